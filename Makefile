@@ -1,0 +1,37 @@
+# Everything a fresh machine needs is done by the target you ask for: environment, installation, run.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Torch first and alone: asked for by another package, pip would take the newest build and its CUDA libraries.
+TORCH := $(shell grep '^torch==' constraints.txt)
+STAMP := $(VENV)/.installed
+
+.PHONY: help quickstart test unit lint types clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+quickstart: $(STAMP) ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
+	$(BIN)/python -m distcse.train quickstart
+
+test: $(STAMP) ## set up, then run every test
+	$(BIN)/python -m pytest
+
+unit: $(STAMP) ## set up, then run the tests that need no cluster
+	$(BIN)/python -m pytest tests/unit tests/oracle
+
+lint: $(STAMP) ## set up, then ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## set up, then mypy
+	$(BIN)/mypy
+
+clean: ## remove the environment
+	rm -rf $(VENV)

@@ -1,0 +1,67 @@
+"""What a run tells whoever watches it. Workers post events; the terminal, a log or a test listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run: begun with `done == 0`, over when `done == total` (or when `finished` says so)."""
+
+    name: str
+    done: int
+    total: int | None
+    unit: str
+    finished: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The student's progress: means over the steps since the last report."""
+
+    step: int
+    total: int
+    losses: dict[str, float]
+    lr: float
+    seconds: float
+    """Wall time of one step."""
+    waited: float
+    """Part of `seconds` spent waiting for teachers."""
+
+
+@dataclass(frozen=True)
+class DevScore:
+    """The dev score at a step, and the best so far."""
+
+    step: int
+    name: str
+    score: float
+    best: float
+    best_step: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line a person should read."""
+
+    text: str
+    warning: bool = False
+
+
+Event = Stage | Steps | DevScore | Note
+Listener = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """A listener for runs that nobody watches."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The two lines between a run and its watcher: events out, a wish to stop in."""
+
+    post: Listener = ignore
+    stop_wished: Callable[[], bool] = field(default=lambda: False)

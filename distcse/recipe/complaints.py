@@ -1,0 +1,132 @@
+"""Validation errors in words: the key, the value found, and the nearest valid key or the allowed range."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "keys of its own",
+    "model_attributes_type": "keys of its own",
+    "dict_type": "keys of its own",
+}
+
+
+def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, source: str) -> str:
+    """One message for all errors of a validation, a line each."""
+    lines = dict.fromkeys(_complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model))
+    if len(lines) == 1:
+        return f"recipe {source}: {next(iter(lines))}"
+    return f"recipe {source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _one_per_place(errors: list[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:
+    """A value that fits no branch of a union fails once a branch; the first branch speaks for all."""
+    first: dict[tuple[str, ...], ErrorDetails] = {}
+    for error in errors:
+        first.setdefault(tuple(_path(error["loc"], model)), error)
+    return list(first.values())
+
+
+def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
+    path = _path(error["loc"], model)
+    key, found, kind = ".".join(path) or "recipe", error["input"], error["type"]
+    if kind == "extra_forbidden":
+        keys = list(_section(model, path[:-1]).model_fields)
+        close = nearest(path[-1], keys)
+        return f"unknown key {key} (value {found!r}){close or '; valid keys: ' + ', '.join(keys)}"
+    if kind == "missing":
+        return f"{key} is missing; write {key}: …"
+    if kind in _TYPES:
+        return f"{key} is {found!r}; expected {_TYPES[kind]}{_or_null(model, path)}"
+    if kind == "literal_error":
+        return f"{key} is {found!r}{nearest(str(found), _choices(error))}; allowed: {', '.join(_choices(error))}{_or_null(model, path)}"
+    if kind == "string_pattern_mismatch":
+        return f"{key} is {found!r}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
+    if kind == "value_error":
+        own_words = error["msg"].removeprefix("Value error, ")
+        return own_words if key == "recipe" else f"{key}: {own_words}"
+    return f"{key} is {found!r}; allowed: {_range(model, path) or error['msg']}"
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    expected: str = error["ctx"]["expected"]
+    return [choice.strip().strip("'") for choice in expected.replace(" or ", ", ").split(",")]
+
+
+def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """The keys a user wrote: pydantic also names the branch of a union it tried, which is no key."""
+    path: list[str] = []
+    place: Any = model
+    for part in loc:
+        if isinstance(part, int):
+            path.append(str(part))
+        elif (section := _model_in(place)) is not None and path[-1:] != [part]:
+            path.append(part)
+            field = section.model_fields.get(part)
+            place = field.annotation if field else None
+    return path
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in get_args(annotation):
+        if (found := _model_in(inner)) is not None:
+            return found
+    return None
+
+
+def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    for key in path:
+        if not key.isdigit():
+            model = _model_in(model.model_fields[key].annotation) or model
+    return model
+
+
+def _field(model: type[BaseModel], path: list[str]) -> Any:
+    keys = [key for key in path if not key.isdigit()]
+    return _section(model, keys[:-1]).model_fields.get(keys[-1]) if keys else None
+
+
+def _or_null(model: type[BaseModel], path: list[str]) -> str:
+    field = _field(model, path) if not path[-1:] or not path[-1].isdigit() else None
+    is_union = field is not None and get_origin(field.annotation) in (Union, types.UnionType)
+    return " or null" if is_union and type(None) in get_args(field.annotation) else ""
+
+
+def _range(model: type[BaseModel], path: list[str]) -> str:
+    field = _field(model, path)
+    if field is None:
+        return ""
+    bounds = [f"{_BOUNDS[name]} {getattr(rule, name)}" for rule in _rules(field) for name in _BOUNDS if hasattr(rule, name)]
+    return " and ".join(dict.fromkeys(bounds)) + (_or_null(model, path) if bounds else "")
+
+
+def _rules(field: Any) -> list[Any]:
+    """Bounds of a field, also those inside `Annotated[...] | None` and `list[Annotated[...]]`."""
+    found, open_ = list(field.metadata), [field.annotation]
+    while open_:
+        annotation = open_.pop()
+        for rule in getattr(annotation, "__metadata__", ()):
+            found.extend(getattr(rule, "metadata", [rule]))
+        open_.extend(get_args(annotation))
+    return found

@@ -1,0 +1,169 @@
+"""From a recipe's name or file, and overrides, to one validated `Recipe`; and back to YAML."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from distcse.errors import RecipeError
+from distcse.recipe.complaints import explain, nearest
+from distcse.recipe.schema import Recipe
+
+Document = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-5 as a number (YAML 1.1 wants 1.0e-5) and refuses a key given twice."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Document:
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen:
+            raise RecipeError(f"{loader.name}, line {line}: key {key!r} was given on line {seen[key]} already; keep one")
+        seen[key] = line
+    return dict(loader.construct_pairs(node, deep=True))
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def packaged_recipes() -> list[str]:
+    """Names of the recipes that come with distcse."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in files("distcse.recipes").iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, validate.
+
+    Relative paths in it are taken from the current directory and made absolute, because a Ray worker's current
+    directory is its own. Raises `RecipeError` with the key, the value, and the nearest valid key or allowed range.
+    """
+    document = _read(name)
+    for override in overrides:
+        _apply(document, override)
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError as invalid:
+        raise RecipeError(explain(invalid, Recipe, document, source=name)) from None
+    return _with_absolute_paths(recipe)
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every knob with its value; `load_recipe` reads it back unchanged."""
+    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _read(name: str) -> Document:
+    if Path(name).is_file():
+        text = Path(name).read_bytes()
+    elif name in (known := packaged_recipes()):
+        text = files("distcse.recipes").joinpath(f"{name}.yaml").read_bytes()
+    else:
+        raise RecipeError(f"no recipe or file {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}")
+    return _parse(text, name)
+
+
+def _parse(text: bytes | str, source: str) -> Document:
+    try:
+        loader = _Loader(text)
+        loader.name = source
+        document = loader.get_single_data()
+    except (yaml.YAMLError, UnicodeDecodeError) as broken:
+        raise RecipeError(f"{source} is not YAML: {' '.join(str(broken).split())}") from None
+    if not isinstance(document, dict):
+        raise RecipeError(f"{source} holds no recipe: expected keys such as `student:`, found {type(document).__name__}")
+    return document
+
+
+def _apply(document: Document, override: str) -> None:
+    """Set `a.b.0.c=value` in the document; the value is YAML, so numbers, lists and null mean what they mean there."""
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise RecipeError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+    *parents, last = path.split(".")
+    place: Any = document
+    for depth, key in enumerate(parents):
+        place = _enter(place, key, ".".join(parents[: depth + 1]))
+    parsed = _value(value, path)
+    if isinstance(place, list):
+        place[_index(place, last, path)] = parsed
+    else:
+        place[last] = parsed
+
+
+def _value(text: str, path: str) -> Any:
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.YAMLError as broken:
+        raise RecipeError(f"{path}: {text!r} is not a YAML value: {' '.join(str(broken).split())}") from None
+
+
+def _enter(place: Any, key: str, path: str) -> Any:
+    if isinstance(place, list):
+        inner = place[_index(place, key, path)]
+    else:
+        if place.get(key) is None:
+            place[key] = {}
+        inner = place[key]
+    if not isinstance(inner, dict | list):
+        raise RecipeError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
+    return inner
+
+
+def _index(place: list[Any], key: str, path: str) -> int:
+    if not key.isdigit() or int(key) >= len(place):
+        raise RecipeError(f"{path}: {key!r} is no place in a list of {len(place)}; allowed: 0 to {len(place) - 1}")
+    return int(key)
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    corpus, storage, evaluation = recipe.corpus, recipe.storage, recipe.evaluation
+    path = corpus.path
+    cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
+    return recipe.model_copy(
+        update={
+            "corpus": corpus.model_copy(
+                update={
+                    "path": [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path),
+                    "dataset": _absolute_folder(corpus.dataset),
+                }
+            ),
+            "storage": storage.model_copy(update={"runs": _absolute(storage.runs), "cache": _absolute(cache)}),
+            "evaluation": evaluation.model_copy(update={"data": _absolute(evaluation.data)}),
+            "student": recipe.student.model_copy(update={"backbone": _absolute_folder(recipe.student.backbone)}),
+            "teachers": recipe.teachers.model_copy(
+                update={
+                    "encoders": [
+                        teacher.model_copy(update={"backbone": _absolute_folder(teacher.backbone)})
+                        for teacher in recipe.teachers.encoders
+                    ]
+                }
+            ),
+        }
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
+def _absolute_folder(name: str | None) -> str | None:
+    """A name that is a folder here becomes its absolute path; anything else (a hub id) stays."""
+    return _absolute(name) if name is not None and os.path.isdir(os.path.expanduser(name)) else name

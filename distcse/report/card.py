@@ -1,0 +1,90 @@
+"""The model card: what the student is, who taught it, on what, and what was measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+
+from distcse import __version__
+from distcse.recipe import recipe_yaml
+from distcse.student.run import Result
+
+
+def write_card(result: Result) -> None:
+    """Put README.md (the card) and distcse/recipe.yaml beside the saved model."""
+    model = result.directory.model
+    (model / "distcse").mkdir(exist_ok=True)
+    _write(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+    _write(model / "README.md", card(result))
+
+
+def card(result: Result) -> str:
+    """Markdown with the hub's metadata in its front matter."""
+    recipe = result.recipe
+    metadata = {
+        "library_name": "sentence-transformers",
+        "pipeline_tag": "sentence-similarity",
+        "tags": [
+            "sentence-transformers",
+            "sentence-similarity",
+            "feature-extraction",
+            "distillation",
+            "distcse",
+            f"dataset_size:{result.rows}",
+        ],
+        **({"base_model": recipe.student.backbone} if not os.path.isabs(recipe.student.backbone) else {}),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
+        f"# {recipe.name}",
+        _summary(result),
+        "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
+        "model = SentenceTransformer(\"path/to/this/folder\")\nvectors = model.encode([\"A sentence.\", \"Another one.\"])\n```",
+        _teachers(result),
+        _scores(result.scores),
+        "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` repeats the run.",
+        "## Limits\n\nThe student knows what its teachers know and its corpus shows. Licences of corpus, backbone and "
+        f"teachers apply to it. Made by distcse {__version__}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _summary(result: Result) -> str:
+    student, position = result.recipe.student, result.outcome.position
+    layers = f", layers {student.layers}" if student.layers else ""
+    best = position.best
+    dev = f" The best dev score was {best[1]:.2f}, at step {best[0]}; this is that checkpoint." if best else ""
+    return (
+        f"A sentence encoder that began as `{student.backbone}`{layers}, pooling `{student.pooling}`, and learned from "
+        f"{result.rows:,} unlabelled sentences in {position.step} of {result.outcome.steps} steps.{dev}"
+    )
+
+
+def _teachers(result: Result) -> str:
+    teachers = result.recipe.teachers.encoders
+    if not teachers:
+        return ""
+    total = sum(teacher.alpha for teacher in teachers)
+    rows = [
+        f"| `{teacher.backbone}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} | {teacher.max_length or 'as saved'} |"
+        for teacher in teachers
+    ]
+    return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
+
+
+def _scores(scores: dict[str, dict[str, float]]) -> str:
+    if not any(scores.values()):
+        return ""
+    columns = list(next(iter(scores.values())))
+    lines = ["## Scores", "", "Measured by distcse at the end of the run, times 100.", ""]
+    lines += [f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
+    lines += [f"| {row} | {' | '.join(f'{figures[c]:.2f}' for c in columns)} |" for row, figures in scores.items()]
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,158 @@
+"""Progress for people: a live view on a terminal, plain lines in a log; one table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from distcse.events import DevScore, Event, Note, Stage, Steps
+
+_PLAIN_EVERY_SECONDS = 10.0
+
+
+class View(Protocol):
+    """Shows events as they come."""
+
+    def show(self, event: Event) -> None:
+        """Take one event."""
+        ...
+
+
+class PlainView:
+    """One line an event, at most one every few seconds a stage: for job logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Stage):
+            if event.finished or self._due(event.name):
+                self._line(_stage_line(event))
+        elif isinstance(event, Steps):
+            if event.step == event.total or self._due("steps"):
+                self._line(f"train     step {event.step}/{event.total}  {_steps_line(event)}  {_left(event)} left")
+        elif isinstance(event, DevScore):
+            self._line(f"dev       {_dev_line(event)}")
+        else:
+            self._line(("warning   " if event.warning else "") + event.text)
+
+    def _due(self, name: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(name, -_PLAIN_EVERY_SECONDS) < _PLAIN_EVERY_SECONDS:
+            return False
+        self._last[name] = now
+        return True
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """A bar for the stage at work, finished stages above it."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console = console
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Stage):
+            self._stage(event)
+        elif isinstance(event, Steps):
+            self._advance("train", event.step, event.total, _steps_line(event))
+            if event.step == event.total:
+                self._end("train")
+        elif isinstance(event, DevScore):
+            self._console.print(f"dev       {_dev_line(event)}", markup=False, highlight=False)
+        else:
+            style = "yellow" if event.warning else None
+            self._console.print(event.text, style=style, markup=False, highlight=False)
+
+    def _stage(self, event: Stage) -> None:
+        if event.finished:
+            self._end(event.name)
+            self._console.print(_stage_line(event), markup=False, highlight=False)
+        else:
+            self._advance(event.name, event.done, event.total, event.unit)
+
+    def _advance(self, name: str, done: int, total: int | None, note: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, note=note)
+        self._progress.update(self._tasks[name], completed=done, total=total, note=note)
+
+    def _end(self, name: str) -> None:
+        if (task := self._tasks.pop(name, None)) is not None:
+            self._progress.remove_task(task)
+
+
+@contextmanager
+def open_view() -> Iterator[View]:
+    """The view that fits standard error: live on a terminal, plain elsewhere. NO_COLOR is honoured."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield LiveView(console, progress)
+
+
+def print_scores(scores: dict[str, dict[str, float]]) -> None:
+    """The final table on standard output: a row each for start, student and teachers."""
+    if not any(scores.values()):
+        return
+    table = Table(title=None, show_edge=False, pad_edge=False)
+    table.add_column("")
+    for name in next(iter(scores.values())):
+        table.add_column(name, justify="right")
+    for row, figures in scores.items():
+        table.add_row(row, *(f"{value:.2f}" for value in figures.values()), style="bold" if row == "student" else None)
+    console = Console(file=sys.stdout)
+    console.print()
+    console.print(table)
+
+
+def print_lines(lines: list[str]) -> None:
+    """Plain lines on standard output, never wrapped: they are to be copied."""
+    console = Console(file=sys.stdout)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stage_line(event: Stage) -> str:
+    if event.finished:
+        return f"{event.name:<9} {event.note or f'{event.done:,} {event.unit}'}"
+    of = f"/{event.total:,}" if event.total else ""
+    return f"{event.name:<9} {event.done:,}{of} {event.unit}"
+
+
+def _steps_line(event: Steps) -> str:
+    losses = "  ".join(f"{name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
+    share = 100 * event.waited / event.seconds if event.seconds else 0.0
+    return f"loss {event.losses['loss']:.3f}  {losses}  {1 / event.seconds:.2f} steps/s  teachers waited for {share:.1f}%"
+
+
+def _left(event: Steps) -> str:
+    seconds = int((event.total - event.step) * event.seconds)
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _dev_line(event: DevScore) -> str:
+    best = "best so far" if event.best_step == event.step else f"best {event.best:.2f} at step {event.best_step}"
+    return f"step {event.step}  {event.name} {event.score:.2f}  ({best})"

@@ -1,0 +1,99 @@
+"""The Ray cluster a run stands on: joined where there is one, started on this machine where there is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from distcse.errors import RunError
+from distcse.recipe import Recipe
+
+_LOCAL_SETTINGS = {
+    # The token guards the local cluster's ports; given here, it is written to no file.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A dev score is reported by a barrier that the controller polls: at its default of 2 s every report costs 2 s.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Nobody pre-empts a laptop; the watcher only logs errors there.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after."""
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            _start_here()
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
+        raise RunError(
+            f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
+            "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or write training.workers=0 to run without Ray"
+        ) from refused
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def resources_per_worker(recipe: Recipe) -> dict[str, float]:
+    """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
+    training, teachers = recipe.training, recipe.teachers
+    has = ray.cluster_resources()
+    cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
+    serving = len(teachers.encoders) * teachers.servers if teachers.mode == "live" else 0
+    cpu = training.cpus_per_worker or max(1.0, (cpus - serving) // training.workers)
+    serving_gpus = serving * teachers.builder_gpus
+    fits_gpu = gpus - serving_gpus >= training.workers
+    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(fits_gpu)
+    for kind, asked, there in (
+        ("CPUs", cpu * training.workers + serving, cpus),
+        ("GPUs", gpu * training.workers + serving_gpus, gpus),
+    ):
+        if asked > there:
+            raise RunError(
+                f"the run needs {asked:g} {kind} (training.workers={training.workers}"
+                f"{f', {serving} live teacher servers' if serving else ''}), the cluster has {there:g}; lower "
+                f"training.workers or training.{kind[:3].lower()}s_per_worker"
+                f"{', or use teachers.mode=table' if serving else ''}"
+            )
+    return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+
+
+def _start_here() -> None:
+    for name, value in _LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if os.environ["RAY_AUTH_MODE"] == "token":
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    port = _free_port()
+    # Ray Train's cleaner asks the State API; told nothing, it finds every Ray instance of the machine and gives up.
+    os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
+    ray.init(
+        address="local",
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=port,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,163 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, accumulation and clipping by DeepSpeed; checkpoints in distcse's own form."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distcse.recipe import TrainingSection
+from distcse.student.checkpoint import TrainingState
+from distcse.student.engine import make_adamw, trained_parameters
+from distcse.student.workers import world_size
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedEngine:
+    """Wraps `deepspeed.initialize`. Needs torch.distributed up; opens a group of one where there is none."""
+
+    def __init__(
+        self, model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None
+    ) -> None:
+        self._owns_group = _open_group_of_one()
+        deepspeed = _quiet_deepspeed()
+        self._deepspeed = deepspeed
+        self._stage = training.zero_stage
+        self._parameters = trained_parameters(model)
+        optimizer = make_adamw(self._parameters.values(), training)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=_config(training, rows)
+        )
+        self.device: torch.device = self._engine.device
+        self._updates = 0
+        if restored is not None:
+            self._restore(restored)
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        views: tuple[Tensor, Tensor] = self._engine(*inputs)
+        return views
+
+    def backward(self, share: Tensor) -> None:
+        # DeepSpeed averages over workers; shares add up. It divides by the accumulation itself.
+        self._engine.backward(share * world_size())
+
+    def step(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        moves = self._engine.is_gradient_accumulation_boundary()
+        self._engine.step()
+        self._updates += moves
+
+    def state(self) -> TrainingState:
+        with self._gathered():
+            weights = {name: t.detach().cpu().clone() for name, t in self._engine.module.state_dict().items()}
+        moments = {name: self._moments(p) for name, p in self._parameters.items()} if self._updates else {}
+        return TrainingState(weights, moments, self._updates)
+
+    def close(self) -> None:
+        self._engine.destroy()
+        if self._owns_group:
+            # Not torch's own: DeepSpeed keeps a second record of the group, and the next engine would trip over it.
+            self._deepspeed.comm.destroy_process_group()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        if self._stage < 3:
+            yield
+        else:
+            with self._deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
+                yield
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if self._stage == 0:
+            state = self._optimizer.state[parameter]
+            return {kind: state[kind].cpu().clone() for kind in _MOMENTS}
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in _MOMENTS}
+
+    def _restore(self, restored: TrainingState) -> None:
+        """Weights came with the model; AdamW's moments and count are put where this stage keeps them."""
+        self._updates = restored.updates
+        if not restored.moments:
+            return
+        if self._stage == 0:
+            for name, parameter in self._parameters.items():
+                moments = {kind: t.to(self.device) for kind, t in restored.moments[name].items()}
+                self._optimizer.state[parameter] = {"step": _count(restored.updates, self.device), **moments}
+            return
+        self._open_partitioned_state(restored.updates)
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for name, parameter in self._parameters.items():
+            for kind in _MOMENTS:
+                safe_set_full_optimizer_state(parameter, restored.moments[name][kind].to(self.device), kind)
+
+    def _open_partitioned_state(self, updates: int) -> None:
+        """ZeRO fills AdamW's state at its first step; a resumed run needs it before, to have something to write into."""
+        inner = self._optimizer.optimizer
+        flats = (
+            self._optimizer.single_partition_of_fp32_groups
+            if self._stage < 3
+            else self._optimizer.fp32_partitioned_groups_flat
+        )
+        for flat in flats:
+            inner.state[flat] = {
+                "step": _count(updates, flat.device),
+                **{kind: torch.zeros_like(flat) for kind in _MOMENTS},
+            }
+        if self._stage < 3:
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _config(training: TrainingSection, rows: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": training.gradient_accumulation,
+        # Said even when it is 0: DeepSpeed's own default is 1.0.
+        "gradient_clipping": training.gradient_clipping,
+        "zero_optimization": {"stage": training.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if training.precision == "bf16":
+        # Autocast, not DeepSpeed's bf16 mode: parameters stay float32, as in the plain engine and in what is saved.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return config
+
+
+def _count(updates: int, device: torch.device) -> Tensor:
+    return torch.tensor(float(updates), device=None if device.type == "cpu" else device)
+
+
+def _open_group_of_one() -> bool:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if dist.is_initialized():
+        return False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _quiet_deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # ZeRO-3 calls a deprecated collective every step; the line says nothing to a user.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        # No compiler is asked for: the one op it would build on a CPU serves inference only.
+        deepspeed.ops.__compatible_ops__ = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed

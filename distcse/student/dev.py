@@ -1,0 +1,57 @@
+"""The dev score: STS-B dev where there is labelled data, agreement with the teachers on held-out rows elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder
+from distcse.errors import RunError
+from distcse.evaluation import STSB_DEV, agreement, read_pairs, sts_score
+from distcse.objectives import mix_lists
+from distcse.recipe import Recipe
+from distcse.teachers import ListSource
+
+
+@dataclass(frozen=True)
+class DevSet:
+    """One number for an encoder, higher is better, with the name people know it by."""
+
+    name: str
+    score: Callable[[Encoder], float]
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]
+    ) -> DevSet:
+        """The dev set that the recipe names; `auto` is STS-B where `evaluation.data` is given."""
+        kind = recipe.evaluation.dev
+        if kind == "auto":
+            kind = "stsb" if recipe.evaluation.data else "agreement"
+        if kind == "stsb":
+            pairs = read_pairs(Path(str(recipe.evaluation.data)) / STSB_DEV)
+            return cls("STS-B dev", lambda encoder: sts_score(encoder.encode, pairs))
+        if not sources or len(held_out) < 3:
+            raise RunError(
+                "there is nothing to score the student on: give evaluation.data (a folder with sts/stsb/dev.tsv.gz), "
+                "or teachers and evaluation.held_out of at least 3"
+            )
+        texts, lists = corpus.texts(held_out), teacher_lists(recipe, held_out, sources)
+        return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
+
+
+def teacher_lists(
+    recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]
+) -> NDArray[np.float32]:
+    """(n, n) weighted mean cosines of the teachers among n rows."""
+    import torch
+
+    answers = [source.request(rows[None, :], slice(None)) for source in sources]
+    lists = torch.from_numpy(np.stack([answer.result()[0] for answer in answers]))
+    mixed: NDArray[np.float32] = mix_lists(lists, [teacher.alpha for teacher in recipe.teachers.encoders]).numpy()
+    return mixed

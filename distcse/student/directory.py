@@ -1,0 +1,144 @@
+"""The run directory: all that is needed to understand, repeat or continue a run.
+
+    <runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob
+                         run.json        versions, commit, corpus fingerprint
+                         events.jsonl    everything the run told
+                         checkpoints/    latest and best
+                         model/          the student, in the sentence-transformers layout
+                         scores.json     start, student and teachers at the end
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import RecipeError, RunError
+from distcse.events import Event
+from distcse.recipe import Recipe, load_recipe, recipe_yaml
+
+_RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
+
+_MAY_CHANGE = (
+    "training.workers",
+    "training.cpus_per_worker",
+    "training.gpus_per_worker",
+    "training.engine",
+    "training.zero_stage",
+    "training.dropout_streams",
+    "training.max_failures",
+    "training.log_every",
+    "teachers.builders",
+    "teachers.builder_gpus",
+    "teachers.servers",
+    "teachers.block_steps",
+    "teachers.tokens_per_batch",
+    "evaluation.final",
+    "storage.cache",
+)
+"""Knobs that a resumed run may set anew: none of them changes what is learned."""
+
+
+class RunDirectory:
+    """Paths of one run and the few files that are written once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = path / "model"
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunDirectory:
+        """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
+        stem = Path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for attempt in range(1, 1000):
+            path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as refused:
+                raise RunError(f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write") from None
+            (path / "recipe.yaml").write_text(recipe_yaml(recipe))
+            return cls(path)
+        raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
+
+    @classmethod
+    def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
+        """An earlier run and its recipe, with overrides that do not change what is learned."""
+        stored = path / "recipe.yaml"
+        if not stored.is_file():
+            raise RunError(f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made")
+        before, after = load_recipe(str(stored)), load_recipe(str(stored), overrides)
+        changed = sorted(_differences(before.model_dump(), after.model_dump()))
+        if forbidden := [key for key in changed if not key.startswith(_MAY_CHANGE)]:
+            raise RecipeError(
+                f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
+                f"A resumed run may change: {', '.join(_MAY_CHANGE)}"
+            )
+        return cls(path), after
+
+    def record(self, corpus_fingerprint: str) -> None:
+        """Note versions and the corpus; refuse to go on with another corpus than the run began with."""
+        file = self.path / "run.json"
+        if file.exists():
+            begun = json.loads(file.read_text())["corpus"]
+            if begun != corpus_fingerprint:
+                raise RunError(
+                    f"the corpus has changed since {self.path} began (fingerprint {corpus_fingerprint[:12]}, was {begun[:12]}); "
+                    "restore it, or start a new run"
+                )
+            return
+        record = {
+            "corpus": corpus_fingerprint,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "commit": _commit(),
+            "versions": _versions(),
+        }
+        file.write_text(json.dumps(record, indent=2))
+
+    def log(self, event: Event) -> None:
+        """Append an event to events.jsonl."""
+        line = {"time": round(time.time(), 3), "event": type(event).__name__, **asdict(event)}
+        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def write_scores(self, scores: dict[str, dict[str, float]]) -> None:
+        """Store the final table."""
+        (self.path / "scores.json").write_text(json.dumps(scores, indent=2))
+
+
+def _differences(before: Any, after: Any, path: str = "") -> set[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = before.keys() | after.keys()
+        inner = (_differences(before.get(k), after.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
+        return set().union(*inner)
+    return set() if before == after else {path}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _RECORDED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _commit() -> str | None:
+    """Commit of the code that runs, where it runs from a git checkout."""
+    here = Path(__file__).parent
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

@@ -1,0 +1,143 @@
+"""What the loop needs of an engine, and the plain PyTorch one: same interface, same numbers, no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distcse.errors import RunError
+from distcse.recipe import TrainingSection
+from distcse.student.checkpoint import TrainingState
+from distcse.student.workers import add_over_workers, world_size
+
+
+class Engine(Protocol):
+    """Forward, backward and update of the student over all workers."""
+
+    device: torch.device
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """The student model's views, under the engine's precision."""
+        ...
+
+    def backward(self, share: Tensor) -> None:
+        """Gradient of this worker's share of the loss; shares of all workers add up to the loss of the global batch."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`."""
+        ...
+
+    def state(self) -> TrainingState:
+        """Full weights and moments, on every worker (all workers must call)."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds of the process."""
+        ...
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that receive a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingSection) -> torch.optim.AdamW:
+    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8), fused: on a CPU 4 times faster than the default loop."""
+    return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)
+
+
+def make_engine(model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> Engine:
+    """The engine the recipe asks for; `auto` is DeepSpeed where it is installed.
+
+    Args:
+        model: The student, its weights restored already.
+        training: The recipe's part.
+        rows: Rows of a batch on this worker.
+        restored: Where the optimiser goes on from.
+    """
+    has_deepspeed = find_spec("deepspeed") is not None
+    if training.engine == "plain" or (training.engine == "auto" and not has_deepspeed):
+        if training.zero_stage:
+            raise RunError('training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"')
+        return PlainEngine(model, training, restored)
+    if not has_deepspeed:
+        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
+    from distcse.student.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(model, training, rows, restored)
+
+
+class PlainEngine:
+    """PyTorch alone: AdamW, clipping, accumulation, gradients averaged by one all-reduce."""
+
+    def __init__(self, model: nn.Module, training: TrainingSection, restored: TrainingState | None) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model.to(self.device)
+        self._training = training
+        self._parameters = trained_parameters(model)
+        self._optimizer = make_adamw(self._parameters.values(), training)
+        self._batches = 0
+        self._updates = 0
+        if restored is not None:
+            self._restore(restored)
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        autocast = (
+            torch.autocast(self.device.type, torch.bfloat16) if self._training.precision == "bf16" else nullcontext()
+        )
+        with autocast:
+            views: tuple[Tensor, Tensor] = self._model(*inputs)
+        return views
+
+    def backward(self, share: Tensor) -> None:
+        # Averaging over workers divides by their number, accumulation by its own: both are undone or done here, once.
+        (share * world_size() / self._training.gradient_accumulation).backward()
+
+    def step(self, lr: float) -> None:
+        self._batches += 1
+        if self._batches % self._training.gradient_accumulation:
+            return
+        self._average_gradients()
+        if self._training.gradient_clipping:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self._training.gradient_clipping)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+
+    def state(self) -> TrainingState:
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
+        moments = {
+            name: {kind: self._optimizer.state[p][kind].cpu().clone() for kind in ("exp_avg", "exp_avg_sq")}
+            for name, p in self._parameters.items()
+            if p in self._optimizer.state
+        }
+        return TrainingState(weights, moments, self._updates)
+
+    def close(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _average_gradients(self) -> None:
+        if world_size() == 1:
+            return
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        add_over_workers(flat).div_(world_size())
+        for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(averaged.view_as(gradient))
+
+    def _restore(self, restored: TrainingState) -> None:
+        self._updates = restored.updates
+        for name, moments in restored.moments.items():
+            parameter = self._parameters[name]
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(restored.updates), device=self.device if self.device.type != "cpu" else None),
+                **{kind: tensor.to(self.device) for kind, tensor in moments.items()},
+            }

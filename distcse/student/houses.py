@@ -1,0 +1,98 @@
+"""Where a run's work is done: in this process, or on a Ray cluster. The same three things happen in either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder
+from distcse.events import Watch
+from distcse.recipe import TeacherSection, TeachersSection
+from distcse.student.loop import Outcome, fit
+from distcse.student.plan import Job
+from distcse.teachers import EmbeddingTable, LiveTeacher, LocalSource, TableTeacher, embed_shard
+
+
+class House(Protocol):
+    """Builds tables, hosts teachers, trains the student."""
+
+    def build(
+        self,
+        teacher: TeacherSection,
+        section: TeachersSection,
+        corpus: Corpus,
+        table: EmbeddingTable,
+        missing: Sequence[int],
+        on_rows: Callable[[int], None],
+    ) -> None:
+        """Embed the missing shards of a table; `on_rows` hears how many rows are done."""
+        ...
+
+    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+        """Serve the teachers (from their table, or live where there is None) and train the student."""
+        ...
+
+
+class InProcess:
+    """Everything here, one after the other: no Ray, no other process."""
+
+    def build(
+        self,
+        teacher: TeacherSection,
+        section: TeachersSection,
+        corpus: Corpus,
+        table: EmbeddingTable,
+        missing: Sequence[int],
+        on_rows: Callable[[int], None],
+    ) -> None:
+        encoder = Encoder.from_section(teacher).eval()
+        done = 0
+        for shard in missing:
+            done += embed_shard(encoder, teacher, corpus, table, shard, section.tokens_per_batch)
+            on_rows(done)
+
+    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+        section = job.recipe.teachers
+        sources = [
+            LocalSource(
+                TableTeacher(table)
+                if table is not None
+                else LiveTeacher(Encoder.from_section(teacher), corpus, teacher.precision, section.tokens_per_batch)
+            )
+            for teacher, table in zip(section.encoders, tables, strict=True)
+        ]
+        return fit(job, sources, watch)
+
+
+class OnRay:
+    """Actors build and serve, Ray Train workers train. Wants `distcse.student.cluster.cluster()` entered."""
+
+    def build(
+        self,
+        teacher: TeacherSection,
+        section: TeachersSection,
+        corpus: Corpus,
+        table: EmbeddingTable,
+        missing: Sequence[int],
+        on_rows: Callable[[int], None],
+    ) -> None:
+        from distcse.teachers.actors import build_shards
+
+        build_shards(teacher, section, corpus, table, missing, on_rows)
+
+    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+        import ray
+
+        from distcse.student.ray_train import fit_on_ray
+        from distcse.teachers.actors import start_servers
+
+        section = job.recipe.teachers
+        servers: list[list[Any]] = []
+        try:
+            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
+                servers.append(start_servers(number, teacher, section, corpus, table))
+            return fit_on_ray(job, servers, watch)
+        finally:
+            for server in (server for pool in servers for server in pool):
+                ray.kill(server)

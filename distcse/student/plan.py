@@ -1,0 +1,78 @@
+"""Which rows are learned from, in which order, by which worker, under which dropout noise: all functions of the step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
+from distcse.recipe import Recipe, TrainingSection
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker is told; the folders are on storage that every worker sees."""
+
+    recipe: Recipe
+    run: Path
+    corpus: Path
+    tokens: Path
+
+
+class Plan:
+    """A run's order of rows, and one worker's part of it.
+
+    Args:
+        job: The run.
+        rank: This worker's number.
+        workers: How many there are.
+    """
+
+    def __init__(self, job: Job, rank: int, workers: int) -> None:
+        training = job.recipe.training
+        self._seed = job.recipe.seed
+        self._tokens = TokenTable.open(job.tokens)
+        self.corpus = Corpus.open(job.corpus)
+        train_rows, self.held_out = split_held_out(len(self.corpus), job.recipe.evaluation.held_out, job.recipe.seed)
+        self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed)
+        self.steps = total_steps(training, self.sampler.steps_per_epoch)
+        rows = training.batch_size // workers
+        self.places = slice(rank * rows, (rank + 1) * rows)
+        """This worker's places in every global batch."""
+        self._streams = max(1, (training.dropout_streams or workers) // workers)
+        self._first_stream = rank * self._streams
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch that are this worker's."""
+        return int(self.places.stop - self.places.start)
+
+    def streams(self, step: int, device: torch.device) -> list[tuple[Tokens, int]]:
+        """This worker's rows of a step, cut into streams, each with the seed of its dropout noise."""
+        rows: NDArray[np.int64] = self.sampler.batch(step)[self.places]
+        return [
+            (
+                collate(self._tokens.rows(part), self._tokens.pad_id).to(device),
+                noise_seed(self._seed, step, self._first_stream + number),
+            )
+            for number, part in enumerate(np.split(rows, self._streams))
+        ]
+
+
+def total_steps(training: TrainingSection, steps_per_epoch: int) -> int:
+    """Steps of the whole run. Only whole updates count, so that no batch's gradient is left unused."""
+    steps = max(1, round(training.epochs * steps_per_epoch))
+    if training.max_steps is not None:
+        steps = min(steps, training.max_steps)
+    return max(training.gradient_accumulation, steps - steps % training.gradient_accumulation)
+
+
+def noise_seed(seed: int, step: int, stream: int) -> int:
+    """Seed of one stream's dropout noise at one step: the same on any worker and after any restart."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{stream}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

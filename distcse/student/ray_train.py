@@ -1,0 +1,158 @@
+"""The one module that knows Ray Train's surface: `fit` in a `TorchTrainer`'s workers, watched from the driver."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from distcse.errors import DistcseError, RunError
+from distcse.events import Event, Watch
+from distcse.student.cluster import resources_per_worker
+from distcse.student.loop import Outcome, fit
+from distcse.student.plan import Job
+
+_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
+
+_ALLOCATOR = {
+    # glibc hands large blocks back to the kernel after every step and faults them in again: up to 5 times the step.
+    "MALLOC_MMAP_THRESHOLD_": "2147483648",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+}
+
+
+class Board:
+    """An actor between the first worker and the driver: events one way, the wish to stop the other."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._stop = False
+
+    def post(self, event: Event) -> bool:
+        """Take an event; answers whether the run shall stop."""
+        self._events.append(event)
+        return self._stop
+
+    def take(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stop(self) -> None:
+        """Wish the run to stop at its next report."""
+        self._stop = True
+
+
+def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outcome:
+    """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
+
+    Args:
+        job: The run.
+        servers: For each teacher, its server actors; worker r asks server r modulo their number.
+        watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
+    """
+    resources = resources_per_worker(job.recipe)
+    board = ray.remote(num_cpus=0)(Board).remote()
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"job": job, "servers": [list(pool) for pool in servers], "board": board},
+        torch_config=TorchConfig(backend="nccl" if resources.get("GPU") else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=job.recipe.training.workers,
+            use_gpu=bool(resources.get("GPU")),
+            resources_per_worker=resources,
+        ),
+        run_config=RunConfig(
+            # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
+            name=f"train-{time.time_ns()}",
+            storage_path=str(job.run / "ray"),
+            failure_config=FailureConfig(max_failures=job.recipe.training.max_failures),
+            worker_runtime_env={"env_vars": {**_ALLOCATOR, **_own_environment()}},
+        ),
+    )
+    # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer") as thread:
+        running = thread.submit(trainer.fit)
+        while not running.done():
+            _relay(board, watch)
+            time.sleep(0.2)
+        _relay(board, watch)
+        try:
+            returned = running.result().return_value
+        except ray.train.TrainingFailedError as failed:
+            raise _explained(failed) from failed
+        finally:
+            ray.kill(board)
+    if isinstance(returned, DistcseError):
+        raise returned
+    outcome: Outcome = returned
+    return outcome
+
+
+def _worker(config: dict[str, Any]) -> Outcome | RunError:
+    """Ray Train's loop function."""
+    import torch
+
+    from distcse.teachers.actors import RemoteSource
+
+    _quiet()
+    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+    torch.set_num_threads(max(1, int(cpus)))
+    rank = ray.train.get_context().get_world_rank()
+    sources = [RemoteSource(pool[rank % len(pool)]) for pool in config["servers"]]
+    board = config["board"]
+    answers: list[Any] = []
+
+    def post(event: Event) -> None:
+        answers.append(board.post.remote(event))
+
+    def stop_wished() -> bool:
+        ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
+        return any(ray.get(ready))
+
+    try:
+        return fit(config["job"], sources, Watch(post, stop_wished), report=ray.train.report)
+    except RunError as mistake:
+        # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
+        return mistake
+
+
+def _relay(board: Any, watch: Watch) -> None:
+    if watch.stop_wished():
+        board.stop.remote()
+    for event in ray.get(board.take.remote()):
+        watch.post(event)
+
+
+def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
+    """The user's own mistake inside Ray Train's error, or a `RunError` with the first worker's words."""
+    failures = list(getattr(failed, "worker_failures", {}).values())
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, DistcseError):
+                return cause
+            cause = getattr(cause, "cause", None) or cause.__cause__
+    told = str(failures[0] if failures else failed).strip().splitlines()
+    return RunError(f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it")
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+
+
+def _quiet() -> None:
+    """Ray Train logs every report at INFO under a logger named after its file."""
+    import logging
+
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,159 @@
+"""One run, from a recipe to a saved student: the stages in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.corpus import Corpus, TokenTable
+from distcse.encoder import Encoder, build_student, check_exportable
+from distcse.errors import RunError
+from distcse.events import Event, Note, Stage, Watch
+from distcse.recipe import Recipe
+from distcse.student.checkpoint import Checkpoints, load_state
+from distcse.student.directory import RunDirectory
+from distcse.student.finals import Scores, measures
+from distcse.student.houses import House, InProcess, OnRay
+from distcse.student.loop import Outcome
+from distcse.student.plan import Job
+from distcse.teachers import EmbeddingTable, table_of, uses_table
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    outcome: Outcome
+    scores: dict[str, Scores]
+    """Row (start, student, teachers) to measure to figure; empty when the run was interrupted."""
+    rows: int
+    """Sentences in the corpus."""
+
+
+def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Result:
+    """Carry out a recipe, or go on with an interrupted run.
+
+    Raises a `DistcseError` that names what to mend; whatever was finished before it (corpus, tables, checkpoints) stays.
+    """
+    check_exportable(recipe.student)
+    directory = resume or RunDirectory.create(recipe)
+    watch = Watch(_logged(directory, watch.post), watch.stop_wished)
+    watch.post(Note(f"run directory {directory.path}"))
+    cache = Path(recipe.storage.cache)
+    house, surroundings = _house(recipe)
+
+    corpus = _prepare_corpus(recipe, cache, watch)
+    directory.record(corpus.fingerprint)
+    start = Encoder.from_section(recipe.student)
+    tokens = _prepare_tokens(recipe, corpus, start, cache, watch)
+    job = Job(recipe, directory.path, corpus.directory, tokens.directory)
+    with surroundings:
+        tables = _prepare_tables(recipe, corpus, cache, house, watch)
+        outcome = house.train(job, corpus, tables, watch)
+    student = _export(recipe, directory)
+    scores: dict[str, Scores] = {}
+    if not outcome.interrupted:
+        scores = _final_scores(recipe, corpus, start, student, watch)
+        directory.write_scores(scores)
+    return Result(recipe, directory, outcome, scores, len(corpus))
+
+
+def _house(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
+    if recipe.training.workers == 0:
+        return InProcess(), nullcontext()
+    try:
+        from distcse.student.cluster import cluster
+    except ImportError as missing:
+        raise RunError(f'{missing}; pip install "ray[train,default]", or write training.workers=0') from None
+    return OnRay(), cluster()
+
+
+def _prepare_corpus(recipe: Recipe, cache: Path, watch: Watch) -> Corpus:
+    corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit, "sentences"))
+    blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
+    note = f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}"
+    watch.post(Stage("corpus", len(corpus), len(corpus), "sentences", finished=True, note=note))
+    return corpus
+
+
+def _prepare_tokens(recipe: Recipe, corpus: Corpus, encoder: Encoder, cache: Path, watch: Watch) -> TokenTable:
+    tokens = TokenTable.prepare(
+        corpus,
+        encoder.tokenizer,
+        encoder.max_length,
+        cache,
+        _progress(watch, "tokens", len(corpus), "sentences"),
+        prompt=encoder.prompt,
+    )
+    note = "reused" if tokens.reused else "tokenised once"
+    watch.post(Stage("tokens", len(corpus), len(corpus), "sentences", finished=True, note=note))
+    return tokens
+
+
+def _prepare_tables(
+    recipe: Recipe, corpus: Corpus, cache: Path, house: House, watch: Watch
+) -> list[EmbeddingTable | None]:
+    section = recipe.teachers
+    if not uses_table(section):
+        return [None] * len(section.encoders)
+    tables: list[EmbeddingTable | None] = []
+    for number, teacher in enumerate(section.encoders):
+        table = table_of(teacher, corpus, cache, section.shard_rows)
+        stage = f"teacher {number}"
+        missing = table.missing_shards()
+        rows = sum(len(table.shard_range(shard)) for shard in missing)
+        if missing:
+            house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows, "sentences"))
+        note = f"{rows:,} embedded, {len(corpus) - rows:,} reused"
+        watch.post(Stage(stage, rows, rows, "sentences", finished=True, note=note))
+        tables.append(table)
+    return tables
+
+
+def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
+    """The best checkpoint's encoder (the latest, where nothing was scored), saved without its projection."""
+    checkpoints = Checkpoints(directory.path)
+    folder = checkpoints.best() or checkpoints.latest()
+    if folder is None:
+        raise RunError(f"{directory.path} has no checkpoint; run again with --resume {directory.path}")
+    model = build_student(recipe.student)
+    model.load_state_dict(load_state(folder).weights)
+    model.encoder.eval().save(directory.model)
+    return model.encoder
+
+
+def _final_scores(
+    recipe: Recipe, corpus: Corpus, start: Encoder, student: Encoder, watch: Watch
+) -> dict[str, Scores]:
+    teachers = [Encoder.from_section(teacher) for teacher in recipe.teachers.encoders]
+    rows = {"start": start, "student": student}
+    rows.update({_row_name(number, len(teachers)): teacher for number, teacher in enumerate(teachers)})
+    to_measure = measures(recipe, corpus, teachers)
+    progress = _progress(watch, "scores", len(rows), "models")
+    table: dict[str, Scores] = {}
+    for done, (name, encoder) in enumerate(rows.items() if to_measure else (), start=1):
+        table[name] = {key: value for measure in to_measure for key, value in measure(encoder).items()}
+        progress(done)
+    if to_measure:
+        watch.post(Stage("scores", len(rows), len(rows), "models", finished=True))
+    return table
+
+
+def _row_name(number: int, teachers: int) -> str:
+    return "teacher" if teachers == 1 else f"teacher {number}"
+
+
+def _progress(watch: Watch, stage: str, total: int | None, unit: str) -> Callable[[int], None]:
+    return lambda done: watch.post(Stage(stage, done, total, unit))
+
+
+def _logged(directory: RunDirectory, post: Callable[[Event], None]) -> Callable[[Event], None]:
+    def log_and_post(event: Event) -> None:
+        directory.log(event)
+        post(event)
+
+    return log_and_post

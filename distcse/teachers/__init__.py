@@ -1,0 +1,20 @@
+"""Frozen teachers: embedding tables on disk, servers of similarity lists, and the worker's client of them."""
+
+from distcse.teachers.build import embed_shard, table_of, uses_table
+from distcse.teachers.ensemble import ListSource, LocalSource, TeacherEnsemble
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import LiveTeacher, TableTeacher, Teacher
+
+__all__ = [
+    "EmbeddingTable",
+    "ListSource",
+    "LiveTeacher",
+    "LocalSource",
+    "TableIdentity",
+    "TableTeacher",
+    "Teacher",
+    "TeacherEnsemble",
+    "embed_shard",
+    "table_of",
+    "uses_table",
+]

@@ -1,0 +1,144 @@
+"""Ray actors that host frozen teachers: builders that fill a table, servers that answer workers.
+
+The only file of this folder that imports Ray. Between worker and server go row ids one way and lists the other way:
+never vectors, tokens or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.util import ActorPool
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder
+from distcse.recipe import TeacherSection, TeachersSection
+from distcse.teachers.build import embed_shard
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import LiveTeacher, TableTeacher, Teacher
+
+_NEVER_GIVE_UP = {"max_restarts": -1, "max_task_retries": -1}
+
+
+class ShardBuilder:
+    """Embeds shards of one table and writes them to the table's storage itself: vectors never cross the network."""
+
+    def __init__(
+        self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
+    ) -> None:
+        _use_assigned_threads()
+        self._teacher = teacher
+        self._encoder = Encoder.from_section(teacher).to(_device()).eval()
+        self._corpus = Corpus.open(corpus)
+        self._table = EmbeddingTable(table, identity)
+        self._tokens_per_batch = tokens_per_batch
+
+    def build(self, shard: int) -> int:
+        """Rows embedded."""
+        return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
+
+
+class TeacherServer:
+    """Hosts one teacher and serves its lists."""
+
+    def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
+        _use_assigned_threads()
+        self._teacher = make_teacher()
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """See `Teacher.similarities`."""
+        return self._teacher.similarities(columns, rows)
+
+    def ready(self) -> bool:
+        """Answers once the teacher is loaded."""
+        return True
+
+
+class RemoteSource:
+    """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
+        answer: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
+        return answer
+
+
+def build_shards(
+    teacher: TeacherSection,
+    section: TeachersSection,
+    corpus: Corpus,
+    table: EmbeddingTable,
+    missing: Sequence[int],
+    on_rows: Callable[[int], None],
+) -> None:
+    """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
+    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_NEVER_GIVE_UP)(ShardBuilder)
+    builders = [
+        actor.options(name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False).remote(
+            teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch
+        )
+        for number in range(min(len(missing), section.builders or _fitting_builders(section)))
+    ]
+    done = 0
+    try:
+        for rows in ActorPool(builders).map_unordered(lambda builder, shard: builder.build.remote(shard), list(missing)):
+            done += rows
+            on_rows(done)
+    finally:
+        for builder in builders:
+            ray.kill(builder)
+
+
+def start_servers(
+    number: int, teacher: TeacherSection, section: TeachersSection, corpus: Corpus, table: EmbeddingTable | None
+) -> list[Any]:
+    """Server actors of one teacher, loaded and ready. Serving a table takes no CPU of its own worth reserving."""
+    if table is not None:
+        make, resources = _table_teacher(table), {"num_cpus": 0}
+    else:
+        make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
+        resources = {"num_cpus": 1, "num_gpus": section.builder_gpus}
+    actor = ray.remote(**resources, **_NEVER_GIVE_UP)(TeacherServer)
+    servers = [actor.options(name=f"teacher-{number}-{copy}-{_run_token()}").remote(make) for copy in range(section.servers)]
+    ray.get([server.ready.remote() for server in servers])
+    return servers
+
+
+def _table_teacher(table: EmbeddingTable) -> Callable[[], Teacher]:
+    directory, identity = table.directory, table.identity
+    return lambda: TableTeacher(EmbeddingTable(directory, identity))
+
+
+def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:
+    return lambda: LiveTeacher(
+        Encoder.from_section(teacher).to(_device()).eval(), Corpus.open(corpus), teacher.precision, tokens_per_batch
+    )
+
+
+def _fitting_builders(section: TeachersSection) -> int:
+    cluster = ray.cluster_resources()
+    if section.builder_gpus:
+        return max(1, int(cluster.get("GPU", 0) / section.builder_gpus))
+    return max(1, int(cluster.get("CPU", 1)))
+
+
+def _run_token() -> str:
+    """Part of an actor's name: two runs on one cluster must not meet."""
+    return ray.get_runtime_context().get_job_id()
+
+
+def _use_assigned_threads() -> None:
+    torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

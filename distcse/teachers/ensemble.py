@@ -1,0 +1,104 @@
+"""The worker's side of the teachers: asks for blocks of lists ahead of the student, and mixes them by weight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distcse.objectives import mix_lists
+from distcse.teachers.teacher import Teacher
+
+Lists = NDArray[np.float32]
+Batches = Callable[[int, int], NDArray[np.int64]]
+
+_BLOCK_BYTES = 32 * 2**20
+
+
+class ListSource(Protocol):
+    """One teacher as a worker sees it: a question now, the answer later."""
+
+    def request(self, columns: NDArray[np.int64], rows: slice) -> Future[Lists]:
+        """Ask for (B, R, C) lists of B steps; see `Teacher.similarities`."""
+        ...
+
+
+class LocalSource:
+    """A teacher in this process, on a thread of its own: no cluster needed."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self._teacher = teacher
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher")
+
+    def request(self, columns: NDArray[np.int64], rows: slice) -> Future[Lists]:
+        return self._thread.submit(self._teacher.similarities, columns, rows)
+
+
+@dataclass(frozen=True)
+class _Block:
+    first: int
+    answers: list[Future[Lists]]
+
+
+class TeacherEnsemble:
+    """The weighted mean of N teachers' lists for every step, one block of steps ahead (RankCSE Eq. 6 for N teachers).
+
+    Args:
+        sources: One for each teacher.
+        weights: As many positive weights; their scale does not matter.
+        batches: `batches(first, count)` gives the (count, C) row ids of steps `first` to `first + count`. It is a pure
+            function of the step, which is what lets lists be asked for before the student gets there.
+        rows: This worker's places in each global batch.
+        steps: First step and the step after the last.
+        block_steps: Steps in one block, at most; long lists make smaller blocks (32 MiB a teacher).
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ListSource],
+        weights: Sequence[float],
+        batches: Batches,
+        rows: slice,
+        steps: range,
+        block_steps: int = 32,
+    ) -> None:
+        if len(sources) != len(weights) or not sources:
+            raise ValueError(f"{len(sources)} teachers and {len(weights)} weights; give one weight a teacher")
+        self._sources = sources
+        self._weights = list(weights)
+        self._batches = batches
+        self._rows = rows
+        self._steps = steps
+        self._block_steps = self._fitting(block_steps) if steps else 1
+        self._blocks = [self._ask(steps.start)] if steps else []
+        self.waited = 0.0
+        """Seconds spent so far waiting for lists that were not there when the student wanted them."""
+
+    def lists(self, step: int) -> Tensor:
+        """(R, C) float32: the teachers' weighted mean cosines for a step. Steps are asked for in ascending order."""
+        while step >= self._blocks[0].first + self._block_steps:
+            self._blocks.pop(0)
+        if len(self._blocks) == 1 and self._blocks[0].first + self._block_steps < self._steps.stop:
+            self._blocks.append(self._ask(self._blocks[0].first + self._block_steps))
+        block = self._blocks[0]
+        began = time.perf_counter()
+        answers = [answer.result() for answer in block.answers]
+        self.waited += time.perf_counter() - began
+        of_step = np.stack([answer[step - block.first] for answer in answers])
+        return mix_lists(torch.from_numpy(of_step), self._weights)
+
+    def _ask(self, first: int) -> _Block:
+        columns = self._batches(first, min(self._block_steps, self._steps.stop - first))
+        return _Block(first, [source.request(columns, self._rows) for source in self._sources])
+
+    def _fitting(self, wished: int) -> int:
+        columns = self._batches(self._steps.start, 1).shape[1]
+        list_bytes = len(range(columns)[self._rows]) * columns * np.dtype(np.float32).itemsize
+        return max(1, min(wished, _BLOCK_BYTES // list_bytes))

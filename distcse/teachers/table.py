@@ -1,0 +1,165 @@
+"""The embedding table: every row of a corpus embedded once by one frozen teacher, on disk, for every later run.
+
+    <cache>/tables/<key>/table.json        identity, rows, rows a shard
+                         shard-00000.npy   (rows, dimension) float16, unit length, C order
+                         shard-00000.json  rows, dimension, blake2b of the .npy
+
+A shard counts once its .json is there: the .npy is written beside, flushed and renamed first, the .json after it, so a
+kill at any moment leaves either a whole shard or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import TeacherError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TableIdentity:
+    """All that decides a table's numbers. A wrong hit is worse than a miss, so everything is in the key."""
+
+    model: str
+    """Fingerprint of the model's files."""
+    corpus: str
+    """Fingerprint of the corpus."""
+    rows: int
+    pooling: str | None
+    max_length: int | None
+    prompt: str
+    precision: str
+    shard_rows: int
+    format: int = FORMAT
+
+    @property
+    def key(self) -> str:
+        """Name of the table's folder: 32 hexadecimal digits over the whole identity."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def shards(self) -> int:
+        return -(-self.rows // self.shard_rows)
+
+
+class EmbeddingTable:
+    """One teacher's unit vectors for all rows of one corpus."""
+
+    def __init__(self, directory: Path, identity: TableIdentity) -> None:
+        self.directory = directory
+        self.identity = identity
+        self._opened: dict[int, NDArray[np.float16]] = {}
+
+    @classmethod
+    def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
+        """The table of this identity in `cache`, its folder made and labelled if it is new; shards may be missing."""
+        directory = cache / "tables" / identity.key
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_atomically(directory / "table.json", json.dumps(asdict(identity), indent=2).encode())
+        return cls(directory, identity)
+
+    def shard_range(self, shard: int) -> range:
+        """Row ids of a shard."""
+        first = shard * self.identity.shard_rows
+        return range(first, min(first + self.identity.shard_rows, self.identity.rows))
+
+    def missing_shards(self) -> list[int]:
+        """Shards that are absent or damaged: every checksum is computed, so call it once a run, not once a worker."""
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            intact = list(pool.map(self._is_intact, range(self.identity.shards)))
+        return [shard for shard, whole in enumerate(intact) if not whole]
+
+    def present_shards(self) -> int:
+        """How many shards are there, unchecked."""
+        return sum(self._label(shard).exists() for shard in range(self.identity.shards))
+
+    def write_shard(self, shard: int, vectors: NDArray[np.float32]) -> None:
+        """Store (rows, dimension) float32 vectors as unit-length float16; the rows are `shard_range(shard)`.
+
+        Raises `TeacherError` naming the row of a vector that is not finite or has no direction.
+        """
+        rows = self.shard_range(shard)
+        if len(vectors) != len(rows):
+            raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        bad = np.flatnonzero(~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0))
+        if len(bad):
+            found = "a zero vector" if norms[bad[0], 0] == 0 else "a vector that is not finite"
+            raise TeacherError(
+                f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows in this shard); "
+                "try precision: fp32, or take the rows out of the corpus"
+            )
+        payload = self._payload(shard)
+        beside = payload.with_name(f".{payload.name}.{os.getpid()}")
+        with open(beside, "wb") as file:
+            np.save(file, (vectors / norms).astype(np.float16))
+            file.flush()
+            os.fsync(file.fileno())
+        label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": _checksum(beside)}
+        os.replace(beside, payload)
+        _write_atomically(self._label(shard), json.dumps(label).encode())
+
+    def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+        """(n,) row ids -> (n, dimension) float32 unit vectors. Normalised again: float16 moves a norm by 1e-4."""
+        ids = np.asarray(rows, dtype=np.int64)
+        order = np.argsort(ids, kind="stable")
+        shards = ids[order] // self.identity.shard_rows
+        bounds = np.flatnonzero(np.diff(shards)) + 1
+        out: NDArray[np.float32] | None = None
+        for places in np.split(order, bounds):
+            shard = int(ids[places[0]] // self.identity.shard_rows)
+            part = self._open(shard)[ids[places] - shard * self.identity.shard_rows]
+            if out is None:
+                out = np.empty((len(ids), part.shape[1]), dtype=np.float32)
+            out[places] = part
+        if out is None:
+            return np.empty((0, 0), dtype=np.float32)
+        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        return out
+
+    def _open(self, shard: int) -> NDArray[np.float16]:
+        if shard not in self._opened:
+            if not self._payload(shard).exists():
+                raise TeacherError(f"table {self.directory} has no shard {shard}; run again to embed what is missing")
+            self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
+        return self._opened[shard]
+
+    def _is_intact(self, shard: int) -> bool:
+        try:
+            label = json.loads(self._label(shard).read_bytes())
+            return bool(
+                label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == _checksum(self._payload(shard))
+            )
+        except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: not intact, to be built again
+            return False
+
+    def _payload(self, shard: int) -> Path:
+        return self.directory / f"shard-{shard:05d}.npy"
+
+    def _label(self, shard: int) -> Path:
+        return self.directory / f"shard-{shard:05d}.json"
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)

@@ -1,0 +1,107 @@
+"""Train a student: `python -m distcse.train RECIPE [key.path=value …]`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from distcse.errors import DistcseError, RecipeError, RunError
+from distcse.recipe import load_recipe, packaged_recipes, recipe_yaml
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _main(options)
+    except DistcseError as mistake:
+        sys.stderr.write(f"distcse: {mistake}\n")
+        return 2 if isinstance(mistake, RecipeError) else 1
+
+
+def _main(options: argparse.Namespace) -> int:
+    if options.resume is None and options.recipe is None:
+        raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
+    if options.print_recipe:
+        sys.stdout.write(recipe_yaml(load_recipe(options.recipe or f"{options.resume}/recipe.yaml", options.overrides)))
+        return 0
+
+    # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
+    if options.resume is None:
+        recipe, resumed = load_recipe(options.recipe, options.overrides), None
+        from distcse.student.run import run
+    else:
+        from distcse.student.directory import RunDirectory
+        from distcse.student.run import run
+
+        overrides = [options.recipe, *options.overrides] if options.recipe else options.overrides
+        resumed, recipe = RunDirectory.reopen(options.resume.absolute(), overrides)
+
+    from distcse.events import Watch
+    from distcse.report.card import write_card
+    from distcse.report.terminal import open_view, print_lines, print_scores
+
+    stop = _StopOnSignal()
+    with open_view() as view, stop:
+        result = run(recipe, Watch(view.show, stop.wished), resumed)
+        write_card(result)
+    print_scores(result.scores)
+    folder = result.directory
+    lines = ["", f"model   {folder.model}", f"run     {folder.path}"]
+    if result.outcome.interrupted:
+        lines.append(f"resume  python -m distcse.train --resume {folder.path}")
+    lines += [
+        "",
+        "from sentence_transformers import SentenceTransformer",
+        f'model = SentenceTransformer("{folder.model}")',
+        'print(model.similarity(model.encode(["How do I sort a list?"]), model.encode(["Order the items."])))',
+    ]
+    print_lines(lines)
+    return INTERRUPTED if result.outcome.interrupted else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.train",
+        description="Distil a student sentence encoder from frozen teachers.",
+        epilog="Example: python -m distcse.train rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025",
+    )
+    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
+    return parser
+
+
+class _StopOnSignal:
+    """The first Ctrl-C (or SIGTERM) asks the run for a checkpoint and an end; the second ends it at once."""
+
+    def __init__(self) -> None:
+        self._wished = False
+
+    def wished(self) -> bool:
+        return self._wished
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._heard)
+
+    def __exit__(self, *raised: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._wished:
+            raise RunError("stopped at once; the last checkpoint is kept")
+        self._wished = True
+        sys.stderr.write("stopping at the next report, with a checkpoint; press Ctrl-C again to stop at once\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
