@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder, build_student, check_exportable
+from distcse.encoder import Encoder, build_student
 from distcse.errors import RunError
 from distcse.events import Event, Note, Stage, Watch
 from distcse.recipe import Recipe
@@ -39,7 +39,6 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
 
     Raises a `DistcseError` that names what to mend; whatever was finished before it (corpus, tables, checkpoints) stays.
     """
-    check_exportable(recipe.student)
     directory = resume or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
     watch.post(Note(f"run directory {directory.path}"))

@@ -1,0 +1,17 @@
+"""Sentence encoders: backbone, pooling, projection; loading from and saving to the sentence-transformers layout."""
+
+from distcse.encoder.encoder import Encoder
+from distcse.encoder.model import StudentModel, build_student
+from distcse.encoder.pooling import pool
+from distcse.encoder.projection import build_projection
+from distcse.encoder.source import model_fingerprint, resolve_model
+
+__all__ = [
+    "Encoder",
+    "StudentModel",
+    "build_projection",
+    "build_student",
+    "model_fingerprint",
+    "pool",
+    "resolve_model",
+]

@@ -1,0 +1,242 @@
+"""A sentence encoder: tokenizer, Hugging Face backbone, pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import normalize as unit
+
+from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
+from distcse.encoder.layers import keep_layers
+from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
+from distcse.encoder.source import resolve_model
+from distcse.errors import EncoderError
+from distcse.recipe import EncoderSection, Pooling, StudentSection
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg"
+
+
+class Encoder(nn.Module):
+    """Texts or token ids in, one vector a sentence out.
+
+    Args:
+        backbone: A Hugging Face encoder.
+        tokenizer: Its fast tokenizer.
+        pooling: How token vectors become one.
+        max_length: Tokens kept of a sentence, special tokens included.
+        prompt: Text put before every sentence.
+        normalize: Whether `encode` and readers of the saved folder give unit vectors.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        tokenizer: Any,
+        pooling: Pooling,
+        max_length: int,
+        prompt: str = "",
+        normalize: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.max_length = max_length
+        self.prompt = prompt
+        self.normalize = normalize
+
+    @classmethod
+    def load(cls, path: str | Path, **knobs: Any) -> Encoder:
+        """An encoder from a folder or name; `knobs` are those of `EncoderSection`, such as pooling="mean"."""
+        return cls.from_section(EncoderSection(backbone=str(path), **knobs))
+
+    @classmethod
+    def from_section(cls, section: EncoderSection) -> Encoder:
+        """The encoder a recipe names, cut to its layers and with its dropout where it is a student.
+
+        Raises:
+            EncoderError: Nothing there, no safetensors, weights missing, pooling unknown, or a length beyond the
+                backbone's positions.
+        """
+        folder = resolve_model(section.backbone, section.trust_remote_code)
+        refuse_pickled_weights(folder)
+        layout = read_layout(folder)
+        pooling = section.pooling or layout.pooling
+        if pooling is None:
+            raise EncoderError(f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}")
+        dropout = section.dropout if isinstance(section, StudentSection) else None
+        backbone = _load_backbone(folder, section.trust_remote_code, dropout)
+        if isinstance(section, StudentSection) and section.layers is not None:
+            keep_layers(backbone, section.layers)
+        tokenizer = _load_tokenizer(folder, section.trust_remote_code)
+        _check_vocabulary(folder, tokenizer, backbone)
+        max_length = _length(section, layout, tokenizer, backbone)
+        return cls(backbone, tokenizer, pooling, max_length, section.prompt or layout.prompt, layout.normalize)
+
+    @property
+    def dimension(self) -> int:
+        """Numbers in one vector."""
+        return int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
+        all_layers = self.pooling in NEEDS_ALL_LAYERS
+        output = self.backbone(input_ids=ids, attention_mask=mask, output_hidden_states=all_layers)
+        return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask)
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, cut to `max_length`; the prompt is put before."""
+        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
+        encoded = self.tokenizer(
+            prompted, truncation=True, max_length=self.max_length, padding=False, return_attention_mask=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_tokens: int = 4096,
+        normalize: bool | None = None,
+        precision: str = "fp32",
+        on_progress: Callable[[int], None] | None = None,
+    ) -> NDArray[np.float32]:
+        """(n,) texts -> (n, H) float32 vectors, in the texts' order; without dropout or gradient.
+
+        Args:
+            texts: What to encode.
+            batch_tokens: Tokens, padding included, of one forward pass.
+            normalize: Unit vectors; None follows the model.
+            precision: `fp32`, or `bf16` / `fp16` autocast with float32 pooling.
+            on_progress: Told the number of texts done.
+        """
+        ids = self.token_ids(texts)
+        vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
+        was_training, done = self.training, 0
+        self.eval()
+        half = torch.autocast(self.device.type, _HALF[precision]) if precision in _HALF else nullcontext()
+        with torch.no_grad(), half:
+            for places in _by_length(ids, batch_tokens):
+                pooled = self(*self._pad([ids[place] for place in places])).float()
+                pooled = unit(pooled, dim=1) if (self.normalize if normalize is None else normalize) else pooled
+                vectors[places] = pooled.cpu().numpy()
+                done += len(places)
+                if on_progress is not None:
+                    on_progress(done)
+        self.train(was_training)
+        return vectors
+
+    def save(self, path: str | Path) -> None:
+        """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""
+        with replacing(Path(path)) as folder:
+            self.backbone.save_pretrained(folder)  # type: ignore[operator]
+            self.tokenizer.model_max_length = self.max_length
+            self.tokenizer.save_pretrained(folder)
+            layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
+            write_layout(folder, layout, self.dimension, int(self.backbone.config.num_hidden_layers))  # type: ignore
+
+    def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(len(row) for row in rows)
+        pad = self.tokenizer.pad_token_id or 0
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
+        return ids, mask
+
+
+def _by_length(ids: list[list[int]], batch_tokens: int) -> list[list[int]]:
+    """Places of texts, longest first, in batches of at most `batch_tokens` with padding: almost none is padding."""
+    order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
+    batches: list[list[int]] = []
+    while order:
+        size = max(1, batch_tokens // max(1, len(ids[order[0]])))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+def _load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if dropout is not None:
+            _set_dropout(config, dropout)
+        model, told = AutoModel.from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as refused:
+        raise EncoderError(f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}") from refused
+    missing = sorted(told["missing_keys"])
+    lacking = [key for key in missing if not key.startswith("pooler.")]
+    if lacking:
+        raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
+    backbone: nn.Module = model
+    if missing:
+        backbone.pooler = None  # type: ignore[assignment]
+    elif getattr(backbone, "pooler", None) is not None:
+        # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
+        backbone.pooler.requires_grad_(False)  # type: ignore[union-attr, operator]
+    return backbone
+
+
+def _set_dropout(config: Any, dropout: float) -> None:
+    """Every dropout probability of an encoder's config, whatever its family calls them."""
+    for key, value in list(vars(config).items()):
+        if "dropout" in key and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, key, dropout)
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as refused:
+        raise EncoderError(f"{folder} has no tokenizer that loads: {' '.join(str(refused).split())[:400]}") from refused
+    if not tokenizer.is_fast:
+        raise EncoderError(f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)")
+    return tokenizer
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
+    words = len(tokenizer)
+    rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if words > rows:
+        raise EncoderError(f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together")
+
+
+def _length(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
+    config: Any = backbone.config
+    positions = getattr(config, "max_position_embeddings", None)
+    embeddings = next((m for n, m in backbone.named_modules() if n.endswith("position_embeddings")), None)
+    if positions is not None and getattr(embeddings, "padding_idx", None) is not None:
+        # RoBERTa counts positions from padding_idx + 1.
+        positions -= embeddings.padding_idx + 1  # type: ignore[union-attr, operator]
+    wished = section.max_length or layout.max_length
+    if wished is None:
+        limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]
+        if not limits:
+            raise EncoderError(f"{section.backbone} does not say its length; set max_length")
+        return int(min(limits))
+    if positions is not None and wished > positions:
+        raise EncoderError(f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions")
+    return int(wished)

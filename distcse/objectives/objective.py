@@ -1,0 +1,82 @@
+"""The weighted sum of terms that a recipe names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distcse.objectives.consistency import Consistency
+from distcse.objectives.info_nce import InfoNCE
+from distcse.objectives.list_mle import ListMLE
+from distcse.objectives.list_net import ListNet
+from distcse.objectives.views import Views
+from distcse.recipe import ObjectiveSection, RankSection
+
+
+class Objective(nn.Module):
+    """Σ weight · term(views, lists).
+
+    Args:
+        terms: Name to module.
+        weights: Name to weight.
+    """
+
+    def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float]) -> None:
+        super().__init__()
+        self.terms = nn.ModuleDict(terms)
+        self.weights = weights
+
+    @property
+    def needs_lists(self) -> bool:
+        """Whether a term wants the teachers' lists."""
+        return "rank" in self.terms
+
+    def forward(self, views: Views, lists: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the loss, and detached shares of the loss, each term and two mean cosines.
+
+        Args:
+            views: The batch.
+            lists: (R, C) float32 weighted mean of the teachers' cosines; needed by a rank term.
+
+        Raises:
+            ValueError: A rank term without lists, or lists of another shape than (R, C).
+        """
+        if self.needs_lists and (lists is None or lists.shape != (views.rows, views.columns)):
+            found = "none" if lists is None else tuple(lists.shape)
+            raise ValueError(f"the rank term wants lists of shape {(views.rows, views.columns)}, got {found}")
+        # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
+        with torch.autocast(views.z1.device.type, enabled=False):
+            shares = {name: term(views, lists) for name, term in self.terms.items()}
+            loss = torch.stack([self.weights[name] * share for name, share in shares.items()]).sum()
+        parts = {name: share.detach() for name, share in shares.items()}
+        return loss, {"loss": loss.detach(), **parts, **_cosine_shares(views)}
+
+
+def build_objective(section: ObjectiveSection) -> Objective:
+    """The objective of a recipe; a term that is null, or has weight 0, is not computed."""
+    terms: dict[str, nn.Module] = {}
+    weights: dict[str, float] = {}
+    if section.info_nce is not None and section.info_nce.weight:
+        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1), section.info_nce.weight
+    if section.consistency is not None and section.consistency.beta:
+        terms["consistency"] = Consistency(section.tau1, section.consistency.form)
+        weights["consistency"] = section.consistency.beta
+    if section.rank is not None and section.rank.gamma:
+        terms["rank"], weights["rank"] = _rank_term(section.rank), section.rank.gamma
+    return Objective(terms, weights)
+
+
+def _rank_term(section: RankSection) -> nn.Module:
+    excluded = section.exclude_positive
+    if section.form == "list_net":
+        return ListNet(section.tau2, section.tau3, True if excluded is None else excluded)
+    return ListMLE(section.tau2, False if excluded is None else excluded, section.list_reduction, section.eps)
+
+
+@torch.no_grad()
+def _cosine_shares(views: Views) -> dict[str, Tensor]:
+    """Mean cosine of the positives and of all other pairs, as shares: the quickest sign of a collapse."""
+    cosines = views.similarities.detach()
+    positives = cosines.diagonal(views.offset).sum()
+    others = (cosines.sum() - positives) / max(1, views.columns - 1)
+    return {"positive_cosine": positives / views.columns, "other_cosine": others / views.columns}

@@ -1,0 +1,103 @@
+"""Two views of each sentence, this worker's and everybody's, and the cosines between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+@dataclass(frozen=True)
+class Views:
+    """The views of one global batch, as one worker sees them.
+
+    Attributes:
+        z1: (R, d) first views of this worker's rows.
+        z2: (R, d) second views of the same rows.
+        all_z1: (C, d) first views of the global batch.
+        all_z2: (C, d) second views of the global batch.
+        offset: Place of this worker's first row in the global batch.
+    """
+
+    z1: Tensor
+    z2: Tensor
+    all_z1: Tensor
+    all_z2: Tensor
+    offset: int = 0
+
+    @property
+    def rows(self) -> int:
+        """R, sentences of this worker."""
+        return len(self.z1)
+
+    @property
+    def columns(self) -> int:
+        """C, sentences of the global batch."""
+        return len(self.all_z1)
+
+    @cached_property
+    def similarities(self) -> Tensor:
+        """S: (R, C) cosines of z1_i and z2_j."""
+        return _cosines(self.z1, self.all_z2)
+
+    @cached_property
+    def reverse(self) -> Tensor:
+        """S': (R, C) cosines of z2_i and z1_j, this worker's rows of the transposed S."""
+        return _cosines(self.z2, self.all_z1)
+
+
+def gather_views(z1: Tensor, z2: Tensor) -> Views:
+    """This worker's (R, d) views -> `Views` of the global batch, differentiable through the gather.
+
+    Without a process group, or with one worker, the global batch is the worker's own.
+
+    Raises:
+        ValueError: Workers hold different numbers of rows.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Views(z1, z2, z1, z2)
+    _require_equal_rows(len(z1), z1.device)
+    gathered: Tensor = _GatherRows.apply(torch.stack([z1, z2], dim=1))
+    all_z1, all_z2 = gathered.unbind(dim=1)
+    return Views(z1, z2, all_z1, all_z2, offset=dist.get_rank() * len(z1))
+
+
+class _GatherRows(torch.autograd.Function):
+    """All workers' rows; backward adds what every worker's loss says about this worker's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.rows = len(rows)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        first = dist.get_rank() * ctx.rows
+        return total[first : first + ctx.rows]
+
+
+def _require_equal_rows(rows: int, device: torch.device) -> None:
+    extremes = torch.tensor([rows, -rows], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = int(extremes[0]), -int(extremes[1])
+    if largest != smallest:
+        raise ValueError(f"workers hold between {smallest} and {largest} rows; a global batch wants equal parts")
+
+
+def _cosines(left: Tensor, right: Tensor) -> Tensor:
+    # Normalise, then multiply: the references' broadcast cosine holds R·C·d numbers and takes 131 times as long.
+    return normalize(_wide(left), dim=1) @ normalize(_wide(right), dim=1).T
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Half-precision views become float32: temperatures multiply their rounding by 20 to 80."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
