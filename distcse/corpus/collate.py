@@ -1,0 +1,34 @@
+"""Rows of token ids to one padded rectangle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """(B, L) token ids and mask (1 at tokens, 0 at padding)."""
+
+    ids: Tensor
+    mask: Tensor
+
+    def to(self, device: torch.device) -> Tokens:
+        """The same on another device."""
+        return Tokens(self.ids.to(device), self.mask.to(device))
+
+
+def collate(rows: Sequence[NDArray[np.integer]], pad_id: int) -> Tokens:
+    """Rows of ids, padded on the right to the longest of them."""
+    longest = max(len(row) for row in rows)
+    ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
+    mask = np.zeros((len(rows), longest), dtype=np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+        mask[number, : len(row)] = 1
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))

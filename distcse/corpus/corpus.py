@@ -1,0 +1,143 @@
+"""A corpus: sentences with stable row ids and a fingerprint, read once and memory-mapped from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
+from distcse.corpus.hub import open_dataset, read_dataset
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, is_whole, making
+from distcse.corpus.readers import Row, find_files, read_sentences
+from distcse.errors import CorpusError
+from distcse.recipe import CorpusSection
+
+FORMAT = 1
+_LABEL = "corpus.json"
+_CHUNK = 8192
+
+Progress = Callable[[int], None]
+
+
+class Corpus:
+    """n sentences, row ids 0 to n - 1 in the order of the source's non-blank rows.
+
+    Args:
+        directory: Where `prepare` put it.
+        reused: Whether an earlier call had prepared it.
+    """
+
+    def __init__(self, directory: Path, described: dict[str, Any], reused: bool) -> None:
+        self.directory = directory
+        self.fingerprint: str = described["fingerprint"]
+        """Hash of the sentences and their order, whatever file they came from."""
+        self.blank_rows: int = described["blank_rows"]
+        """Rows of the source without text: skipped."""
+        self.reused = reused
+        self._rows = RaggedRows(directory, np.uint8)
+
+    @classmethod
+    def prepare(cls, section: CorpusSection, cache: Path, on_progress: Progress | None = None) -> Corpus:
+        """Read the source into the cache, or reuse what an earlier call read from the same content.
+
+        Args:
+            section: The recipe's part.
+            cache: Folder of prepared corpora.
+            on_progress: Told the number of sentences read.
+
+        Raises:
+            CorpusError: With file and line; nothing is left behind.
+        """
+        key, rows = _source(section)
+        directory = cache / "corpora" / key
+        if (described := is_whole(directory, _LABEL)) is not None:
+            return cls(directory, described, reused=True)
+        with making(directory, _LABEL) as (beside, label):
+            label.update(_write(beside, rows(), section.limit, on_progress or _nobody))
+        return cls(directory, label, reused=False)
+
+    @classmethod
+    def open(cls, directory: Path) -> Corpus:
+        """A corpus prepared before."""
+        described = is_whole(directory, _LABEL)
+        if described is None:
+            raise CorpusError(f"{directory} holds no whole corpus; start the run again to prepare it")
+        return cls(directory, described, reused=True)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def texts(self, ids: Iterable[int] | NDArray[np.int64]) -> list[str]:
+        """The sentences of row ids, in their order."""
+        return [self._rows.row(int(number)).tobytes().decode() for number in ids]
+
+
+def _source(section: CorpusSection) -> tuple[str, Callable[[], Iterator[Row]]]:
+    """What identifies the source's content, and how to read it."""
+    if section.path is not None:
+        files = find_files([section.path] if isinstance(section.path, str) else section.path)
+        contents = [_content_hash(file) for file in files]
+        return _key("path", contents, section), lambda: _rows_of(files, section.column)
+    if section.dataset is not None:
+        dataset = open_dataset(section)
+        return _key("dataset", [str(dataset._fingerprint)], section), lambda: read_dataset(dataset, section.column)
+    if section.docstrings is not None:
+        packages = section.docstrings
+        return _key("docstrings", packages_fingerprint(packages), section), lambda: iter(docstring_sentences(packages))
+    raise CorpusError("the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME")
+
+
+def _key(kind: str, content: Sequence[str], section: CorpusSection) -> str:
+    described = [FORMAT, kind, list(content), section.column, section.limit]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
+
+def _content_hash(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return file.suffix + hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
+    for file in files:
+        sentences = 0
+        for row in read_sentences(file, column):
+            sentences += row is not None
+            yield row
+        if not sentences:
+            raise CorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
+
+
+def _write(folder: Path, rows: Iterator[Row], limit: int | None, on_progress: Progress) -> dict[str, Any]:
+    writer, digest = RaggedWriter(folder), hashlib.blake2b(digest_size=16)
+    blank = written = 0
+
+    def sentences() -> Iterator[str]:
+        nonlocal blank
+        for row in rows:
+            if row is None:
+                blank += 1
+            else:
+                yield row
+
+    kept = islice(sentences(), limit)
+    while chunk := [text.encode("utf-8", "replace") for text in islice(kept, _CHUNK)]:
+        for text in chunk:
+            digest.update(len(text).to_bytes(8, "little"))
+            digest.update(text)
+        writer.append(b"".join(chunk), [len(text) for text in chunk])
+        written += len(chunk)
+        on_progress(written)
+    if writer.finish() == 0:
+        raise CorpusError("the corpus holds no sentence")
+    return {"rows": written, "blank_rows": blank, "fingerprint": digest.hexdigest(), "format": FORMAT}
+
+
+def _nobody(done: int) -> None:
+    """Progress that nobody watches."""

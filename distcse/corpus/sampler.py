@@ -1,0 +1,69 @@
+"""Which rows make the batch of a step: a pure function of (seed, step), so that teachers can be asked ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import CorpusError
+
+_HELD_OUT_STREAM = 2**32 - 1
+
+
+class BatchSampler:
+    """Random batches without replacement, a new permutation every epoch.
+
+    The short batch at an epoch's end is dropped: lists keep one length on every worker and step, and the dropped rows
+    are others in the next epoch.
+
+    Args:
+        rows: (n,) row ids to learn from.
+        batch_size: Rows of a batch.
+        seed: Of the permutations.
+
+    Raises:
+        CorpusError: Fewer rows than one batch.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], batch_size: int, seed: int) -> None:
+        if len(rows) < batch_size:
+            raise CorpusError(
+                f"the corpus has {len(rows)} rows to learn from, one batch wants {batch_size}; "
+                f"give more text, or lower training.batch_size (or evaluation.held_out)"
+            )
+        self._rows = rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in one pass."""
+        return len(self._rows) // self._batch_size
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """(batch_size,) row ids of a step, counted from 0 over all epochs."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            self._order, self._epoch = generator.permutation(len(self._rows)), epoch
+        return self._rows[self._order[place * self._batch_size : (place + 1) * self._batch_size]]
+
+    def block(self, first: int, count: int) -> NDArray[np.int64]:
+        """(count, batch_size) row ids of the steps from `first` on."""
+        return np.stack([self.batch(step) for step in range(first, first + count)])
+
+
+def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(ids to learn from, ids kept away), both ascending; the same for the same numbers, always.
+
+    Raises:
+        CorpusError: Nothing would be left to learn from.
+    """
+    if held_out >= rows:
+        raise CorpusError(f"evaluation.held_out is {held_out}, but the corpus has {rows} rows; write less than {rows}")
+    chosen = np.random.Generator(np.random.PCG64([seed, _HELD_OUT_STREAM])).permutation(rows)[:held_out]
+    kept_away = np.zeros(rows, dtype=bool)
+    kept_away[chosen] = True
+    return np.flatnonzero(~kept_away), np.flatnonzero(kept_away)
