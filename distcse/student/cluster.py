@@ -6,17 +6,14 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import ray
 
 from distcse.errors import RunError
 from distcse.recipe import Recipe
 
 _LOCAL_SETTINGS = {
-    # The token guards the local cluster's ports; given here, it is written to no file.
-    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # A dev score is reported by a barrier that the controller polls: at its default of 2 s every report costs 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
@@ -30,10 +27,14 @@ _LOCAL_SETTINGS = {
 @contextmanager
 def cluster() -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        _set_local_environment()
+    import ray
+
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
@@ -52,6 +53,8 @@ def cluster() -> Iterator[None]:
 
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
+    import ray
+
     training, teachers = recipe.training, recipe.teachers
     has = ray.cluster_resources()
     cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
@@ -74,11 +77,19 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
 
 
-def _start_here() -> None:
+def _set_local_environment() -> None:
+    """Settings of a cluster of our own; those that Ray reads when it is imported have to be there before."""
     for name, value in _LOCAL_SETTINGS.items():
         os.environ.setdefault(name, value)
-    if os.environ["RAY_AUTH_MODE"] == "token":
+    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+        # A token guards the cluster's ports. Given here it lives as long as the cluster and is written to no file.
+        os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _start_here() -> None:
+    import ray
+
     port = _free_port()
     # Ray Train's cleaner asks the State API; told nothing, it finds every Ray instance of the machine and gives up.
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"

@@ -152,7 +152,6 @@ def _quiet() -> None:
     """Ray Train logs every report at INFO under a logger named after its file."""
     import logging
 
-    from transformers.utils import logging as transformers_logging
+    import ray.train.v2._internal.execution.context as context
 
-    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
+    context.logger.setLevel(logging.WARNING)
