@@ -273,8 +273,13 @@ class Recipe(Section):
                 f"evaluation.every is {self.evaluation.every}, which is no multiple of training.gradient_accumulation "
                 f"{self.training.gradient_accumulation}; a checkpoint holds no half-summed gradient"
             )
-        if terms.info_nce is None and terms.consistency is None and terms.rank is None:
-            raise ValueError("objective has no term; keep one of info_nce, consistency, rank")
+        weights = (
+            terms.info_nce and terms.info_nce.weight,
+            terms.consistency and terms.consistency.beta,
+            terms.rank and terms.rank.gamma,
+        )
+        if not any(weights):
+            raise ValueError("objective has no term of weight above 0; keep one of info_nce, consistency, rank")
         if self.evaluation.dev == "stsb" and self.evaluation.data is None:
             raise ValueError("evaluation.dev is stsb, but evaluation.data is not set; write evaluation.data: FOLDER")
         wants_agreement = self.evaluation.dev == "agreement" or "agreement" in (self.evaluation.final or [])

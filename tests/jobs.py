@@ -1,0 +1,65 @@
+"""Small whole jobs: a tiny student, two tiny teachers of other widths, a few hundred sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distcse.corpus import Corpus, TokenTable
+from distcse.encoder import Encoder
+from distcse.events import Event, Watch
+from distcse.recipe import Recipe, load_recipe
+from distcse.student.directory import RunDirectory
+from distcse.student.houses import InProcess
+from distcse.student.loop import Outcome, fit
+from distcse.student.plan import Job
+from distcse.teachers import EmbeddingTable, LocalSource, TableTeacher, table_of
+
+
+def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:
+    """A recipe in a file of its own, and the corpus it reads."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    document: dict[str, Any] = {
+        "name": "small",
+        "corpus": {"path": str(corpus)},
+        "student": {"backbone": str(student), "pooling": "mean", "max_length": 16, "layers": [0, 2]},
+        "teachers": {
+            "encoders": [
+                {"backbone": str(teacher), "pooling": "mean", "max_length": 24, "alpha": float(number)}
+                for number, teacher in enumerate(teachers, start=1)
+            ],
+            "shard_rows": 100,
+            "block_steps": 3,
+        },
+        "objective": {"rank": {"form": "list_net", "tau2": 0.1, "tau3": 0.1}},
+        "training": {"batch_size": 16, "epochs": 1, "lr": 1e-3, "workers": 0, "engine": "plain", "log_every": 4},
+        "evaluation": {"held_out": 32, "every": 6},
+        "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return load_recipe(str(file), overrides)
+
+
+def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list[EmbeddingTable]]:
+    """Corpus, tokens and tables prepared; a run directory made."""
+    cache = Path(recipe.storage.cache)
+    corpus = Corpus.prepare(recipe.corpus, cache)
+    encoder = Encoder.from_section(recipe.student)
+    tokens = TokenTable.prepare(corpus, encoder.tokenizer, encoder.max_length, cache)
+    tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
+    for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
+        if missing := table.missing_shards():
+            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None)
+    directory = run or RunDirectory.create(recipe)
+    return Job(recipe, directory.path, corpus.directory, tokens.directory), tables
+
+
+def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1) -> Outcome:
+    """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
+    seen: list[Event] = events if events is not None else []
+    watch = Watch(seen.append, lambda: 0 <= stop_after < len(seen))
+    return fit(job, [LocalSource(TableTeacher(table)) for table in tables], watch)

@@ -1,0 +1,121 @@
+"""Small random encoders of the real families, with real tokenizers trained on a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import WordPieceTrainer
+from transformers import (
+    AutoModel,
+    BertConfig,
+    DistilBertConfig,
+    ModernBertConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+)
+
+KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert")
+
+
+def make_encoder(
+    folder: Path, kind: str, lines: Sequence[str], layers: int = 3, width: int = 32, dropout: float = 0.1, seed: int = 0
+) -> Path:
+    """Write a random encoder of a family and its tokenizer as a Hugging Face folder."""
+    tokenizer = _byte_pairs(lines) if kind == "roberta" else _word_pieces(lines)
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": 66,
+    }
+    bert_like = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * width,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+    config: Any
+    if kind == "bert":
+        config = BertConfig(**common, **bert_like)
+    elif kind == "minilm":
+        config = BertConfig(**common, **{**bert_like, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192})
+    elif kind == "roberta":
+        config = RobertaConfig(**common, **bert_like, type_vocab_size=1)
+    elif kind == "distilbert":
+        config = DistilBertConfig(
+            **common, dim=width, n_layers=layers, n_heads=4, hidden_dim=2 * width, dropout=dropout, attention_dropout=dropout
+        )
+    else:
+        config = ModernBertConfig(
+            **common,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=2 * width,
+            attention_dropout=dropout,
+            mlp_dropout=dropout,
+            embedding_dropout=dropout,
+            global_attn_every_n_layers=3,
+            local_attention=8,
+            bos_token_id=tokenizer.cls_token_id,
+            eos_token_id=tokenizer.sep_token_id,
+            cls_token_id=tokenizer.cls_token_id,
+            sep_token_id=tokenizer.sep_token_id,
+        )
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)  # far from 0, so that different sentences get different vectors
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = BertNormalizer()
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    tokenizer.train_from_iterator(lines, WordPieceTrainer(vocab_size=300, special_tokens=special))
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(lines, vocab_size=400, special_tokens=special)
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        cls_token="<s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    )

@@ -1,0 +1,138 @@
+"""Recipes: defaults, files, overrides, and what a mistake is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distcse.errors import RecipeError
+from distcse.recipe import load_recipe, packaged_recipes, recipe_yaml
+
+TABLE_9 = {
+    "rankcse-listnet-bert-base": ("list_net", 3e-5, 0.025, 0.0125),
+    "rankcse-listmle-bert-base": ("list_mle", 2e-5, 0.05, None),
+    "rankcse-listnet-bert-large": ("list_net", 3e-5, 0.05, 0.025),
+    "rankcse-listmle-bert-large": ("list_mle", 2e-5, 0.05, None),
+    "rankcse-listnet-roberta-base": ("list_net", 2e-5, 0.05, 0.025),
+    "rankcse-listmle-roberta-base": ("list_mle", 3e-5, 0.05, None),
+    "rankcse-listnet-roberta-large": ("list_net", 3e-5, 0.025, 0.0125),
+    "rankcse-listmle-roberta-large": ("list_mle", 3e-5, 0.025, None),
+}
+
+
+def test_all_packaged_recipes_load() -> None:
+    assert set(packaged_recipes()) == {*TABLE_9, "quickstart", "minilm-3layer"}
+    for name in packaged_recipes():
+        assert load_recipe(name).name == name
+
+
+@pytest.mark.parametrize("name", TABLE_9)
+def test_table_9(name: str) -> None:
+    recipe = load_recipe(name)
+    form, lr, tau2, tau3 = TABLE_9[name]
+    rank, training = recipe.objective.rank, recipe.training
+    assert rank is not None
+    assert (rank.form, training.lr, rank.tau2) == (form, lr, tau2)
+    assert tau3 is None or rank.tau3 == tau3
+    assert (training.batch_size, training.epochs, training.warmup, recipe.evaluation.every) == (128, 4, 0.05, 125)
+    assert recipe.objective.tau1 == 0.05
+    weights = [teacher.alpha for teacher in recipe.teachers.encoders]
+    assert weights[0] / sum(weights) == pytest.approx(1 / 3)
+
+
+def test_resolved_recipe_reads_back_unchanged(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["training.lr=1e-5", "seed=7"])
+    assert recipe.training.lr == 1e-5
+    stored = tmp_path / "recipe.yaml"
+    stored.write_text(recipe_yaml(recipe))
+    assert load_recipe(str(stored)) == recipe
+
+
+def test_overrides_reach_lists_null_and_new_sections() -> None:
+    recipe = load_recipe(
+        "rankcse-listnet-bert-base",
+        ["teachers.encoders.1.alpha=5", "objective.consistency=null", "objective.rank.eps=1e-7", "student.layers=[0, 2]"],
+    )
+    assert recipe.teachers.encoders[1].alpha == 5
+    assert recipe.objective.consistency is None
+    assert recipe.objective.rank is not None and recipe.objective.rank.eps == 1e-7
+    assert recipe.student.layers == [0, 2]
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTCSE_CACHE", "here")
+    (tmp_path / "model").mkdir()
+    recipe = load_recipe("minilm-3layer", ["corpus.path=a.txt", "student.backbone=model"])
+    assert recipe.corpus.path == str(tmp_path / "a.txt")
+    assert recipe.student.backbone == str(tmp_path / "model")
+    assert recipe.storage.cache == str(tmp_path / "here")
+    assert load_recipe("minilm-3layer", ["storage.cache=there"]).storage.cache == str(tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("objective.rank.tau_2=3", "unknown key objective.rank.tau_2 (value 3); did you mean 'tau2'?"),
+        ("teachers.encoders.0.alhpa=3", "unknown key teachers.encoders.0.alhpa (value 3); did you mean 'alpha'?"),
+        ("trainig.lr=3", "unknown key trainig (value {'lr': 3}); did you mean 'training'?"),
+        ("training.lr=fast", "training.lr is 'fast'; expected a number"),
+        ("training.lr=-1", "training.lr is -1; allowed: more than 0 and at most 1"),
+        ("seed=1.5", "seed is 1.5; expected a whole number"),
+        ("corpus.limit=0", "corpus.limit is 0; allowed: at least 1 or null"),
+        ("corpus.path=3", "corpus.path is 3; expected text or null"),
+        ("student.layers=[0, a]", "student.layers.1 is 'a'; expected a whole number"),
+        ("student.layers=[4, 2]", "layers must be ascending and distinct"),
+        ("student.pooling=avg", "student.pooling is 'avg'; allowed: cls, mean"),
+        ("objective.rank.form=listnet", "did you mean 'list_net'?"),
+        ("training=5", "training is 5; expected keys of its own"),
+        ("training.workers=3", "workers is 3, which does not divide batch_size 64; allowed: 1, 2, 4"),
+        ("training.dropout_streams=3", "dropout_streams is 3, which does not divide batch_size 64"),
+        ("training.gradient_accumulation=7", "evaluation.every is 50, which is no multiple"),
+        ("corpus.path=x.txt", "gives path and docstrings, but a corpus has one source"),
+        ("teachers.encoders=[]", "objective.rank needs teachers"),
+        ("evaluation.dev=stsb", "evaluation.data is not set"),
+        ("name=a/b", "allowed: letters, digits"),
+        ("teachers.encoders.1.alpha=3", "'1' is no place in a list of 1; allowed: 0 to 0"),
+        ("seed.x=3", "seed is 42, which has no keys inside"),
+        ("lr", "is not of the form key.path=value"),
+        ("seed=[1", "is not a YAML value"),
+    ],
+)
+def test_a_mistake_is_one_error_with_key_value_and_way_out(override: str, told: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe("quickstart", ["seed=42", override])
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_term_at_all_is_refused() -> None:
+    terms = [f"objective.{name}=null" for name in ("info_nce", "consistency", "rank")]
+    with pytest.raises(RecipeError, match="objective has no term"):
+        load_recipe("quickstart", terms)
+    weights = ["objective.info_nce.weight=0.0", "objective.consistency.beta=0.0", "objective.rank.gamma=0.0"]
+    with pytest.raises(RecipeError, match="objective has no term"):
+        load_recipe("quickstart", weights)
+
+
+def test_several_mistakes_are_told_together() -> None:
+    with pytest.raises(RecipeError, match="has 2 errors") as raised:
+        load_recipe("quickstart", ["training.lr=x", "seed=y"])
+    assert "training.lr is 'x'" in str(raised.value) and "seed is 'y'" in str(raised.value)
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    for text, told in (
+        ("student: [", "is not YAML"),
+        ("- 1", "holds no recipe"),
+        ("seed: 1\nseed: 2\nstudent: {backbone: x}", "line 2: key 'seed' was given on line 1 already"),
+        ("seed: 1", "student is missing"),
+        ("student: !!python/object/apply:os.system ['true']", "is not YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(RecipeError, match=told):
+            load_recipe(str(file))
+    with pytest.raises(RecipeError, match="did you mean 'quickstart'"):
+        load_recipe("quikstart")

@@ -1,0 +1,228 @@
+"""The loop: it learns, it is deterministic, and it goes on as if nothing had happened, on any engine and worker count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distcse.encoder import Encoder
+from distcse.errors import RecipeError, RunError
+from distcse.events import DevScore, Event, Steps
+from distcse.recipe import Recipe
+from distcse.student.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
+from distcse.student.directory import RunDirectory
+from distcse.student.loop import Outcome
+from distcse.student.plan import Job, noise_seed, total_steps
+from distcse.student.schedule import warmup_then_linear
+from distcse.teachers import EmbeddingTable
+from tests.jobs import make_job, make_recipe, train
+from tests.workers import run_workers
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides)
+
+
+def final_weights(job: Job) -> dict[str, Tensor]:
+    folder = Checkpoints(job.run).latest()
+    assert folder is not None
+    return load_state(folder).weights
+
+
+def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if tolerance and name.endswith("key.bias"):
+            continue  # softmax does not see it: its gradient is rounding alone, which Adam blows up to the size of a step
+        torch.testing.assert_close(other[name], tensor, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> Outcome:
+    return train(job, tables, stop_after=stop_after)
+
+
+def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("training.epochs=4", "training.log_every=1"))
+    events: list[Event] = []
+    outcome = train(job, tables, events)
+    scores = [event.score for event in events if isinstance(event, DevScore)]
+    ranks = [event.losses["rank"] for event in events if isinstance(event, Steps)]
+    assert outcome.position.finished and outcome.position.step == outcome.steps == len(ranks)
+    assert scores[-1] > scores[0] + 2
+    assert sum(ranks[-5:]) < sum(ranks[:5])
+    assert all(event.waited >= 0 for event in events if isinstance(event, Steps))
+
+
+def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe) -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        job, tables = make_job(recipe_with(f"seed={seed}"))
+        train(job, tables)
+        weights.append(final_weights(job))
+    assert_equal_weights(weights[0], weights[1])
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("engine", ["plain", "deepspeed"])
+def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
+    recipe = recipe_with(f"training.engine={engine}", "training.gradient_accumulation=2", "training.epochs=2")
+    undisturbed, tables = make_job(recipe)
+    train(undisturbed, tables)
+    job, tables = make_job(recipe)
+    first = train(job, tables, stop_after=2)
+    assert first.interrupted and 0 < first.position.step < first.steps
+    second = train(job, tables)
+    assert second.position.finished and not second.interrupted
+    assert_equal_weights(final_weights(undisturbed), final_weights(job))
+    assert [step for step, _ in second.position.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32")])
+def test_every_zero_stage_equals_the_plain_engine_and_resumes(recipe_with: MakeRecipe, stage: int, precision: str) -> None:
+    plain, tables = make_job(recipe_with(f"training.precision={precision}"))
+    train(plain, tables)
+    recipe = recipe_with("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.precision={precision}")
+    job, tables = make_job(recipe)
+    assert train(job, tables, stop_after=2).interrupted
+    train(job, tables)
+    # bf16 keeps 8 bits: sums in another order differ by more than in float32.
+    assert_equal_weights(final_weights(plain), final_weights(job), tolerance=2e-6 if precision == "fp32" else 2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "stage"), [("plain", 0), ("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3)])
+def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRecipe, engine: str, stage: int) -> None:
+    knobs = (
+        f"training.engine={engine}",
+        f"training.zero_stage={stage}",
+        "training.dropout_streams=2",
+    )
+    alone, tables = make_job(recipe_with(*knobs))
+    train(alone, tables)
+    together, tables = make_job(recipe_with(*knobs))
+    run_workers(in_worker, 2, together, tables)
+    assert_equal_weights(final_weights(alone), final_weights(together), tolerance=5e-6)
+
+    moved, tables = make_job(recipe_with(*knobs))
+    outcomes = run_workers(in_worker, 2, moved, tables, 2)
+    assert outcomes[0].interrupted and outcomes[1].interrupted
+    assert train(moved, tables).position.finished
+    assert_equal_weights(final_weights(alone), final_weights(moved), tolerance=5e-6)
+
+
+def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("training.lr=0.5", "training.epochs=20", "evaluation.patience=2"))
+    outcome = train(job, tables)
+    best = outcome.position.best
+    assert best is not None and outcome.position.finished and outcome.position.step < outcome.steps
+    assert outcome.position.misses() == 2
+    folder = Checkpoints(job.run).best()
+    assert folder is not None and load_position(folder).step == best[0]
+    again = train(job, tables)
+    assert again.position == outcome.position and again.seconds == 0
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("training.lr=1.0", "training.epochs=40", "training.gradient_clipping=0.0"))
+    table = tables[0]
+    broken = table.directory / "shard-00001.npy"
+    import numpy as np
+
+    vectors = np.load(broken)
+    vectors[:] = np.nan
+    np.save(broken, vectors)
+    with pytest.raises(RunError, match=r"(loss|rank) is not finite at step \d+"):
+        train(job, tables)
+    kept = Checkpoints(job.run).latest()
+    assert kept is not None
+    assert all(tensor.isfinite().all() for tensor in load_state(kept).weights.values())
+
+
+def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, data: Path) -> None:
+    recipe = recipe_with("teachers.encoders=[]", "objective.rank=null", f"evaluation.data={data}", "training.max_steps=2")
+    job, tables = make_job(recipe)
+    events: list[Event] = []
+    assert train(job, tables, events).position.finished
+    assert {event.name for event in events if isinstance(event, DevScore)} == {"STS-B dev"}
+
+
+def test_nothing_to_score_on_is_told(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("evaluation.held_out=0"))
+    with pytest.raises(RunError, match=r"give evaluation\.data"):
+        train(job, tables)
+
+
+def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)):
+        scores = [(s, v) for s, v in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)) if s <= step]
+        checkpoints.save(TrainingState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step), Position(step, scores))
+    best, latest = checkpoints.best(), checkpoints.latest()
+    assert best is not None and latest is not None
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*")) == [best.name, latest.name]
+    assert load_state(best).weights["w"].tolist() == [9.0, 9.0]
+    assert load_state(latest).updates == 4
+    (latest / "state.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
+    with pytest.raises(RunError, match="cannot be read"):
+        load_state(latest)
+
+
+def test_rate_rises_then_falls() -> None:
+    factors = [warmup_then_linear(update, 100, 0.05) for update in range(100)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5] == 1.0 and factors[-1] == pytest.approx(1 / 95)
+    assert all(a > b for a, b in zip(factors[5:], factors[6:], strict=False))
+    assert warmup_then_linear(0, 10, 0.0) == 1.0
+
+
+def test_steps_are_whole_updates(recipe_with: MakeRecipe) -> None:
+    training = recipe_with("training.epochs=2", "training.gradient_accumulation=3").training
+    assert total_steps(training, 10) == 18
+    assert total_steps(recipe_with("training.epochs=0.25").training, 10) == 2
+    assert total_steps(recipe_with("training.max_steps=4").training, 10) == 4
+
+
+def test_noise_seeds_differ_by_seed_step_and_stream() -> None:
+    seeds = {noise_seed(seed, step, stream) for seed in range(3) for step in range(50) for stream in range(4)}
+    assert len(seeds) == 600
+    assert noise_seed(1, 2, 3) == noise_seed(1, 2, 3)
+
+
+def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with()
+    directory = RunDirectory.create(recipe)
+    _, same = RunDirectory.reopen(directory.path, ["training.workers=2", "training.dropout_streams=2", "training.log_every=1"])
+    assert same.training.workers == 2
+    with pytest.raises(RecipeError, match=r"training\.lr cannot change in a resumed run"):
+        RunDirectory.reopen(directory.path, ["training.lr=1e-5"])
+    with pytest.raises(RunError, match=r"it has no recipe\.yaml"):
+        RunDirectory.reopen(directory.path / "nothing", [])
+    directory.record("fingerprint-1")
+    directory.record("fingerprint-1")
+    with pytest.raises(RunError, match="the corpus has changed"):
+        directory.record("fingerprint-2")
+    assert json.loads((directory.path / "run.json").read_text())["versions"]["torch"]
+
+
+def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: MakeRecipe) -> None:
+    from distcse.events import Watch
+    from distcse.student.run import run
+
+    result = run(recipe_with("training.epochs=2"), Watch())
+    best = Checkpoints(result.directory.path).best()
+    assert best is not None
+    saved = Encoder.load(result.directory.model)
+    weights = load_state(best).weights
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, weights[f"encoder.{name}"])
+    assert not any("projection" in file.name for file in result.directory.model.rglob("*"))
+    assert set(result.scores) == {"start", "student", "teacher 0", "teacher 1"}
+    assert result.scores["student"]["agreement"] > result.scores["start"]["agreement"]

@@ -1,0 +1,30 @@
+"""Real worker processes with a gloo group, for tests of what must hold on any number of workers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
+    """Call `function(*arguments)` in `workers` processes of one group; their answers, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, args=(function, workers, folder, arguments), nprocs=workers)
+        return [torch.load(Path(folder) / f"answer-{rank}", weights_only=False) for rank in range(workers)]
+
+
+def _worker(rank: int, function: Callable[..., Any], workers: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers)
+    answer = function(*arguments)
+    torch.save(answer, Path(folder) / f"answer-{rank}")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
