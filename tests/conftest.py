@@ -50,9 +50,25 @@ def minilm() -> str:
 @pytest.fixture(scope="session")
 def sentences() -> list[str]:
     """A few hundred different sentences."""
-    subjects = ["A man", "The old woman", "My neighbour", "A small dog", "The president", "A child", "Our teacher", "The cat"]
+    subjects = [
+        "A man",
+        "The old woman",
+        "My neighbour",
+        "A small dog",
+        "The president",
+        "A child",
+        "Our teacher",
+        "The cat",
+    ]
     verbs = ["is playing", "reads about", "has bought", "talks of", "was painting", "sees", "wants", "dreams of"]
-    objects = ["a guitar", "the house by the river", "three green apples", "the news", "a broken bicycle", "nothing at all"]
+    objects = [
+        "a guitar",
+        "the house by the river",
+        "three green apples",
+        "the news",
+        "a broken bicycle",
+        "nothing at all",
+    ]
     return [f"{s} {v} {o}." for s in subjects for v in verbs for o in objects]
 
 

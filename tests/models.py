@@ -47,12 +47,20 @@ def make_encoder(
     if kind == "bert":
         config = BertConfig(**common, **bert_like)
     elif kind == "minilm":
-        config = BertConfig(**common, **{**bert_like, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192})
+        config = BertConfig(
+            **common, **{**bert_like, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192}
+        )
     elif kind == "roberta":
         config = RobertaConfig(**common, **bert_like, type_vocab_size=1)
     elif kind == "distilbert":
         config = DistilBertConfig(
-            **common, dim=width, n_layers=layers, n_heads=4, hidden_dim=2 * width, dropout=dropout, attention_dropout=dropout
+            **common,
+            dim=width,
+            n_layers=layers,
+            n_heads=4,
+            hidden_dim=2 * width,
+            dropout=dropout,
+            attention_dropout=dropout,
         )
     else:
         config = ModernBertConfig(

@@ -91,7 +91,9 @@ def _source(section: CorpusSection) -> tuple[str, Callable[[], Iterator[Row]]]:
     if section.docstrings is not None:
         packages = section.docstrings
         return _key("docstrings", packages_fingerprint(packages), section), lambda: iter(docstring_sentences(packages))
-    raise CorpusError("the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME")
+    raise CorpusError(
+        "the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
+    )
 
 
 def _key(kind: str, content: Sequence[str], section: CorpusSection) -> str:

@@ -26,7 +26,9 @@ _SECTION = re.compile(
     r"\s*(:{1,2}.*)?$",
     re.IGNORECASE,
 )
-_STOP = re.compile(r"^\s*(>>>|\.\. |:param|:return|:rtype|:type|:raises|```|@|[-=~^*#]{3,}|\||\w+ \([^)]*\)\s*:|[\w*]+\s+--?\s)")
+_STOP = re.compile(
+    r"^\s*(>>>|\.\. |:param|:return|:rtype|:type|:raises|```|@|[-=~^*#]{3,}|\||\w+ \([^)]*\)\s*:|[\w*]+\s+--?\s)"
+)
 _BULLET = re.compile(r"^\s*([-*+•]|\d+[.)])\s")
 _ROLE = re.compile(r":[a-z:]+:`~?\.?([^`<]+?)(?:\s*<[^`>]+>)?`")
 _LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{0,2}|\[([^\]]+)\]\([^)]+\)")
@@ -198,7 +200,9 @@ def _root(package: str) -> Path:
     except (ImportError, ValueError):  # a name that is no package's
         spec = None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
-        raise CorpusError(f"corpus.docstrings: package {package!r} is not installed; pip install {package}, or leave it out")
+        raise CorpusError(
+            f"corpus.docstrings: package {package!r} is not installed; pip install {package}, or leave it out"
+        )
     return Path(spec.origin).parent
 
 

@@ -25,7 +25,9 @@ def open_dataset(section: CorpusSection) -> Any:
             loaded = datasets.load_from_disk(name)
             if isinstance(loaded, datasets.DatasetDict):
                 if section.split not in loaded:
-                    raise CorpusError(f"data set {name} has no split {section.split!r}; splits there: {', '.join(loaded)}")
+                    raise CorpusError(
+                        f"data set {name} has no split {section.split!r}; splits there: {', '.join(loaded)}"
+                    )
                 loaded = loaded[section.split]
         else:
             loaded = datasets.load_dataset(name, section.dataset_config, split=section.split)
@@ -38,7 +40,8 @@ def open_dataset(section: CorpusSection) -> Any:
         ) from refused
     if section.column not in loaded.column_names:
         raise CorpusError(
-            f"data set {name} has no column {section.column!r}; columns there: {', '.join(loaded.column_names)}; set corpus.column"
+            f"data set {name} has no column {section.column!r}; columns there: {', '.join(loaded.column_names)}; "
+            "set corpus.column"
         )
     return loaded
 

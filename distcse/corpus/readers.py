@@ -89,7 +89,9 @@ def _jsonl(file: Path, column: str) -> Iterator[str | None]:
         except ValueError as broken:
             raise CorpusError(f"{file}, line {number}: not JSON ({broken})") from None
         if not isinstance(entry, dict):
-            raise CorpusError(f"{file}, line {number}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
+            raise CorpusError(
+                f"{file}, line {number}: expected a JSON object with the key {column!r}, found {line[:40]!r}"
+            )
         if column not in entry:
             raise CorpusError(f"{file}, line {number}: {_no_column(column, list(entry))}")
         yield _require_text(entry[column], f"{file}, line {number}, key {column!r}")

@@ -72,7 +72,9 @@ class Encoder(nn.Module):
         layout = read_layout(folder)
         pooling = section.pooling or layout.pooling
         if pooling is None:
-            raise EncoderError(f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}")
+            raise EncoderError(
+                f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}"
+            )
         dropout = section.dropout if isinstance(section, StudentSection) else None
         length_told = section.max_length or layout.max_length
         backbone = _load_backbone(folder, section.trust_remote_code, dropout, length_told)
@@ -87,6 +89,11 @@ class Encoder(nn.Module):
     def dimension(self) -> int:
         """Numbers in one vector."""
         return int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether two passes over a sentence differ in training mode."""
+        return any(value > 0 for _, value in _dropouts(self.backbone.config))
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +199,9 @@ def _load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None,
             attn_implementation="eager" if plain else None,
         )
     except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}") from refused
+        raise EncoderError(
+            f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
+        ) from refused
     missing = sorted(told["missing_keys"])
     lacking = [key for key in missing if not key.startswith("pooler.")]
     if lacking:
@@ -202,15 +211,22 @@ def _load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None,
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
         # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
-        backbone.pooler.requires_grad_(False)  # type: ignore[union-attr, operator]
+        backbone.pooler.requires_grad_(False)  # type: ignore[operator]
     return backbone
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
     """Every dropout probability of an encoder's config, whatever its family calls them."""
-    for key, value in list(vars(config).items()):
-        if "dropout" in key and isinstance(value, float | int) and not isinstance(value, bool):
-            setattr(config, key, dropout)
+    for key, _ in _dropouts(config):
+        setattr(config, key, dropout)
+
+
+def _dropouts(config: Any) -> list[tuple[str, float]]:
+    return [
+        (key, value)
+        for key, value in vars(config).items()
+        if "dropout" in key and isinstance(value, float | int) and not isinstance(value, bool)
+    ]
 
 
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -229,7 +245,9 @@ def _check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None
     words = len(tokenizer)
     rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if words > rows:
-        raise EncoderError(f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together")
+        raise EncoderError(
+            f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together"
+        )
 
 
 def _length(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
@@ -246,5 +264,7 @@ def _length(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: n
             raise EncoderError(f"{section.backbone} does not say its length; set max_length")
         return int(min(limits))
     if positions is not None and wished > positions:
-        raise EncoderError(f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions")
+        raise EncoderError(
+            f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions"
+        )
     return int(wished)

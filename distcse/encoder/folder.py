@@ -69,7 +69,9 @@ def read_layout(folder: Path) -> Layout:
                 f"{folder} has a {kind} module, which distcse cannot reproduce: its vectors would not be the model's own"
             )
     if averaged is not None and pooling != "mean":
-        raise EncoderError(f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported")
+        raise EncoderError(
+            f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
+        )
     return Layout(averaged or pooling, max_length, normalize, prompt)
 
 
@@ -136,8 +138,13 @@ def write_layout(folder: Path, layout: Layout, dimension: int, depth: int) -> No
     if pooling in NEEDS_ALL_LAYERS:
         _write_layer_average(folder / paths["WeightedLayerPooling"], pooling, dimension, depth)
     after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
-    flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(_OTHER_LEGACY_KEYS, False)
-    _dump(folder / paths["Pooling"] / "config.json", {"word_embedding_dimension": dimension, **flags, "include_prompt": True})
+    flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(
+        _OTHER_LEGACY_KEYS, False
+    )
+    _dump(
+        folder / paths["Pooling"] / "config.json",
+        {"word_embedding_dimension": dimension, **flags, "include_prompt": True},
+    )
     _dump(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
     _dump(
         folder / "config_sentence_transformers.json",
@@ -156,7 +163,10 @@ def _write_layer_average(folder: Path, pooling: Pooling, dimension: int, depth: 
     weights = torch.zeros(depth + 1 - start)
     weights[0] = weights[-1] = 1.0
     save_file({"layer_weights": weights}, folder / _WEIGHTS)
-    _dump(folder / "config.json", {"word_embedding_dimension": dimension, "layer_start": start, "num_hidden_layers": depth})
+    _dump(
+        folder / "config.json",
+        {"word_embedding_dimension": dimension, "layer_start": start, "num_hidden_layers": depth},
+    )
     backbone = folder.parent / "config.json"
     _dump(backbone, {**_json(backbone), "output_hidden_states": True})
 

@@ -45,4 +45,6 @@ def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.Mo
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return parent, name, child
-    raise EncoderError(f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave student.layers null")
+    raise EncoderError(
+        f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave student.layers null"
+    )

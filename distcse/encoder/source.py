@@ -34,7 +34,7 @@ def resolve_model(name: str, trust_remote_code: bool = False) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.absolute()
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or os.sep != "/" and os.sep in name:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise EncoderError(f"no model folder {folder.absolute()}")
     return _from_hub(name, trust_remote_code)
 

@@ -46,11 +46,12 @@ def read_pairs(path: Path) -> PairSet:
     Raises `EvaluationError` naming file and line.
     """
     if not path.exists():
-        raise EvaluationError(f"{path} does not exist; evaluation.data must be a folder that holds {STSB_DEV} and the like")
+        raise EvaluationError(
+            f"{path} does not exist; evaluation.data must be a folder that holds {STSB_DEV} and the like"
+        )
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-        with opened as file:
-            lines = file.read().split("\n")
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = content.decode("utf-8").split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as broken:
         raise EvaluationError(f"{path} cannot be read: {broken}") from None
     header = lines[0].split("\t")

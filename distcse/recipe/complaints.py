@@ -26,7 +26,9 @@ _TYPES = {
 
 def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, source: str) -> str:
     """One message for all errors of a validation, a line each."""
-    lines = dict.fromkeys(_complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model))
+    lines = dict.fromkeys(
+        _complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model)
+    )
     if len(lines) == 1:
         return f"recipe {source}: {next(iter(lines))}"
     return f"recipe {source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines)
@@ -58,7 +60,9 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind in _TYPES:
         return f"{key} is {found!r}; expected {_TYPES[kind]}{_or_null(model, path)}"
     if kind == "literal_error":
-        return f"{key} is {found!r}{nearest(str(found), _choices(error))}; allowed: {', '.join(_choices(error))}{_or_null(model, path)}"
+        choices = _choices(error)
+        close = nearest(str(found), choices)
+        return f"{key} is {found!r}{close}; allowed: {', '.join(choices)}{_or_null(model, path)}"
     if kind == "string_pattern_mismatch":
         return f"{key} is {found!r}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if kind == "value_error":
@@ -117,7 +121,9 @@ def _range(model: type[BaseModel], path: list[str]) -> str:
     field = _field(model, path)
     if field is None:
         return ""
-    bounds = [f"{_BOUNDS[name]} {getattr(rule, name)}" for rule in _rules(field) for name in _BOUNDS if hasattr(rule, name)]
+    bounds = [
+        f"{_BOUNDS[name]} {getattr(rule, name)}" for rule in _rules(field) for name in _BOUNDS if hasattr(rule, name)
+    ]
     return " and ".join(dict.fromkeys(bounds)) + (_or_null(model, path) if bounds else "")
 
 

@@ -35,7 +35,9 @@ def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Docu
     for key_node, _ in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
-            raise RecipeError(f"{loader.name}, line {line}: key {key!r} was given on line {seen[key]} already; keep one")
+            raise RecipeError(
+                f"{loader.name}, line {line}: key {key!r} was given on line {seen[key]} already; keep one"
+            )
         seen[key] = line
     return dict(loader.construct_pairs(node, deep=True))
 
@@ -45,7 +47,9 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def packaged_recipes() -> list[str]:
     """Names of the recipes that come with distcse."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in files("distcse.recipes").iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in files("distcse.recipes").iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -88,7 +92,9 @@ def _parse(text: bytes | str, source: str) -> Document:
     except (yaml.YAMLError, UnicodeDecodeError) as broken:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(broken).split())}") from None
     if not isinstance(document, dict):
-        raise RecipeError(f"{source} holds no recipe: expected keys such as `student:`, found {type(document).__name__}")
+        raise RecipeError(
+            f"{source} holds no recipe: expected keys such as `student:`, found {type(document).__name__}"
+        )
     return document
 
 

@@ -96,7 +96,8 @@ class TeachersSection(Section):
     encoders: list[TeacherSection] = Field(default_factory=list)
     """The teachers; none leaves the rank term without lists."""
     mode: Literal["auto", "table", "live"] = "auto"
-    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table` wherever the rows are fixed."""
+    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is
+    `table` wherever the rows are fixed."""
     builders: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
     builder_gpus: Annotated[float, Field(ge=0)] = 0
@@ -203,7 +204,9 @@ class TrainingSection(Section):
         for key, parts in (("workers", self.workers or 1), ("dropout_streams", self.dropout_streams or 1)):
             if self.batch_size % parts:
                 allowed = ", ".join(str(n) for n in range(1, 65) if self.batch_size % n == 0)
-                raise ValueError(f"{key} is {parts}, which does not divide batch_size {self.batch_size}; allowed: {allowed}")
+                raise ValueError(
+                    f"{key} is {parts}, which does not divide batch_size {self.batch_size}; allowed: {allowed}"
+                )
         if self.dropout_streams and self.dropout_streams % (self.workers or 1):
             raise ValueError(
                 f"dropout_streams is {self.dropout_streams}, which is no multiple of workers {self.workers}; "

@@ -41,10 +41,11 @@ def card(result: Result) -> str:
         f"# {recipe.name}",
         _summary(result),
         "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
-        "model = SentenceTransformer(\"path/to/this/folder\")\nvectors = model.encode([\"A sentence.\", \"Another one.\"])\n```",
+        'model = SentenceTransformer("path/to/this/folder")\nvectors = model.encode(["A sentence.", "Another one."])\n```',
         _teachers(result),
         _scores(result.scores),
-        "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` repeats the run.",
+        "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
+        "repeats the run.",
         "## Limits\n\nThe student knows what its teachers know and its corpus shows. Licences of corpus, backbone and "
         f"teachers apply to it. Made by distcse {__version__}.",
     ]
@@ -68,7 +69,8 @@ def _teachers(result: Result) -> str:
         return ""
     total = sum(teacher.alpha for teacher in teachers)
     rows = [
-        f"| `{teacher.backbone}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} | {teacher.max_length or 'as saved'} |"
+        f"| `{teacher.backbone}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} "
+        f"| {teacher.max_length or 'as saved'} |"
         for teacher in teachers
     ]
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from distcse.events import DevScore, Event, Note, Stage, Steps
+from distcse.events import DevScore, Event, Stage, Steps
 
 _PLAIN_EVERY_SECONDS = 10.0
 
@@ -53,7 +53,9 @@ class PlainView:
         return True
 
     def _line(self, text: str) -> None:
-        self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class LiveView:
@@ -144,7 +146,9 @@ def _stage_line(event: Stage) -> str:
 def _steps_line(event: Steps) -> str:
     losses = "  ".join(f"{name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
     share = 100 * event.waited / event.seconds if event.seconds else 0.0
-    return f"loss {event.losses['loss']:.3f}  {losses}  {1 / event.seconds:.2f} steps/s  teachers waited for {share:.1f}%"
+    return (
+        f"loss {event.losses['loss']:.3f}  {losses}  {1 / event.seconds:.2f} steps/s  teachers waited for {share:.1f}%"
+    )
 
 
 def _left(event: Steps) -> str:

@@ -116,7 +116,9 @@ def load_state(folder: Path) -> TrainingState:
         tensors = load_file(folder / _STATE)
         updates = json.loads((folder / _POSITION).read_text())["updates"]
     except Exception as broken:
-        raise RunError(f"checkpoint {folder} cannot be read ({broken}); remove it to go on from an earlier one") from broken
+        raise RunError(
+            f"checkpoint {folder} cannot be read ({broken}); remove it to go on from an earlier one"
+        ) from broken
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -24,9 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedEngine:
     """Wraps `deepspeed.initialize`. Needs torch.distributed up; opens a group of one where there is none."""
 
-    def __init__(
-        self, model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None
-    ) -> None:
+    def __init__(self, model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> None:
         self._owns_group = _open_group_of_one()
         deepspeed = _quiet_deepspeed()
         self._deepspeed = deepspeed
@@ -144,7 +142,7 @@ def _open_group_of_one() -> bool:
     if dist.is_initialized():
         return False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     return True
 
 

@@ -26,9 +26,7 @@ class DevSet:
     score: Callable[[Encoder], float]
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]
-    ) -> DevSet:
+    def of(cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]) -> DevSet:
         """The dev set that the recipe names; `auto` is STS-B where `evaluation.data` is given."""
         kind = recipe.evaluation.dev
         if kind == "auto":
@@ -45,9 +43,7 @@ class DevSet:
         return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
 
 
-def teacher_lists(
-    recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]
-) -> NDArray[np.float32]:
+def teacher_lists(recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]) -> NDArray[np.float32]:
     """(n, n) weighted mean cosines of the teachers among n rows."""
     import torch
 

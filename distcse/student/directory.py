@@ -1,11 +1,11 @@
 """The run directory: all that is needed to understand, repeat or continue a run.
 
-    <runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob
-                         run.json        versions, commit, corpus fingerprint
-                         events.jsonl    everything the run told
-                         checkpoints/    latest and best
-                         model/          the student, in the sentence-transformers layout
-                         scores.json     start, student and teachers at the end
+<runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob
+                     run.json        versions, commit, corpus fingerprint
+                     events.jsonl    everything the run told
+                     checkpoints/    latest and best
+                     model/          the student, in the sentence-transformers layout
+                     scores.json     start, student and teachers at the end
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class RunDirectory:
             except FileExistsError:
                 continue
             except OSError as refused:
-                raise RunError(f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write") from None
+                raise RunError(
+                    f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
+                ) from None
             (path / "recipe.yaml").write_text(recipe_yaml(recipe))
             return cls(path)
         raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
@@ -73,7 +75,9 @@ class RunDirectory:
         """An earlier run and its recipe, with overrides that do not change what is learned."""
         stored = path / "recipe.yaml"
         if not stored.is_file():
-            raise RunError(f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made")
+            raise RunError(
+                f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
+            )
         before, after = load_recipe(str(stored)), load_recipe(str(stored), overrides)
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
         if forbidden := [key for key in changed if not key.startswith(_MAY_CHANGE)]:

@@ -64,7 +64,9 @@ def make_engine(model: nn.Module, training: TrainingSection, rows: int, restored
     has_deepspeed = find_spec("deepspeed") is not None
     if training.engine == "plain" or (training.engine == "auto" and not has_deepspeed):
         if training.zero_stage:
-            raise RunError('training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"')
+            raise RunError(
+                'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
+            )
         return PlainEngine(model, training, restored)
     if not has_deepspeed:
         raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
@@ -138,6 +140,8 @@ class PlainEngine:
         for name, moments in restored.moments.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(restored.updates), device=self.device if self.device.type != "cpu" else None),
+                "step": torch.tensor(
+                    float(restored.updates), device=self.device if self.device.type != "cpu" else None
+                ),
                 **{kind: tensor.to(self.device) for kind, tensor in moments.items()},
             }

@@ -141,7 +141,9 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
                 return cause
             cause = getattr(cause, "cause", None) or cause.__cause__
     told = str(failures[0] if failures else failed).strip().splitlines()
-    return RunError(f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it")
+    return RunError(
+        f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
+    )
 
 
 def _own_environment() -> dict[str, str]:

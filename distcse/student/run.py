@@ -125,9 +125,7 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     return model.encoder
 
 
-def _final_scores(
-    recipe: Recipe, corpus: Corpus, start: Encoder, student: Encoder, watch: Watch
-) -> dict[str, Scores]:
+def _final_scores(recipe: Recipe, corpus: Corpus, start: Encoder, student: Encoder, watch: Watch) -> dict[str, Scores]:
     teachers = [Encoder.from_section(teacher) for teacher in recipe.teachers.encoders]
     rows = {"start": start, "student": student}
     rows.update({_row_name(number, len(teachers)): teacher for number, teacher in enumerate(teachers)})

@@ -90,7 +90,9 @@ def build_shards(
     ]
     done = 0
     try:
-        for rows in ActorPool(builders).map_unordered(lambda builder, shard: builder.build.remote(shard), list(missing)):
+        for rows in ActorPool(builders).map_unordered(
+            lambda builder, shard: builder.build.remote(shard), list(missing)
+        ):
             done += rows
             on_rows(done)
     finally:
@@ -108,7 +110,9 @@ def start_servers(
         make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         resources = {"num_cpus": 1, "num_gpus": section.builder_gpus}
     actor = ray.remote(**resources, **_NEVER_GIVE_UP)(TeacherServer)
-    servers = [actor.options(name=f"teacher-{number}-{copy}-{_run_token()}").remote(make) for copy in range(section.servers)]
+    servers = [
+        actor.options(name=f"teacher-{number}-{copy}-{_run_token()}").remote(make) for copy in range(section.servers)
+    ]
     ray.get([server.ready.remote() for server in servers])
     return servers
 

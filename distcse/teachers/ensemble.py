@@ -101,4 +101,4 @@ class TeacherEnsemble:
     def _fitting(self, wished: int) -> int:
         columns = self._batches(self._steps.start, 1).shape[1]
         list_bytes = len(range(columns)[self._rows]) * columns * np.dtype(np.float32).itemsize
-        return max(1, min(wished, _BLOCK_BYTES // list_bytes))
+        return max(1, min(wished, int(_BLOCK_BYTES // list_bytes)))

@@ -58,5 +58,6 @@ class LiveTeacher:
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:
     """(B, C, d) unit vectors -> (B, R, C) inner products, rounding kept out of [-1, 1]."""
-    products = np.matmul(vectors[:, rows], vectors.transpose(0, 2, 1))
-    return np.clip(products, -1.0, 1.0, out=products)
+    products: NDArray[np.float32] = np.matmul(vectors[:, rows], vectors.transpose(0, 2, 1))
+    np.clip(products, -1.0, 1.0, out=products)
+    return products

@@ -99,7 +99,9 @@ def test_js_has_no_gradient_where_the_lists_agree(oracles: dict[str, Any]) -> No
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_grad"]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "tau2", "tau3"), [("listnet_single_teacher", 0.05, 0.025), ("listnet_multi_teacher", 0.025, 0.0125)])
+@pytest.mark.parametrize(
+    ("name", "tau2", "tau3"), [("listnet_single_teacher", 0.05, 0.025), ("listnet_multi_teacher", 0.025, 0.0125)]
+)
 def test_list_net(oracles: dict[str, Any], name: str, tau2: float, tau3: float) -> None:
     case = oracles[name]
     lists = cosines(oracles["cosine_matrices"]["inputs"]["t1"]) if "single" in name else mixed(oracles)
@@ -107,7 +109,9 @@ def test_list_net(oracles: dict[str, Any], name: str, tau2: float, tau3: float) 
     losses = list_net(similarities, lists, tau2, tau3)
     torch.testing.assert_close(losses, tensor(case["expected"]["per_row"]), **CLOSE)
     torch.testing.assert_close(losses.sum(), tensor(case["expected"]["sum"]), **CLOSE)
-    torch.testing.assert_close(losses.mean(), tensor(case["reference"]["rankcse_ListNet_given_prescaled_logits"]), **CLOSE)
+    torch.testing.assert_close(
+        losses.mean(), tensor(case["reference"]["rankcse_ListNet_given_prescaled_logits"]), **CLOSE
+    )
     whole = list_net(similarities, lists, tau2, tau3, exclude_positive=False)
     torch.testing.assert_close(whole.mean(), tensor(case["expected"]["with_diagonal_mean"]), **CLOSE)
 

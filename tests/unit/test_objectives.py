@@ -64,7 +64,9 @@ def test_extreme_inputs_give_finite_losses_and_gradients(dtype: torch.dtype, tau
     other = z + 0.01 * torch.randn_like(z) * (kind == "random")
     z1, z2 = z.to(dtype, copy=True).requires_grad_(), other.to(dtype, copy=True).requires_grad_()
     section = ObjectiveSection(
-        tau1=tau, consistency=ConsistencySection(), rank=RankSection(form=rank, tau2=tau, tau3=tau)  # type: ignore[arg-type]
+        tau1=tau,
+        consistency=ConsistencySection(),
+        rank=RankSection(form=rank, tau2=tau, tau3=tau),  # type: ignore[arg-type]
     )
     loss, parts = build_objective(section)(gather_views(z1, z2), torch.rand(8, 8) * 2 - 1)
     loss.backward()
@@ -128,7 +130,9 @@ def test_terms_of_weight_zero_are_not_computed() -> None:
     assert "rank" not in parts
 
 
-def gradient_of_shares(rank: dict[str, Any], x1: Tensor, x2: Tensor, weight: Tensor, lists: Tensor) -> tuple[float, Tensor]:
+def gradient_of_shares(
+    rank: dict[str, Any], x1: Tensor, x2: Tensor, weight: Tensor, lists: Tensor
+) -> tuple[float, Tensor]:
     """Loss and data-parallel averaged gradient of a shared weight, on this worker's part of the rows."""
     workers = dist.get_world_size() if dist.is_initialized() else 1
     number = dist.get_rank() if dist.is_initialized() else 0

@@ -52,7 +52,12 @@ def test_resolved_recipe_reads_back_unchanged(tmp_path: Path) -> None:
 def test_overrides_reach_lists_null_and_new_sections() -> None:
     recipe = load_recipe(
         "rankcse-listnet-bert-base",
-        ["teachers.encoders.1.alpha=5", "objective.consistency=null", "objective.rank.eps=1e-7", "student.layers=[0, 2]"],
+        [
+            "teachers.encoders.1.alpha=5",
+            "objective.consistency=null",
+            "objective.rank.eps=1e-7",
+            "student.layers=[0, 2]",
+        ],
     )
     assert recipe.teachers.encoders[1].alpha == 5
     assert recipe.objective.consistency is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,9 @@ MakeRecipe = Callable[..., Recipe]
 
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides)
+    return lambda *overrides: make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
+    )
 
 
 def final_weights(job: Job) -> dict[str, Tensor]:
@@ -86,7 +89,9 @@ def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32")])
-def test_every_zero_stage_equals_the_plain_engine_and_resumes(recipe_with: MakeRecipe, stage: int, precision: str) -> None:
+def test_every_zero_stage_equals_the_plain_engine_and_resumes(
+    recipe_with: MakeRecipe, stage: int, precision: str
+) -> None:
     plain, tables = make_job(recipe_with(f"training.precision={precision}"))
     train(plain, tables)
     recipe = recipe_with("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.precision={precision}")
@@ -147,7 +152,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_
 
 
 def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, data: Path) -> None:
-    recipe = recipe_with("teachers.encoders=[]", "objective.rank=null", f"evaluation.data={data}", "training.max_steps=2")
+    recipe = recipe_with(
+        "teachers.encoders=[]", "objective.rank=null", f"evaluation.data={data}", "training.max_steps=2"
+    )
     job, tables = make_job(recipe)
     events: list[Event] = []
     assert train(job, tables, events).position.finished
@@ -164,7 +171,10 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
     checkpoints = Checkpoints(tmp_path)
     for step, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)):
         scores = [(s, v) for s, v in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)) if s <= step]
-        checkpoints.save(TrainingState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step), Position(step, scores))
+        checkpoints.save(
+            TrainingState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step),
+            Position(step, scores),
+        )
     best, latest = checkpoints.best(), checkpoints.latest()
     assert best is not None and latest is not None
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*")) == [best.name, latest.name]
@@ -179,7 +189,7 @@ def test_rate_rises_then_falls() -> None:
     factors = [warmup_then_linear(update, 100, 0.05) for update in range(100)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[5] == 1.0 and factors[-1] == pytest.approx(1 / 95)
-    assert all(a > b for a, b in zip(factors[5:], factors[6:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(factors[5:]))
     assert warmup_then_linear(0, 10, 0.0) == 1.0
 
 
@@ -199,7 +209,9 @@ def test_noise_seeds_differ_by_seed_step_and_stream() -> None:
 def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with()
     directory = RunDirectory.create(recipe)
-    _, same = RunDirectory.reopen(directory.path, ["training.workers=2", "training.dropout_streams=2", "training.log_every=1"])
+    _, same = RunDirectory.reopen(
+        directory.path, ["training.workers=2", "training.dropout_streams=2", "training.log_every=1"]
+    )
     assert same.training.workers == 2
     with pytest.raises(RecipeError, match=r"training\.lr cannot change in a resumed run"):
         RunDirectory.reopen(directory.path, ["training.lr=1e-5"])
