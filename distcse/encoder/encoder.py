@@ -108,6 +108,8 @@ class Encoder(nn.Module):
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, cut to `max_length`; the prompt is put before."""
+        if not texts:
+            return []
         prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
         encoded = self.tokenizer(
             prompted, truncation=True, max_length=self.max_length, padding=False, return_attention_mask=False

@@ -1,0 +1,317 @@
+"""Encoders of five families: pooled, cut, saved and read back alike by distcse, transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distcse.corpus import Tokens
+from distcse.encoder import Encoder, build_projection, build_student, model_fingerprint, pool, resolve_model
+from distcse.encoder.model import StudentModel
+from distcse.encoder.projection import GlobalBatchNorm
+from distcse.errors import EncoderError
+from distcse.recipe import EncoderSection, StudentSection
+from tests.models import KINDS
+from tests.workers import run_workers
+
+TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child", "Our teacher reads about the news."]
+
+
+def same(one: np.ndarray, other: np.ndarray, tolerance: float = 1e-5) -> None:
+    np.testing.assert_allclose(one, other, atol=tolerance, rtol=0)
+
+
+def sentence_transformer(folder: Path) -> np.ndarray:
+    from sentence_transformers import SentenceTransformer
+
+    vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, show_progress_bar=False)
+    return vectors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_folder_gives_the_same_vectors_everywhere(kind: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    section = StudentSection(backbone=str(tiny(kind)), layers=[0, 2], pooling="mean", max_length=12)
+    encoder = Encoder.from_section(section).eval()
+    vectors = encoder.encode(TEXTS)
+    assert encoder.backbone.config.num_hidden_layers == 2
+    assert not np.allclose(vectors[0], vectors[1], atol=1e-2)
+    encoder.save(tmp_path / "model")
+    same(Encoder.load(tmp_path / "model").encode(TEXTS), vectors)
+    same(sentence_transformer(tmp_path / "model"), vectors)
+    backbone, told = AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    ids = torch.tensor(encoder.token_ids(TEXTS[:1]))
+    with torch.no_grad():
+        same(backbone(ids).last_hidden_state.mean(dim=1).numpy(), vectors[:1])
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_pooling_survives_the_folder(
+    pooling: Any, normalize: bool, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling=pooling, max_length=12).eval()
+    encoder.normalize = normalize
+    vectors = encoder.encode(TEXTS)
+    encoder.save(tmp_path / "model")
+    again = Encoder.load(tmp_path / "model")
+    assert (again.pooling, again.normalize, again.max_length) == (pooling, normalize, 12)
+    same(again.encode(TEXTS), vectors)
+    same(sentence_transformer(tmp_path / "model"), vectors)
+
+
+def test_folder_has_the_form_that_all_readers_know(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=12, prompt="query: ")
+    encoder.save(tmp_path / "model")
+    folder = tmp_path / "model"
+    read = {name: json.loads((folder / name).read_text()) for name in ("modules.json", "1_Pooling/config.json")}
+    assert [module["type"] for module in read["modules.json"]] == [
+        "sentence_transformers.models.Transformer",
+        "sentence_transformers.models.Pooling",
+    ]
+    assert read["1_Pooling/config.json"] == {
+        "word_embedding_dimension": 32,
+        "pooling_mode_cls_token": True,
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_lasttoken": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+        "pooling_mode_weightedmean_tokens": False,
+        "include_prompt": True,
+    }
+    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 12
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == 12
+    assert (folder / "model.safetensors").exists() and not list(folder.rglob("*.bin"))
+    assert Encoder.load(folder).prompt == "query: "
+    same(sentence_transformer(folder), encoder.encode(TEXTS))
+
+
+def test_folders_of_sentence_transformers_are_read(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    Encoder.load(tiny("bert"), pooling="max", max_length=10).save(tmp_path / "ours")
+    model = SentenceTransformer(str(tmp_path / "ours"), device="cpu")
+    model.save(str(tmp_path / "theirs"))
+    assert json.loads((tmp_path / "theirs" / "1_Pooling" / "config.json").read_text()).get("pooling_mode") == "max"
+    encoder = Encoder.load(tmp_path / "theirs")
+    assert (encoder.pooling, encoder.max_length) == ("max", 10)
+    same(encoder.encode(TEXTS), model.encode(TEXTS, show_progress_bar=False))
+
+
+def test_the_real_teacher_is_itself(minilm: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    encoder = Encoder.load(minilm)
+    assert (encoder.pooling, encoder.max_length, encoder.normalize, encoder.dimension) == ("mean", 256, True, 384)
+    vectors = encoder.encode(TEXTS)
+    same(vectors, SentenceTransformer(str(resolve_model(minilm)), device="cpu").encode(TEXTS, show_progress_bar=False))
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-6)
+    assert encoder.encode(TEXTS, precision="bf16", normalize=True).dtype == np.float32
+
+
+def test_order_and_padding_do_not_matter(tiny: Callable[..., Path], sentences: list[str]) -> None:
+    encoder = Encoder.load(tiny("roberta"), pooling="mean", max_length=20)
+    assert not encoder.training or encoder.eval()
+    encoder.train()
+    done: list[int] = []
+    vectors = encoder.encode(sentences[:60], batch_tokens=64, on_progress=done.append)
+    assert encoder.training and done[-1] == 60
+    same(vectors, encoder.encode(sentences[:60], batch_tokens=10_000), 2e-6)
+    same(vectors[::-1], encoder.encode(sentences[:60][::-1]), 2e-6)
+    same(np.concatenate([encoder.encode([text]) for text in sentences[:5]]), vectors[:5], 2e-6)
+    assert encoder.encode([]).shape == (0, 32)
+
+
+def test_pooling_by_hand() -> None:
+    states = [torch.randn(2, 3, 4) for _ in range(4)]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    last = states[-1]
+    torch.testing.assert_close(pool("cls", states, mask), last[:, 0])
+    torch.testing.assert_close(pool("mean", states, mask)[1], last[1, :2].mean(dim=0))
+    torch.testing.assert_close(pool("max", states, mask)[1], last[1, :2].amax(dim=0))
+    torch.testing.assert_close(pool("last_token", states, mask), torch.stack([last[0, 2], last[1, 1]]))
+    both = (states[1] + states[3]) / 2
+    torch.testing.assert_close(pool("first_last_avg", states, mask)[1], both[1, :2].mean(dim=0))
+    two = (states[2] + states[3]) / 2
+    torch.testing.assert_close(pool("last_two_avg", states, mask)[0], two[0].mean(dim=0))
+    left = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    torch.testing.assert_close(pool("cls", states, left)[1], last[1, 1])
+    torch.testing.assert_close(pool("last_token", states, left)[1], last[1, 2])
+    assert pool("mean", [last.bfloat16()], mask).dtype == torch.float32
+
+
+def test_views_are_noise_of_their_seed(tiny: Callable[..., Path]) -> None:
+    model = build_student(StudentSection(backbone=str(tiny("bert")), pooling="cls", projection="tanh_mlp")).train()
+    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]])
+    tokens = Tokens(ids, torch.ones_like(ids))
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    z1, z2 = model([(tokens, 1)])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert z1.shape == z2.shape == (2, 32) and not torch.allclose(z1, z2)
+    again, _ = model([(tokens, 1)])
+    other, _ = model([(tokens, 2)])
+    assert torch.equal(again, z1) and not torch.allclose(other, z1)
+    both, _ = model([(tokens, 1), (tokens, 2)])
+    torch.testing.assert_close(both, torch.cat([z1, other]))
+
+
+def test_without_dropout_one_pass_makes_both_views(tiny: Callable[..., Path]) -> None:
+    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", dropout=0.0, projection="none")
+    model = build_student(section).train()
+    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]])
+    passes: list[int] = []
+    model.encoder.backbone.register_forward_hook(lambda module, given, output: passes.append(1))
+    z1, z2 = model([(Tokens(ids, torch.ones_like(ids)), 1)])
+    assert torch.equal(z1, z2) and len(passes) == 1
+    twice = StudentModel(model.encoder, nn.Identity()).eval()
+    torch.testing.assert_close(z1, twice.encoder(ids, torch.ones_like(ids)))
+
+
+def test_projection_oracle(oracles: dict[str, Any]) -> None:
+    case = oracles["diffcse_projection_mlp"]
+    head = build_projection("batch_norm_mlp", 2).double()
+    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    with torch.no_grad():
+        linears[0].weight.copy_(torch.tensor(case["inputs"]["w1"]))
+        linears[1].weight.copy_(torch.tensor(case["inputs"]["w2"]))
+    rows = torch.tensor(case["inputs"]["x"], dtype=torch.float64)
+    tolerance = {"atol": 2e-6, "rtol": 0.0}
+    torch.testing.assert_close(head.train()(rows), torch.tensor(case["expected"]["train_out"]).double(), **tolerance)
+    expected = torch.tensor(case["expected"]["eval_after_one_step"]).double()
+    torch.testing.assert_close(head.eval()(rows), expected, **tolerance)
+
+
+def normed(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, input gradient and running statistics of this worker's part of the rows."""
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    own = rows.chunk(workers)[dist.get_rank() if workers > 1 else 0].clone().requires_grad_()
+    norm = GlobalBatchNorm(rows.shape[1]).double().train()
+    output = norm(own)
+    (output**3 * torch.arange(1, rows.shape[1] + 1)).sum().backward()
+    assert own.grad is not None and norm.running_mean is not None and norm.running_var is not None
+    return output.detach(), own.grad, norm.running_mean, norm.running_var
+
+
+def test_batch_norm_spans_two_workers() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(8, 3, dtype=torch.float64)
+    whole, parts = normed(rows), run_workers(normed, 2, rows)
+    for place in (0, 1):
+        torch.testing.assert_close(torch.cat([part[place] for part in parts]), whole[place])
+    for part in parts:
+        torch.testing.assert_close(part[2], whole[2])
+        torch.testing.assert_close(part[3], whole[3])
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a pickle was opened",))
+
+
+def test_pickles_are_never_opened(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("bert"), folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(EncoderError, match=r"holds pytorch_model\.bin but no safetensors"):
+        Encoder.load(folder, pooling="mean", max_length=8)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(EncoderError, match="holds no weights"):
+        Encoder.load(folder, pooling="mean", max_length=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "told"),
+    [
+        ("bert", {"max_length": 8}, "does not say how it pools"),
+        ("bert", {"pooling": "mean", "max_length": 67}, "max_length is 67; allowed: at most 66"),
+        ("roberta", {"pooling": "mean", "max_length": 65}, "max_length is 65; allowed: at most 64"),
+        ("bert", {"pooling": "mean", "layers": [0, 3]}, "asks for layer 3, but the backbone has 3 layers; allowed: 0 to 2"),
+    ],
+)
+def test_knobs_that_do_not_fit(kind: str, knobs: dict[str, Any], told: str, tiny: Callable[..., Path]) -> None:
+    section = StudentSection if "layers" in knobs else EncoderSection
+    with pytest.raises(EncoderError, match=told):
+        Encoder.from_section(section(backbone=str(tiny(kind)), **knobs))
+
+
+def test_length_is_the_backbones_where_nothing_says(tiny: Callable[..., Path]) -> None:
+    assert Encoder.load(tiny("bert"), pooling="mean").max_length == 66
+    assert Encoder.load(tiny("roberta"), pooling="mean").max_length == 64
+
+
+def test_models_that_are_not_there(tmp_path: Path) -> None:
+    for name, told in (
+        ("./nowhere", "no model folder"),
+        (str(tmp_path / "nowhere"), "no model folder"),
+        ("package:no_such_package/x", "package 'no_such_package' is not installed; pip install no_such_package"),
+        ("package:numpy/no_folder", "has no folder 'no_folder'"),
+        ("package:numpy/../scipy", "has no folder"),
+        ("nobody/no-such-model", "cannot be had from the hub"),
+    ):
+        with pytest.raises(EncoderError, match=told):
+            resolve_model(name)
+
+
+def test_weights_are_never_random(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("bert"), folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "layer.1.output.dense.weight" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EncoderError, match=r"lacks 1 weights, such as .*layer\.1\.output\.dense\.weight"):
+        Encoder.load(folder, pooling="mean", max_length=8)
+
+
+def test_modules_that_would_change_vectors_are_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    Encoder.load(tiny("bert"), pooling="mean", max_length=8).save(tmp_path / "model")
+    file = tmp_path / "model" / "modules.json"
+    modules = json.loads(file.read_text())
+    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    file.write_text(json.dumps([*modules, dense]))
+    with pytest.raises(EncoderError, match="has a Dense module"):
+        Encoder.load(tmp_path / "model")
+
+
+def test_fingerprint_follows_content(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=8)
+    encoder.save(tmp_path / "a")
+    encoder.save(tmp_path / "b")
+    first = model_fingerprint(tmp_path / "a")
+    assert first == model_fingerprint(tmp_path / "b")
+    (tmp_path / "b" / "README.md").write_text("a card")
+    assert first == model_fingerprint(tmp_path / "b")
+    encoder.max_length = 9
+    encoder.save(tmp_path / "b")
+    assert first != model_fingerprint(tmp_path / "b")
+
+
+def test_a_failed_save_leaves_the_old_model(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=8)
+    encoder.save(tmp_path / "model")
+    before = encoder.encode(TEXTS)
+    encoder.pooling = "nonsense"  # type: ignore[assignment]
+    encoder.backbone.embeddings.word_embeddings.weight.data.zero_()  # type: ignore[union-attr]
+    encoder.tokenizer = None
+    with pytest.raises(AttributeError):
+        encoder.save(tmp_path / "model")
+    same(Encoder.load(tmp_path / "model").encode(TEXTS), before)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
