@@ -25,8 +25,12 @@ _LOCAL_SETTINGS = {
 
 
 @contextmanager
-def cluster() -> Iterator[None]:
-    """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after."""
+def cluster(cpus: int | None = None) -> Iterator[None]:
+    """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after.
+
+    Args:
+        cpus: CPUs that a cluster started here claims to have; None counts them.
+    """
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         _set_local_environment()
@@ -39,7 +43,7 @@ def cluster() -> Iterator[None]:
         if address:
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
         else:
-            _start_here()
+            _start_here(cpus)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
         raise RunError(
             f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
@@ -87,7 +91,7 @@ def _set_local_environment() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def _start_here() -> None:
+def _start_here(cpus: int | None) -> None:
     import ray
 
     port = _free_port()
@@ -95,6 +99,7 @@ def _start_here() -> None:
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     ray.init(
         address="local",
+        num_cpus=cpus,
         include_dashboard=True,
         dashboard_host="127.0.0.1",
         dashboard_port=port,

@@ -1,0 +1,165 @@
+"""The command as users type it: alone, interrupted and resumed, with mistakes, and as a job on a cluster started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from distcse.recipe import recipe_yaml
+from tests.conftest import ROOT
+from tests.jobs import make_recipe
+
+TRAIN = [sys.executable, "-m", "distcse.train"]
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Path:
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.epochs=2")
+    file = tmp_path / "small.yaml"
+    file.write_text(recipe_yaml(recipe))
+    return file
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
+
+
+def train(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*TRAIN, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=own_environment(**environment), cwd=ROOT, check=False
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_mistakes_are_one_line_and_status_2(recipe_file: Path) -> None:
+    for arguments, told in (
+        (["quikstart"], "did you mean 'quickstart'"),
+        ([str(recipe_file), "training.lr=fast"], "training.lr is 'fast'; expected a number"),
+        ([], "name a recipe or a YAML file"),
+    ):
+        done = train(*arguments)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("distcse: ") and told in done.stderr and done.stderr.count("\n") == 1
+    done = train(str(recipe_file), "corpus.path=/nowhere.txt")
+    assert done.returncode == 1 and "corpus file /nowhere.txt does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_print_recipe_shows_the_resolved_recipe(recipe_file: Path) -> None:
+    done = train(recipe_file, "--print-recipe", "objective.rank.tau2=0.025")
+    assert done.returncode == 0 and "tau2: 0.025" in done.stdout and "warmup: 0.05" in done.stdout
+
+
+@pytest.mark.slow
+def test_alone_it_starts_ray_and_leaves_a_model(recipe_file: Path) -> None:
+    done = train(recipe_file, "training.workers=1", "training.engine=auto")
+    assert done.returncode == 0, done.stderr
+    for told in ("corpus", "tokens", "teacher 0", "dev ", "steps/s", "left"):
+        assert told in done.stderr
+    assert "\x1b[" not in done.stderr and "Traceback" not in done.stderr
+    for told in ("agreement", "student", "model   ", "SentenceTransformer("):
+        assert told in done.stdout
+    model = Path(next(line for line in done.stdout.splitlines() if line.startswith("model   ")).split()[1])
+    card = (model / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sentence-transformers") and "| student |" in card
+    run = model.parent
+    assert {entry.name for entry in run.iterdir()} >= {"recipe.yaml", "run.json", "events.jsonl", "scores.json", "model"}
+    assert json.loads((run / "scores.json").read_text())["student"]["agreement"] > 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe_file: Path) -> None:
+    command = [*TRAIN, str(recipe_file), "training.workers=1", "training.epochs=200", "training.log_every=1"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own_environment(), cwd=ROOT
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step " in line and "train" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert "stopping at the next report" in stderr and "resume  python -m distcse.train --resume" in stdout
+    run = Path(next(line for line in stdout.splitlines() if line.startswith("run ")).split()[1])
+    step = json.loads((run / "checkpoints" / (run / "checkpoints" / "latest").read_text() / "position.json").read_text())["step"]
+    assert step > 0 and (run / "model" / "model.safetensors").exists()
+    resumed = train("--resume", run, "training.workers=0")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "student" in resumed.stdout
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cluster started by hand, as an operator does; its address and token as environment."""
+    port, dashboard = free_port(), free_port()
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    }
+    started = own_environment(**{k: v for k, v in environment.items() if k != "RAY_ADDRESS"})
+    ray = str(Path(sys.executable).with_name("ray"))
+    ports = [f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=4", "--dashboard-host=127.0.0.1"]
+    with open(tmp_path / "head.log", "w") as log:
+        process = subprocess.Popen([ray, "start", "--head", "--block", *ports], stdout=log, stderr=log, env=started)
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", dashboard)) == 0:
+                    break
+            time.sleep(0.5)
+        yield environment
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str, str]) -> None:
+    ray = str(Path(sys.executable).with_name("ray"))
+    entrypoint = [*TRAIN, str(recipe_file), "training.workers=2", "training.dropout_streams=2", "training.cpus_per_worker=1"]
+    done = subprocess.run(
+        [ray, "job", "submit", "--", *entrypoint],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=own_environment(**head),
+        cwd=ROOT,
+        check=False,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    assert "steps/s" in log and "agreement" in log and "succeeded" in log
+    failed = subprocess.run(
+        [ray, "job", "submit", "--", *TRAIN, str(recipe_file), "training.lr=fast"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=own_environment(**head),
+        cwd=ROOT,
+        check=False,
+    )
+    assert failed.returncode != 0 and "training.lr is 'fast'" in failed.stdout + failed.stderr

@@ -1,0 +1,142 @@
+"""Whole runs on a real Ray cluster: actors, Ray Train workers, DeepSpeed; and what happens when parts of it are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from distcse.encoder import Encoder
+from distcse.errors import EncoderError, RunError
+from distcse.events import DevScore, Event, Stage, Steps, Watch
+from distcse.recipe import Recipe
+from distcse.student.checkpoint import Checkpoints, load_state
+from distcse.student.directory import RunDirectory
+from distcse.student.run import run
+from tests.jobs import make_recipe
+
+pytestmark = pytest.mark.cluster
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeRecipe:
+    return lambda *overrides: make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm"), tiny("roberta")],
+        sentences,
+        "training.dropout_streams=2",
+        "training.cpus_per_worker=1",
+        "evaluation.final=[]",
+        *overrides,
+    )
+
+
+def weights(directory: RunDirectory) -> dict[str, torch.Tensor]:
+    folder = Checkpoints(directory.path).latest()
+    assert folder is not None
+    return load_state(folder).weights
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, tensor in one.items():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(other[name], tensor, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def rows_embedded(events: list[Event]) -> list[int]:
+    return [e.done for e in events if isinstance(e, Stage) and e.finished and e.name.startswith("teacher")]
+
+
+@pytest.mark.slow
+def test_two_workers_with_deepspeed_equal_one_process_and_reuse_tables(recipe_with: MakeRecipe) -> None:
+    events: list[Event] = []
+    on_ray = run(
+        recipe_with("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.servers=2"),
+        Watch(events.append),
+    )
+    assert on_ray.outcome.position.finished
+    assert rows_embedded(events) == [on_ray.rows, on_ray.rows]
+    assert [event.step for event in events if isinstance(event, Steps)][-1] == on_ray.outcome.steps
+    assert [event.step for event in events if isinstance(event, DevScore)] == [0, 6, 12, 18, 22]
+
+    here_events: list[Event] = []
+    here = run(recipe_with("training.workers=0"), Watch(here_events.append))
+    assert rows_embedded(here_events) == [0, 0]
+    assert_close(weights(here.directory), weights(on_ray.directory))
+    scores = [(s, round(v, 3)) for s, v in here.outcome.position.scores]
+    assert scores == [(s, round(v, 3)) for s, v in on_ray.outcome.position.scores]
+    saved = Encoder.load(on_ray.directory.model)
+    assert saved.encode(["A cat."]).shape == (1, 32)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRecipe) -> None:
+    import ray
+    from ray.util.state import list_actors
+
+    undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Watch())
+    killed: list[str] = []
+
+    def kill(event: Event) -> None:
+        if not isinstance(event, Steps) or event.step < 16 or len(killed) == 2:
+            return
+        wanted = "TeacherServer" if killed else "RayTrainWorker"
+        victims = [a for a in list_actors(limit=1000) if wanted in a.class_name and a.state == "ALIVE" and a.pid]
+        if victims:
+            os.kill(victims[0].pid, signal.SIGKILL)
+            killed.append(wanted)
+
+    disturbed = run(
+        recipe_with("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2"), Watch(kill)
+    )
+    assert killed == ["RayTrainWorker", "TeacherServer"]
+    assert disturbed.outcome.position.finished
+    assert_close(weights(undisturbed.directory), weights(disturbed.directory))
+    assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_interrupted_on_two_workers_resumed_on_one(recipe_with: MakeRecipe) -> None:
+    undisturbed = run(recipe_with("training.workers=0"), Watch())
+    steps: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Steps):
+            steps.append(event.step)
+
+    first = run(recipe_with("training.workers=2", "training.log_every=1"), Watch(note, lambda: len(steps) >= 2))
+    assert first.outcome.interrupted and 0 < first.outcome.position.step < first.outcome.steps
+    assert first.scores == {} and (first.directory.model / "model.safetensors").exists()
+    directory, recipe = RunDirectory.reopen(first.directory.path, ["training.workers=1"])
+    second = run(recipe, Watch(), directory)
+    assert second.outcome.position.finished and not second.outcome.interrupted
+    assert_close(weights(undisturbed.directory), weights(second.directory))
+
+
+@pytest.mark.slow
+def test_live_teachers_give_what_tables_give(recipe_with: MakeRecipe) -> None:
+    live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Watch())
+    table = run(recipe_with("training.workers=0", "training.max_steps=6"), Watch())
+    pairs = zip(live.outcome.position.scores, table.outcome.position.scores, strict=True)
+    assert all(a == pytest.approx(b, abs=0.5) for (_, a), (_, b) in pairs)
+
+
+def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:
+    with pytest.raises(RunError, match=r"the run needs 64 CPUs .* the cluster has 6; lower training\.workers"):
+        run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Watch())
+    with pytest.raises(RunError, match=r"the run needs 1 GPUs .* the cluster has 0"):
+        run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Watch())
+
+
+def test_a_users_mistake_inside_a_worker_comes_back_as_it_is(recipe_with: MakeRecipe) -> None:
+    with pytest.raises(EncoderError, match="no model folder"):
+        run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Watch())
+    with pytest.raises(RunError, match=r"give evaluation\.data"):
+        run(recipe_with("training.workers=1", "evaluation.held_out=0"), Watch())

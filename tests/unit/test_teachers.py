@@ -1,0 +1,186 @@
+"""Embedding tables that survive kills and damage, teachers that agree with their encoders, an ensemble that asks ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder
+from distcse.errors import TeacherError
+from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.student.houses import InProcess
+from distcse.teachers import (
+    EmbeddingTable,
+    LiveTeacher,
+    LocalSource,
+    TableIdentity,
+    TableTeacher,
+    TeacherEnsemble,
+    table_of,
+)
+
+
+def identity(**changes: Any) -> TableIdentity:
+    given = {"model": "m", "corpus": "c", "rows": 25, "pooling": "mean", "max_length": 8, "prompt": "", "precision": "fp32"}
+    return TableIdentity(**{**given, "shard_rows": 10, **changes})
+
+
+def filled(folder: Path) -> tuple[EmbeddingTable, np.ndarray]:
+    table = EmbeddingTable.locate(folder, identity())
+    vectors = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
+    for shard in range(3):
+        rows = table.shard_range(shard)
+        table.write_shard(shard, vectors[rows.start : rows.stop])
+    return table, vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
+    (tmp_path / "c.txt").write_text("\n".join(sentences))
+    return Corpus.prepare(CorpusSection(path=str(tmp_path / "c.txt")), tmp_path / "cache")
+
+
+@pytest.fixture
+def teacher(tiny: Callable[..., Path]) -> TeacherSection:
+    return TeacherSection(backbone=str(tiny("roberta")), pooling="mean", max_length=24)
+
+
+def test_rows_come_back_in_order_and_half_precision(tmp_path: Path) -> None:
+    table, vectors = filled(tmp_path)
+    assert not table.missing_shards()
+    ids = [24, 0, 9, 10, 0, 19]
+    got = EmbeddingTable(table.directory, table.identity).vectors(ids)
+    np.testing.assert_allclose(got, vectors[ids], atol=5e-4)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-6)
+    assert got.dtype == np.float32
+    stored = sum(file.stat().st_size for file in table.directory.glob("*.npy"))
+    assert stored < 25 * 6 * 2 + 3 * 200
+
+
+def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> None:
+    table, _ = filled(tmp_path)
+    payload = table.directory / "shard-00001.npy"
+    flipped = bytearray(payload.read_bytes())
+    flipped[-3] ^= 1
+    payload.write_bytes(flipped)
+    (table.directory / "shard-00002.json").unlink()
+    assert EmbeddingTable.locate(tmp_path, identity()).missing_shards() == [1, 2]
+    (table.directory / "shard-00000.npy").write_bytes(b"")
+    assert table.missing_shards() == [0, 1, 2]
+    (table.directory / "shard-00000.npy").unlink()
+    with pytest.raises(TeacherError, match="has no shard 0"):
+        EmbeddingTable(table.directory, table.identity).vectors([3])
+
+
+def test_anything_that_changes_vectors_changes_the_key() -> None:
+    keys = {identity().key}
+    changes = {"model": "n", "corpus": "d", "rows": 26, "pooling": "cls", "max_length": 9, "prompt": "q", "precision": "bf16"}
+    for name, value in changes.items():
+        keys.add(identity(**{name: value}).key)
+    assert len(keys) == len(changes) + 1
+    assert identity().key == identity().key
+
+
+def test_vectors_without_direction_are_refused_with_their_row(tmp_path: Path) -> None:
+    table = EmbeddingTable.locate(tmp_path, identity())
+    vectors = np.ones((10, 4), dtype=np.float32)
+    vectors[3] = 0
+    with pytest.raises(TeacherError, match="a zero vector for row 13"):
+        table.write_shard(1, vectors)
+    vectors[3, 1] = np.nan
+    with pytest.raises(TeacherError, match="not finite for row 13"):
+        table.write_shard(1, vectors)
+    with pytest.raises(ValueError, match="shard 2 has 5 rows, got 10"):
+        table.write_shard(2, vectors)
+    assert table.missing_shards() == [0, 1, 2]
+
+
+def test_a_table_is_built_once_and_only_what_is_missing_is_built_again(
+    corpus: Corpus, teacher: TeacherSection, tmp_path: Path
+) -> None:
+    section = TeachersSection(encoders=[teacher], shard_rows=100)
+    built: list[int] = []
+    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+    assert table.missing_shards() == [0, 1, 2, 3]
+    InProcess().build(teacher, section, corpus, table, [0, 1, 2, 3], built.append)
+    assert built == [100, 200, 300, len(corpus)]
+    reopened = table_of(teacher, corpus, tmp_path, section.shard_rows)
+    assert reopened.directory == table.directory and not reopened.missing_shards()
+    (table.directory / "shard-00002.npy").write_bytes(b"damage")
+    built.clear()
+    InProcess().build(teacher, section, corpus, reopened, reopened.missing_shards(), built.append)
+    assert built == [100] and not reopened.missing_shards()
+    whole = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
+    np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), whole, atol=1e-3)
+
+
+def test_table_and_live_teachers_agree_with_the_encoder(corpus: Corpus, teacher: TeacherSection, tmp_path: Path) -> None:
+    section = TeachersSection(encoders=[teacher], shard_rows=100)
+    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+    InProcess().build(teacher, section, corpus, table, table.missing_shards(), lambda done: None)
+    encoder = Encoder.from_section(teacher).eval()
+    columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
+    rows = slice(5, 15)
+    vectors = encoder.encode(corpus.texts(columns[1]), normalize=True)
+    expected = vectors[rows] @ vectors.T
+    for served in (TableTeacher(table), LiveTeacher(encoder, corpus, "fp32", 4096)):
+        lists = served.similarities(columns, rows)
+        assert lists.shape == (3, 10, 20) and lists.dtype == np.float32
+        assert lists.min() >= -1 and lists.max() <= 1
+        np.testing.assert_allclose(lists[1], expected, atol=3e-4)
+
+
+class Recorder:
+    """A source that notes what is asked and answers when told."""
+
+    def __init__(self, value: float) -> None:
+        self.asked: list[np.ndarray] = []
+        self.value = value
+
+    def request(self, columns: np.ndarray, rows: slice) -> Future[np.ndarray]:
+        self.asked.append(columns)
+        answer: Future[np.ndarray] = Future()
+        own = np.arange(columns.shape[1])[rows]
+        lists = np.full((len(columns), len(own), columns.shape[1]), self.value, dtype=np.float32)
+        answer.set_result((lists + columns[:, :1, None] / 1000).astype(np.float32))
+        return answer
+
+
+def batches(first: int, count: int) -> np.ndarray:
+    return np.stack([np.full(4, step) for step in range(first, first + count)])
+
+
+def test_ensemble_asks_one_block_ahead_and_mixes_by_weight() -> None:
+    one, two = Recorder(0.0), Recorder(1.0)
+    ensemble = TeacherEnsemble([one, two], [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
+    assert len(one.asked) == 1
+    for step in range(2, 9):
+        lists = ensemble.lists(step)
+        assert lists.shape == (2, 4) and lists.dtype == torch.float32
+        torch.testing.assert_close(lists, torch.full((2, 4), 0.75 + step / 1000))
+        assert sum(len(block) for block in one.asked) >= min(7, step - 2 + 3)
+    assert [block[:, 0].tolist() for block in one.asked] == [[2, 3, 4], [5, 6, 7], [8]]
+    assert ensemble.waited >= 0
+
+
+def test_ensemble_tells_what_broke_in_a_teacher(corpus: Corpus, tmp_path: Path) -> None:
+    table = EmbeddingTable.locate(tmp_path, identity(rows=len(corpus)))
+    ensemble = TeacherEnsemble([LocalSource(TableTeacher(table))], [1], batches, slice(0, 4), range(0, 2))
+    with pytest.raises(TeacherError, match="has no shard 0"):
+        ensemble.lists(0)
+    with pytest.raises(ValueError, match="give one weight a teacher"):
+        TeacherEnsemble([], [], batches, slice(0, 4), range(0, 2))
+
+
+def test_long_lists_make_smaller_blocks() -> None:
+    source = Recorder(0.0)
+    wide: Callable[[int, int], np.ndarray] = lambda first, count: np.zeros((count, 2048), dtype=np.int64)  # noqa: E731
+    TeacherEnsemble([source], [1], wide, slice(0, 1024), range(0, 100), block_steps=32)
+    assert len(source.asked[0]) == 4
