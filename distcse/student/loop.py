@@ -12,7 +12,7 @@ from distcse.events import DevScore, Event, Note, Watch
 from distcse.objectives import build_objective, gather_views
 from distcse.student.checkpoint import Checkpoints, Position, load_position, load_state
 from distcse.student.dev import DevSet
-from distcse.student.engine import Engine, make_engine
+from distcse.student.engines import Engine, make_engine
 from distcse.student.meter import Meter
 from distcse.student.plan import Job, Plan
 from distcse.student.schedule import warmup_then_linear

@@ -81,7 +81,13 @@ def test_alone_it_starts_ray_and_leaves_a_model(recipe_file: Path) -> None:
     card = (model / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: sentence-transformers") and "| student |" in card
     run = model.parent
-    assert {entry.name for entry in run.iterdir()} >= {"recipe.yaml", "run.json", "events.jsonl", "scores.json", "model"}
+    assert {entry.name for entry in run.iterdir()} >= {
+        "recipe.yaml",
+        "run.json",
+        "events.jsonl",
+        "scores.json",
+        "model",
+    }
     assert json.loads((run / "scores.json").read_text())["student"]["agreement"] > 0
 
 
@@ -100,7 +106,9 @@ def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe_file: Path) -> None:
     assert process.returncode == 130, stderr
     assert "stopping at the next report" in stderr and "resume  python -m distcse.train --resume" in stdout
     run = Path(next(line for line in stdout.splitlines() if line.startswith("run ")).split()[1])
-    step = json.loads((run / "checkpoints" / (run / "checkpoints" / "latest").read_text() / "position.json").read_text())["step"]
+    step = json.loads(
+        (run / "checkpoints" / (run / "checkpoints" / "latest").read_text() / "position.json").read_text()
+    )["step"]
     assert step > 0 and (run / "model" / "model.safetensors").exists()
     resumed = train("--resume", run, "training.workers=0")
     assert resumed.returncode == 0, resumed.stderr
@@ -140,7 +148,13 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.slow
 def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str, str]) -> None:
     ray = str(Path(sys.executable).with_name("ray"))
-    entrypoint = [*TRAIN, str(recipe_file), "training.workers=2", "training.dropout_streams=2", "training.cpus_per_worker=1"]
+    entrypoint = [
+        *TRAIN,
+        str(recipe_file),
+        "training.workers=2",
+        "training.dropout_streams=2",
+        "training.cpus_per_worker=1",
+    ]
     done = subprocess.run(
         [ray, "job", "submit", "--", *entrypoint],
         capture_output=True,

@@ -94,7 +94,8 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRec
             killed.append(wanted)
 
     disturbed = run(
-        recipe_with("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2"), Watch(kill)
+        recipe_with("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2"),
+        Watch(kill),
     )
     assert killed == ["RayTrainWorker", "TeacherServer"]
     assert disturbed.outcome.position.finished

@@ -196,12 +196,16 @@ def test_documentation_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (package / "tests").mkdir(parents=True)
     functions = "\n".join(
         f'def f{n}():\n    """Return the {word} of ``all`` the :class:`~np.numbers` in the list.\n\n'
-        f'    The {word} is found, e.g. by looking at every one of them in turn. Nothing is changed by it here.\n\n'
+        f"    The {word} is found, e.g. by looking at every one of them in turn. Nothing is changed by it here.\n\n"
         f'    Parameters\n    ----------\n    secret_{n} : never seen in the corpus of sentences at all\n    """\n'
-        for n, word in enumerate(["mean", "sum", "product", "mode", "range", "rank", "order", "size", "root", "head"] * 6)
+        for n, word in enumerate(
+            ["mean", "sum", "product", "mode", "range", "rank", "order", "size", "root", "head"] * 6
+        )
     )
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n" + functions)
-    (package / "tests" / "x.py").write_text('def f():\n    """This sentence stands in a test and is no documentation."""\n')
+    (package / "tests" / "x.py").write_text(
+        'def f():\n    """This sentence stands in a test and is no documentation."""\n'
+    )
     (package / "broken.py").write_text("def (:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = docstring_sentences(["documented_package"])

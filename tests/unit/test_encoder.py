@@ -240,7 +240,11 @@ def test_pickles_are_never_opened(tiny: Callable[..., Path], tmp_path: Path) -> 
         ("bert", {"max_length": 8}, "does not say how it pools"),
         ("bert", {"pooling": "mean", "max_length": 67}, "max_length is 67; allowed: at most 66"),
         ("roberta", {"pooling": "mean", "max_length": 65}, "max_length is 65; allowed: at most 64"),
-        ("bert", {"pooling": "mean", "layers": [0, 3]}, "asks for layer 3, but the backbone has 3 layers; allowed: 0 to 2"),
+        (
+            "bert",
+            {"pooling": "mean", "layers": [0, 3]},
+            "asks for layer 3, but the backbone has 3 layers; allowed: 0 to 2",
+        ),
     ],
 )
 def test_knobs_that_do_not_fit(kind: str, knobs: dict[str, Any], told: str, tiny: Callable[..., Path]) -> None:

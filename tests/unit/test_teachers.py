@@ -28,7 +28,15 @@ from distcse.teachers import (
 
 
 def identity(**changes: Any) -> TableIdentity:
-    given = {"model": "m", "corpus": "c", "rows": 25, "pooling": "mean", "max_length": 8, "prompt": "", "precision": "fp32"}
+    given = {
+        "model": "m",
+        "corpus": "c",
+        "rows": 25,
+        "pooling": "mean",
+        "max_length": 8,
+        "prompt": "",
+        "precision": "fp32",
+    }
     return TableIdentity(**{**given, "shard_rows": 10, **changes})
 
 
@@ -81,7 +89,15 @@ def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> No
 
 def test_anything_that_changes_vectors_changes_the_key() -> None:
     keys = {identity().key}
-    changes = {"model": "n", "corpus": "d", "rows": 26, "pooling": "cls", "max_length": 9, "prompt": "q", "precision": "bf16"}
+    changes = {
+        "model": "n",
+        "corpus": "d",
+        "rows": 26,
+        "pooling": "cls",
+        "max_length": 9,
+        "prompt": "q",
+        "precision": "bf16",
+    }
     for name, value in changes.items():
         keys.add(identity(**{name: value}).key)
     assert len(keys) == len(changes) + 1
@@ -121,7 +137,9 @@ def test_a_table_is_built_once_and_only_what_is_missing_is_built_again(
     np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), whole, atol=1e-3)
 
 
-def test_table_and_live_teachers_agree_with_the_encoder(corpus: Corpus, teacher: TeacherSection, tmp_path: Path) -> None:
+def test_table_and_live_teachers_agree_with_the_encoder(
+    corpus: Corpus, teacher: TeacherSection, tmp_path: Path
+) -> None:
     section = TeachersSection(encoders=[teacher], shard_rows=100)
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
     InProcess().build(teacher, section, corpus, table, table.missing_shards(), lambda done: None)

@@ -1,78 +1,17 @@
-"""What the loop needs of an engine, and the plain PyTorch one: same interface, same numbers, no DeepSpeed."""
+"""The engine of PyTorch alone: same interface, same numbers, no DeepSpeed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
-from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distcse.errors import RunError
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
+from distcse.student.engines.engine import make_adamw, trained_parameters
 from distcse.student.workers import add_over_workers, world_size
-
-
-class Engine(Protocol):
-    """Forward, backward and update of the student over all workers."""
-
-    device: torch.device
-
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """The student model's views, under the engine's precision."""
-        ...
-
-    def backward(self, share: Tensor) -> None:
-        """Gradient of this worker's share of the loss; shares of all workers add up to the loss of the global batch."""
-        ...
-
-    def step(self, lr: float) -> None:
-        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`."""
-        ...
-
-    def state(self) -> TrainingState:
-        """Full weights and moments, on every worker (all workers must call)."""
-        ...
-
-    def close(self) -> None:
-        """Free what the engine holds of the process."""
-        ...
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that receive a gradient, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingSection) -> torch.optim.AdamW:
-    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8), fused: on a CPU 4 times faster than the default loop."""
-    return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)
-
-
-def make_engine(model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> Engine:
-    """The engine the recipe asks for; `auto` is DeepSpeed where it is installed.
-
-    Args:
-        model: The student, its weights restored already.
-        training: The recipe's part.
-        rows: Rows of a batch on this worker.
-        restored: Where the optimiser goes on from.
-    """
-    has_deepspeed = find_spec("deepspeed") is not None
-    if training.engine == "plain" or (training.engine == "auto" and not has_deepspeed):
-        if training.zero_stage:
-            raise RunError(
-                'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
-            )
-        return PlainEngine(model, training, restored)
-    if not has_deepspeed:
-        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
-    from distcse.student.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(model, training, rows, restored)
 
 
 class PlainEngine:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
-from distcse.student.engine import make_adamw, trained_parameters
+from distcse.student.engines.engine import make_adamw, trained_parameters
 from distcse.student.workers import world_size
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,38 @@
+"""Engines that carry the student's steps: DeepSpeed, and plain PyTorch behind the same interface."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import nn
+
+from distcse.errors import RunError
+from distcse.recipe import TrainingSection
+from distcse.student.checkpoint import TrainingState
+from distcse.student.engines.engine import Engine
+from distcse.student.engines.plain import PlainEngine
+
+__all__ = ["Engine", "PlainEngine", "make_engine"]
+
+
+def make_engine(model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> Engine:
+    """The engine the recipe asks for; `auto` is DeepSpeed where it is installed.
+
+    Args:
+        model: The student, its weights restored already.
+        training: The recipe's part.
+        rows: Rows of a batch on this worker.
+        restored: Where the optimiser goes on from.
+    """
+    has_deepspeed = find_spec("deepspeed") is not None
+    if training.engine == "plain" or (training.engine == "auto" and not has_deepspeed):
+        if training.zero_stage:
+            raise RunError(
+                'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
+            )
+        return PlainEngine(model, training, restored)
+    if not has_deepspeed:
+        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
+    from distcse.student.engines.zero import DeepSpeedEngine
+
+    return DeepSpeedEngine(model, training, rows, restored)

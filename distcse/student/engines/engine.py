@@ -1,0 +1,48 @@
+"""What the loop needs of an engine, and what all engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distcse.recipe import TrainingSection
+from distcse.student.checkpoint import TrainingState
+
+
+class Engine(Protocol):
+    """Forward, backward and update of the student over all workers."""
+
+    device: torch.device
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """The student model's views, under the engine's precision."""
+        ...
+
+    def backward(self, share: Tensor) -> None:
+        """Gradient of this worker's share of the loss; shares of all workers add up to the loss of the global batch."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`."""
+        ...
+
+    def state(self) -> TrainingState:
+        """Full weights and moments, on every worker (all workers must call)."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds of the process."""
+        ...
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that receive a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingSection) -> torch.optim.AdamW:
+    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8), fused: on a CPU 4 times faster than the default loop."""
+    return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)
