@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from distcse.errors import DistcseError, RecipeError, RunError
+from distcse.errors import DistcseError, RecipeError
 from distcse.recipe import load_recipe, packaged_recipes, recipe_yaml
 
 INTERRUPTED = 130
@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DistcseError as mistake:
         sys.stderr.write(f"distcse: {mistake}\n")
         return 2 if isinstance(mistake, RecipeError) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write("distcse: stopped at once; the last checkpoint is kept\n")
+        return INTERRUPTED
 
 
 def _main(options: argparse.Namespace) -> int:
@@ -98,7 +101,7 @@ class _StopOnSignal:
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self._wished:
-            raise RunError("stopped at once; the last checkpoint is kept")
+            raise KeyboardInterrupt
         self._wished = True
         sys.stderr.write("stopping at the next report, with a checkpoint; press Ctrl-C again to stop at once\n")
 

@@ -266,6 +266,13 @@ class Recipe(Section):
     storage: StorageSection = StorageSection()
     """Where results and tables live."""
 
+    @property
+    def dev_score(self) -> Literal["stsb", "agreement"]:
+        """What `evaluation.dev` comes to."""
+        if self.evaluation.dev == "auto":
+            return "stsb" if self.evaluation.data is not None else "agreement"
+        return self.evaluation.dev
+
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
         terms = self.objective
@@ -283,9 +290,21 @@ class Recipe(Section):
         )
         if not any(weights):
             raise ValueError("objective has no term of weight above 0; keep one of info_nce, consistency, rank")
-        if self.evaluation.dev == "stsb" and self.evaluation.data is None:
-            raise ValueError("evaluation.dev is stsb, but evaluation.data is not set; write evaluation.data: FOLDER")
-        wants_agreement = self.evaluation.dev == "agreement" or "agreement" in (self.evaluation.final or [])
-        if wants_agreement and not (self.teachers.encoders and self.evaluation.held_out >= 2):
-            raise ValueError("agreement needs teachers and evaluation.held_out of at least 2")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_have_what_they_need(self) -> Recipe:
+        final = self.evaluation.final or []
+        if self.evaluation.data is None and (self.dev_score == "stsb" or "sts" in final):
+            raise ValueError(
+                "evaluation.dev is stsb or final has sts, but evaluation.data is not set; write evaluation.data: FOLDER"
+            )
+        can_agree = self.teachers.encoders and self.evaluation.held_out >= 3
+        if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:
+            raise ValueError(
+                "agreement needs teachers and evaluation.held_out of at least 3; "
+                "or score on labelled data: evaluation.data: FOLDER (with sts/stsb/dev.tsv.gz)"
+            )
+        if "docstring_retrieval" in final and self.corpus.docstrings is None:
+            raise ValueError("evaluation.final has docstring_retrieval, which needs corpus.docstrings")
         return self

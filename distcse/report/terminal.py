@@ -35,6 +35,7 @@ class PlainView:
 
     def show(self, event: Event) -> None:
         if isinstance(event, Stage):
+            self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds is told once, at its end
             if event.finished or self._due(event.name):
                 self._line(_stage_line(event))
         elif isinstance(event, Steps):

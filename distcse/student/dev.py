@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
-from distcse.errors import RunError
 from distcse.evaluation import STSB_DEV, agreement, read_pairs, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe
@@ -27,20 +26,18 @@ class DevSet:
 
     @classmethod
     def of(cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]) -> DevSet:
-        """The dev set that the recipe names; `auto` is STS-B where `evaluation.data` is given."""
-        kind = recipe.evaluation.dev
-        if kind == "auto":
-            kind = "stsb" if recipe.evaluation.data else "agreement"
-        if kind == "stsb":
+        """The dev set that the recipe names."""
+        if recipe.dev_score == "stsb":
             pairs = read_pairs(Path(str(recipe.evaluation.data)) / STSB_DEV)
             return cls("STS-B dev", lambda encoder: sts_score(encoder.encode, pairs))
-        if not sources or len(held_out) < 3:
-            raise RunError(
-                "there is nothing to score the student on: give evaluation.data (a folder with sts/stsb/dev.tsv.gz), "
-                "or teachers and evaluation.held_out of at least 3"
-            )
         texts, lists = corpus.texts(held_out), teacher_lists(recipe, held_out, sources)
         return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
+
+
+def check_labelled_data(recipe: Recipe) -> None:
+    """Read the labelled dev set, if the recipe wants one: better refused now than after an hour of teachers."""
+    if recipe.dev_score == "stsb":
+        read_pairs(Path(str(recipe.evaluation.data)) / STSB_DEV)
 
 
 def teacher_lists(recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]) -> NDArray[np.float32]:

@@ -13,11 +13,12 @@ from distcse.errors import RunError
 from distcse.events import Event, Note, Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.checkpoint import Checkpoints, load_state
+from distcse.student.dev import check_labelled_data
 from distcse.student.directory import RunDirectory
 from distcse.student.finals import Scores, measures
 from distcse.student.houses import House, InProcess, OnRay
 from distcse.student.loop import Outcome
-from distcse.student.plan import Job
+from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, table_of, uses_table
 
 
@@ -39,6 +40,7 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
 
     Raises a `DistcseError` that names what to mend; whatever was finished before it (corpus, tables, checkpoints) stays.
     """
+    check_labelled_data(recipe)
     directory = resume or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
     watch.post(Note(f"run directory {directory.path}"))
@@ -50,6 +52,7 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
     start = Encoder.from_section(recipe.student)
     tokens = _prepare_tokens(recipe, corpus, start, cache, watch)
     job = Job(recipe, directory.path, corpus.directory, tokens.directory)
+    Plan(job, rank=0, workers=max(1, recipe.training.workers))  # too few rows are told before the teachers work
     with surroundings:
         tables = _prepare_tables(recipe, corpus, cache, house, watch)
         outcome = house.train(job, corpus, tables, watch)

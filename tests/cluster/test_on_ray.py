@@ -47,7 +47,7 @@ def weights(directory: RunDirectory) -> dict[str, torch.Tensor]:
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     for name, tensor in one.items():
         if not name.endswith("key.bias"):
-            torch.testing.assert_close(other[name], tensor, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(other[name], tensor, atol=5e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def rows_embedded(events: list[Event]) -> list[int]:
@@ -139,5 +139,10 @@ def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRec
 def test_a_users_mistake_inside_a_worker_comes_back_as_it_is(recipe_with: MakeRecipe) -> None:
     with pytest.raises(EncoderError, match="no model folder"):
         run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Watch())
-    with pytest.raises(RunError, match=r"give evaluation\.data"):
-        run(recipe_with("training.workers=1", "evaluation.held_out=0"), Watch())
+    with pytest.raises(RunError, match=r"rank is not finite at step \d+"):
+        run(
+            recipe_with(
+                "training.workers=1", "training.lr=1.0", "training.gradient_clipping=0.0", "training.epochs=60"
+            ),
+            Watch(),
+        )

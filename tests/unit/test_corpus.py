@@ -115,7 +115,7 @@ def test_missing_things_are_told(tmp_path: Path) -> None:
         prepare(tmp_path, path=str(tmp_path / "nowhere.txt"))
     with pytest.raises(CorpusError, match="matches no file"):
         prepare(tmp_path, path=str(tmp_path / "*.txt"))
-    with pytest.raises(CorpusError, match="the corpus has no source; write corpus.path=FILE"):
+    with pytest.raises(CorpusError, match=r"the corpus has no source; write corpus\.path=FILE"):
         prepare(tmp_path)
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
     with pytest.raises(CorpusError, match="holds int64, expected text"):

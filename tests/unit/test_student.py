@@ -12,19 +12,24 @@ import torch
 from torch import Tensor
 
 from distcse.encoder import Encoder
-from distcse.errors import RecipeError, RunError
-from distcse.events import DevScore, Event, Steps
+from distcse.errors import CorpusError, EvaluationError, RecipeError, RunError
+from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
 from distcse.student.directory import RunDirectory
 from distcse.student.loop import Outcome
 from distcse.student.plan import Job, noise_seed, total_steps
+from distcse.student.run import run
 from distcse.student.schedule import warmup_then_linear
 from distcse.teachers import EmbeddingTable
 from tests.jobs import make_job, make_recipe, train
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
+
+ROUNDING = 5e-5
+"""Sums in another order differ in the last bit, and Adam turns that into a part of a step (1e-3) where a gradient is nearly
+nothing. A wrong gradient is off by whole steps."""
 
 
 @pytest.fixture
@@ -53,14 +58,14 @@ def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> O
 
 
 def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("training.epochs=4", "training.log_every=1"))
+    job, tables = make_job(recipe_with("training.epochs=6", "training.log_every=1", "student.dropout=0.0"))
     events: list[Event] = []
     outcome = train(job, tables, events)
     scores = [event.score for event in events if isinstance(event, DevScore)]
     ranks = [event.losses["rank"] for event in events if isinstance(event, Steps)]
     assert outcome.position.finished and outcome.position.step == outcome.steps == len(ranks)
     assert scores[-1] > scores[0] + 2
-    assert sum(ranks[-5:]) < sum(ranks[:5])
+    assert sum(ranks[-20:]) < sum(ranks[:20])
     assert all(event.waited >= 0 for event in events if isinstance(event, Steps))
 
 
@@ -99,7 +104,7 @@ def test_every_zero_stage_equals_the_plain_engine_and_resumes(
     assert train(job, tables, stop_after=2).interrupted
     train(job, tables)
     # bf16 keeps 8 bits: sums in another order differ by more than in float32.
-    assert_equal_weights(final_weights(plain), final_weights(job), tolerance=2e-6 if precision == "fp32" else 2e-4)
+    assert_equal_weights(final_weights(plain), final_weights(job), tolerance=ROUNDING if precision == "fp32" else 2e-4)
 
 
 @pytest.mark.slow
@@ -114,13 +119,13 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRec
     train(alone, tables)
     together, tables = make_job(recipe_with(*knobs))
     run_workers(in_worker, 2, together, tables)
-    assert_equal_weights(final_weights(alone), final_weights(together), tolerance=5e-6)
+    assert_equal_weights(final_weights(alone), final_weights(together), tolerance=ROUNDING)
 
     moved, tables = make_job(recipe_with(*knobs))
     outcomes = run_workers(in_worker, 2, moved, tables, 2)
     assert outcomes[0].interrupted and outcomes[1].interrupted
     assert train(moved, tables).position.finished
-    assert_equal_weights(final_weights(alone), final_weights(moved), tolerance=5e-6)
+    assert_equal_weights(final_weights(alone), final_weights(moved), tolerance=ROUNDING)
 
 
 def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
@@ -161,10 +166,16 @@ def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, da
     assert {event.name for event in events if isinstance(event, DevScore)} == {"STS-B dev"}
 
 
-def test_nothing_to_score_on_is_told(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("evaluation.held_out=0"))
-    with pytest.raises(RunError, match=r"give evaluation\.data"):
-        train(job, tables)
+def test_what_cannot_work_is_told_before_teachers_work(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    for overrides, error, told in (
+        (["evaluation.held_out=2"], RecipeError, r"agreement needs teachers and evaluation\.held_out of at least 3"),
+        ([f"evaluation.data={tmp_path}"], EvaluationError, r"stsb/dev\.tsv\.gz does not exist"),
+        (["evaluation.held_out=1000"], CorpusError, r"evaluation\.held_out is 1000, but the corpus has 384 rows"),
+        (["training.batch_size=512"], CorpusError, r"352 rows to learn from, one batch wants 512"),
+    ):
+        with pytest.raises(error, match=told):
+            run(recipe_with(*overrides), Watch())
+    assert not (tmp_path / "cache" / "tables").exists()
 
 
 def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
@@ -225,9 +236,6 @@ def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeR
 
 
 def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: MakeRecipe) -> None:
-    from distcse.events import Watch
-    from distcse.student.run import run
-
     result = run(recipe_with("training.epochs=2"), Watch())
     best = Checkpoints(result.directory.path).best()
     assert best is not None
