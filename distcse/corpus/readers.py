@@ -13,8 +13,9 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -144,7 +145,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         raise CorpusError(f"{file} cannot be read: {refused.strerror or refused}") from None
 
 
-def _open(file: Path) -> IO[bytes]:
+def _open(file: Path) -> BufferedIOBase:
     return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else open(file, "rb")
 
 

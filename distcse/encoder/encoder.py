@@ -213,7 +213,7 @@ def _load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None,
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
         # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
-        backbone.pooler.requires_grad_(False)  # type: ignore[operator]
+        backbone.pooler.requires_grad_(False)
     return backbone
 
 
@@ -256,9 +256,9 @@ def _length(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: n
     config: Any = backbone.config
     positions = getattr(config, "max_position_embeddings", None)
     embeddings = next((m for n, m in backbone.named_modules() if n.endswith("position_embeddings")), None)
-    if positions is not None and getattr(embeddings, "padding_idx", None) is not None:
-        # RoBERTa counts positions from padding_idx + 1.
-        positions -= embeddings.padding_idx + 1  # type: ignore[union-attr, operator]
+    padding = getattr(embeddings, "padding_idx", None)
+    if positions is not None and padding is not None:
+        positions -= padding + 1  # RoBERTa counts positions from padding_idx + 1
     wished = section.max_length or layout.max_length
     if wished is None:
         limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]

@@ -27,4 +27,5 @@ def agreement(student: NDArray[np.floating], lists: NDArray[np.floating]) -> flo
 
 def _centred_ranks(lists: NDArray[np.floating]) -> NDArray[np.float64]:
     ranks: NDArray[np.float64] = rankdata(lists, axis=1)
-    return ranks - ranks.mean(axis=1, keepdims=True)
+    ranks -= ranks.mean(axis=1, keepdims=True)
+    return ranks

@@ -71,14 +71,14 @@ class _GatherRows(torch.autograd.Function):
     """All workers' rows; backward adds what every worker's loss says about this worker's rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
         ctx.rows = len(rows)
         parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         total = gradient.contiguous()
         dist.all_reduce(total)
         first = dist.get_rank() * ctx.rows

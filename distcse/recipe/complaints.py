@@ -113,8 +113,9 @@ def _field(model: type[BaseModel], path: list[str]) -> Any:
 
 def _or_null(model: type[BaseModel], path: list[str]) -> str:
     field = _field(model, path) if not path[-1:] or not path[-1].isdigit() else None
-    is_union = field is not None and get_origin(field.annotation) in (Union, types.UnionType)
-    return " or null" if is_union and type(None) in get_args(field.annotation) else ""
+    annotation = field.annotation if field is not None else None
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return " or null" if is_union and type(None) in get_args(annotation) else ""
 
 
 def _range(model: type[BaseModel], path: list[str]) -> str:

@@ -105,10 +105,10 @@ def start_servers(
 ) -> list[Any]:
     """Server actors of one teacher, loaded and ready. Serving a table takes no CPU of its own worth reserving."""
     if table is not None:
-        make, resources = _table_teacher(table), {"num_cpus": 0}
+        make, resources = _table_teacher(table), {"num_cpus": 0.0}
     else:
         make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
-        resources = {"num_cpus": 1, "num_gpus": section.builder_gpus}
+        resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
     actor = ray.remote(**resources, **_NEVER_GIVE_UP)(TeacherServer)
     servers = [
         actor.options(name=f"teacher-{number}-{copy}-{_run_token()}").remote(make) for copy in range(section.servers)
@@ -137,7 +137,7 @@ def _fitting_builders(section: TeachersSection) -> int:
 
 def _run_token() -> str:
     """Part of an actor's name: two runs on one cluster must not meet."""
-    return ray.get_runtime_context().get_job_id()
+    return str(ray.get_runtime_context().get_job_id())
 
 
 def _use_assigned_threads() -> None:

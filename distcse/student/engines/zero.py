@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
@@ -142,7 +143,7 @@ def _open_group_of_one() -> bool:
     if dist.is_initialized():
         return False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return True
 
 
