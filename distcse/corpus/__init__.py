@@ -1,8 +1,13 @@
-"""Sentences in: readers, a memory-mapped corpus with stable row ids, its token table, and the order rows are learned in."""
+"""Sentences in: readers, a memory-mapped corpus with stable row ids, its token table, and the order of learning.
+
+A source (files, a data set, documentation strings) is read once into a `Corpus`, which one tokenizer turns into a
+`TokenTable` once. Both are keyed by content, so every later run maps them and reads nothing again. `BatchSampler` says
+which rows make the batch of a step, and `collate` makes a rectangle of them.
+"""
 
 from distcse.corpus.collate import Tokens, collate
 from distcse.corpus.corpus import Corpus
 from distcse.corpus.sampler import BatchSampler, split_held_out
-from distcse.corpus.tokens import TokenTable
+from distcse.corpus.tokens import TokenTable, tokenizer_fingerprint
 
-__all__ = ["BatchSampler", "Corpus", "TokenTable", "Tokens", "collate", "split_held_out"]
+__all__ = ["BatchSampler", "Corpus", "TokenTable", "Tokens", "collate", "split_held_out", "tokenizer_fingerprint"]

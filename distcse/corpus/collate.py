@@ -18,7 +18,7 @@ class Tokens:
     ids: Tensor
     mask: Tensor
 
-    def to(self, device: torch.device) -> Tokens:
+    def to(self, device: torch.device | str) -> Tokens:
         """The same on another device."""
         return Tokens(self.ids.to(device), self.mask.to(device))
 

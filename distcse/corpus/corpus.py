@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from numpy.typing import NDArray
 
 from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
 from distcse.corpus.hub import open_dataset, read_dataset
-from distcse.corpus.ragged import RaggedRows, RaggedWriter, is_whole, making
-from distcse.corpus.readers import Row, find_files, read_sentences
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, making
+from distcse.corpus.readers import Row, file_kind, find_files, read_sentences
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 
-FORMAT = 1
+FORMAT = 2
 _LABEL = "corpus.json"
 _CHUNK = 8192
 
@@ -55,12 +56,12 @@ class Corpus:
         Raises:
             CorpusError: With file and line; nothing is left behind.
         """
-        key, rows = _source(section)
-        directory = cache / "corpora" / key
+        source = _source(section)
+        directory = cache / "corpora" / _key(source, section)
         if (described := is_whole(directory, _LABEL)) is not None:
             return cls(directory, described, reused=True)
         with making(directory, _LABEL) as (beside, label):
-            label.update(_write(beside, rows(), section.limit, on_progress or _nobody))
+            label.update(_write(beside, source.rows(), section.limit, on_progress or _nobody), sources=source.names)
         return cls(directory, label, reused=False)
 
     @classmethod
@@ -74,36 +75,56 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def texts(self, ids: Iterable[int] | NDArray[np.int64]) -> list[str]:
+    def texts(self, ids: RowIds) -> list[str]:
         """The sentences of row ids, in their order."""
-        return [self._rows.row(int(number)).tobytes().decode() for number in ids]
+        return [row.tobytes().decode() for row in self._rows.rows(ids)]
+
+    def sizes(self, ids: RowIds) -> NDArray[np.int64]:
+        """Bytes of the sentences in UTF-8, without reading them."""
+        return self._rows.lengths(ids)
 
 
-def _source(section: CorpusSection) -> tuple[str, Callable[[], Iterator[Row]]]:
-    """What identifies the source's content, and how to read it."""
+@dataclass(frozen=True)
+class _Source:
+    kind: str
+    names: list[str]
+    """For whoever opens the label: files, the data set, or packages with their versions."""
+    content: list[str]
+    """What identifies the content, wherever it lies."""
+    rows: Callable[[], Iterator[Row]]
+
+
+def _source(section: CorpusSection) -> _Source:
     if section.path is not None:
         files = find_files([section.path] if isinstance(section.path, str) else section.path)
         contents = [_content_hash(file) for file in files]
-        return _key("path", contents, section), lambda: _rows_of(files, section.column)
+        return _Source("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
     if section.dataset is not None:
         dataset = open_dataset(section)
-        return _key("dataset", [str(dataset._fingerprint)], section), lambda: read_dataset(dataset, section.column)
+        mark = str(dataset._fingerprint)
+        return _Source("dataset", [section.dataset], [mark], lambda: read_dataset(dataset, section.column))
     if section.docstrings is not None:
         packages = section.docstrings
-        return _key("docstrings", packages_fingerprint(packages), section), lambda: iter(docstring_sentences(packages))
+        marks = packages_fingerprint(packages)
+        return _Source("docstrings", marks, marks, lambda: iter(docstring_sentences(packages)))
     raise CorpusError(
         "the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )
 
 
-def _key(kind: str, content: Sequence[str], section: CorpusSection) -> str:
-    described = [FORMAT, kind, list(content), section.column, section.limit]
+def _key(source: _Source, section: CorpusSection) -> str:
+    described = [FORMAT, source.kind, source.content, section.column, section.limit]
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
 
 def _content_hash(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return file.suffix + hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    try:
+        with open(file, "rb") as opened:
+            content = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as refused:
+        raise CorpusError(f"{file} cannot be read: {refused.strerror or refused}") from None
+    # With the kind: the same bytes are other sentences in a .txt than in a .jsonl.
+    return file_kind(file) + content
 
 
 def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
@@ -117,7 +138,7 @@ def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
 
 
 def _write(folder: Path, rows: Iterator[Row], limit: int | None, on_progress: Progress) -> dict[str, Any]:
-    writer, digest = RaggedWriter(folder), hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     blank = written = 0
 
     def sentences() -> Iterator[str]:
@@ -129,14 +150,16 @@ def _write(folder: Path, rows: Iterator[Row], limit: int | None, on_progress: Pr
                 yield row
 
     kept = islice(sentences(), limit)
-    while chunk := [text.encode("utf-8", "replace") for text in islice(kept, _CHUNK)]:
-        for text in chunk:
-            digest.update(len(text).to_bytes(8, "little"))
-            digest.update(text)
-        writer.append(b"".join(chunk), [len(text) for text in chunk])
-        written += len(chunk)
-        on_progress(written)
-    if writer.finish() == 0:
+    with RaggedWriter(folder) as writer:
+        while chunk := [text.encode() for text in islice(kept, _CHUNK)]:
+            for text in chunk:
+                digest.update(len(text).to_bytes(8, "little"))
+                digest.update(text)
+            writer.append(b"".join(chunk), [len(text) for text in chunk])
+            written += len(chunk)
+            on_progress(written)
+        writer.finish()
+    if not written:
         raise CorpusError("the corpus holds no sentence")
     return {"rows": written, "blank_rows": blank, "fingerprint": digest.hexdigest(), "format": FORMAT}
 

@@ -1,40 +1,30 @@
-"""A corpus that is on every machine: the documentation strings of installed packages, read from source, never imported."""
+"""A corpus that is on every machine: documentation strings of installed packages, read from source, never imported."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
+import logging
 import re
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from distcse.corpus.prose import is_sentence, paragraphs, split_sentences
 from distcse.errors import CorpusError
 
-EXTRACTOR = 1
+EXTRACTOR = 2
 _HELD_OUT_ONE_IN = 10
 _SKIPPED_FOLDERS = {"tests", "test", "testing", "_vendor", "vendor", "thirdparty_files", "generated", "__pycache__"}
-
-# A section of numpydoc, Google or reStructuredText style ends the prose.
-_SECTION = re.compile(
-    r"^\s*(Parameters|Args|Arguments|Returns?|Yields?|Raises|Examples?|Notes?|References|See Also|Attributes|Methods|"
-    r"Warnings?|Warns|Keyword Args|Keyword Arguments|Shape|Inputs?|Outputs?|Usage|Other Parameters|Receives|Todo)"
-    r"\s*(:{1,2}.*)?$",
-    re.IGNORECASE,
-)
-_STOP = re.compile(
-    r"^\s*(>>>|\.\. |:param|:return|:rtype|:type|:raises|```|@|[-=~^*#]{3,}|\||\w+ \([^)]*\)\s*:|[\w*]+\s+--?\s)"
-)
-_BULLET = re.compile(r"^\s*([-*+•]|\d+[.)])\s")
-_ROLE = re.compile(r":[a-z:]+:`~?\.?([^`<]+?)(?:\s*<[^`>]+>)?`")
-_LINK = re.compile(r"`([^`<]+?)\s*<[^`>]+>`_{0,2}|\[([^\]]+)\]\([^)]+\)")
-_QUOTES = re.compile(r"``([^`]+)``|`([^`]+)`_{0,2}|\*\*([^*]+)\*\*|(?<!\w)\*([^*\s][^*]*)\*(?!\w)")
-_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
-_ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|al|Fig|Eq|Sec|resp|approx|No|Dr|St)\.|\b[A-Z]\.)$")
+_SKIPPED_FILES = re.compile(r"test_.*|.*_test\.py|conftest\.py")
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,22 +40,19 @@ class Documented:
 
 
 def docstring_sentences(packages: Sequence[str]) -> list[str]:
-    """Sentences to learn from, in the order of packages and files, each once.
+    """Sentences to learn from, each once, in the order of their hash: the first thousand sample all packages fairly.
 
     One documented object in ten is held out whole (by a hash of its name): a sentence that occurs in its text is not in
-    this list, wherever else it stands.
+    this list, wherever else it stands. Raises `CorpusError` for a package that is not installed.
     """
     everything = _documented(tuple(packages))
-    seen = {_same(sentence) for entry in everything if _is_held_out(entry) for sentence in _sentences_of(entry)}
-    found: list[str] = []
+    held_out = {_same(sentence) for entry in everything if _is_held_out(entry) for sentence in _sentences_of(entry)}
+    found: dict[str, str] = {}
     for entry in everything:
-        if _is_held_out(entry):
-            continue
-        for sentence in _sentences_of(entry):
-            if _is_good(sentence) and (key := _same(sentence)) not in seen:
-                seen.add(key)
-                found.append(sentence)
-    return found
+        if not _is_held_out(entry):
+            for sentence in filter(is_sentence, _sentences_of(entry)):
+                found.setdefault(_same(sentence), sentence)
+    return [found[key] for key in sorted(found.keys() - held_out, key=_hash)]
 
 
 def held_out_documentation(packages: Sequence[str]) -> list[Documented]:
@@ -73,11 +60,10 @@ def held_out_documentation(packages: Sequence[str]) -> list[Documented]:
     summaries: set[str] = set()
     descriptions: set[str] = set()
     found: list[Documented] = []
-    for entry in _documented(tuple(packages)):
+    for entry in filter(_is_held_out, _documented(tuple(packages))):
         summary, description = _same(entry.summary), _same(entry.description)
         fits = (
-            _is_held_out(entry)
-            and len(entry.summary.split()) >= 4
+            len(entry.summary.split()) >= 4
             and len(entry.description.split()) >= 10
             and summary not in summaries
             and description not in descriptions
@@ -98,88 +84,74 @@ def packages_fingerprint(packages: Sequence[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _documented(packages: tuple[str, ...]) -> list[Documented]:
-    """All documented objects. Parsing torch alone takes ten seconds, and a run asks twice: corpus first, retrieval last."""
-    return [entry for package in packages for entry in _documented_in_package(package)]
+    """All documented objects. Parsing torch takes seconds, and a run asks twice: corpus first, retrieval last."""
+    with _without_cycle_search():
+        return [entry for package in packages for entry in _documented_in_package(package)]
+
+
+@contextmanager
+def _without_cycle_search() -> Iterator[None]:
+    """A syntax tree has no cycles, but its nodes set off searches for them in all of memory: half the parsing time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _documented_in_package(package: str) -> Iterator[Documented]:
     root = _root(package)
+    unreadable = 0
     for file in sorted(root.rglob("*.py")):
         inside = file.relative_to(root)
-        if _SKIPPED_FOLDERS.isdisjoint(inside.parts[:-1]) and not file.name.startswith("test_"):
-            module = ".".join([package, *inside.with_suffix("").parts])
-            yield from _documented_in(file, module)
+        if not _SKIPPED_FOLDERS.isdisjoint(inside.parts[:-1]) or _SKIPPED_FILES.fullmatch(file.name):
+            continue
+        tree = _parsed(file)
+        if tree is None:
+            unreadable += 1
+        else:
+            yield from _documented_in(tree, ".".join([package, *inside.with_suffix("").parts]))
+    if unreadable:
+        _LOG.info("%s: skipped %d files that are not Python of this version", package, unreadable)
 
 
-def _documented_in(file: Path, module: str) -> Iterator[Documented]:
+def _parsed(file: Path) -> ast.Module | None:
+    """The file's syntax tree; None for a template, or a file for another Python: no prose that we can read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's invalid escapes
-            tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # a template or a file for another Python: not prose we can read
-        return
-    open_: list[tuple[str, ast.AST]] = [(module, tree)]
+            return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _documented_in(tree: ast.Module, module: str) -> Iterator[Documented]:
+    open_: deque[tuple[str, ast.AST]] = deque([(module, tree)])
     while open_:
-        name, node = open_.pop(0)
+        name, node = open_.popleft()
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 qualified = f"{name}.{child.name}"
                 open_.append((qualified, child))
-                entry = _parse(qualified, ast.get_docstring(child))
+                entry = _describe(qualified, ast.get_docstring(child))
                 if entry is not None:
                     yield entry
 
 
-def _parse(name: str, docstring: str | None) -> Documented | None:
-    paragraphs = list(_paragraphs(docstring or ""))
-    if not paragraphs:
+def _describe(name: str, docstring: str | None) -> Documented | None:
+    prose = list(paragraphs(docstring or ""))
+    if not prose:
         return None
-    first, *rest = split_sentences(paragraphs[0])
+    first, *rest = split_sentences(prose[0])
     if len(first.split()) < 3:
         return None
-    return Documented(name, first, " ".join([*rest, *paragraphs[1:]]))
-
-
-def _paragraphs(docstring: str) -> Iterator[str]:
-    """Paragraphs of prose up to the first section, code or list, markup removed."""
-    for block in re.split(r"\n\s*\n", docstring.strip()):
-        lines = block.splitlines()
-        if any(_SECTION.match(line) or _STOP.match(line) or _BULLET.match(line) for line in lines):
-            return
-        if not lines or lines[0][:1].isspace():
-            continue
-        text = _without_markup(" ".join(line.strip() for line in lines))
-        if text.endswith(":"):
-            return
-        yield text
-
-
-def _without_markup(text: str) -> str:
-    text = _LINK.sub(lambda m: m[1] or m[2], _ROLE.sub(r"\1", text))
-    text = _QUOTES.sub(lambda m: next(group for group in m.groups() if group), text)
-    return " ".join(text.replace("::", ":").split())
-
-
-def split_sentences(text: str) -> list[str]:
-    """Sentences of a paragraph; a full stop after an abbreviation or an initial ends none."""
-    parts = _END.split(text)
-    sentences = [parts[0]]
-    for part in parts[1:]:
-        if _ABBREVIATION.search(sentences[-1]):
-            sentences[-1] += f" {part}"
-        else:
-            sentences.append(part)
-    return sentences
+    return Documented(name, first, " ".join([*rest, *prose[1:]]))
 
 
 def _sentences_of(entry: Documented) -> list[str]:
     return [entry.summary, *(split_sentences(entry.description) if entry.description else [])]
-
-
-def _is_good(sentence: str) -> bool:
-    words = len(sentence.split())
-    letters = sum(character.isalpha() or character == " " for character in sentence)
-    return 5 <= words <= 60 and letters >= 0.8 * len(sentence) and sentence[0].isupper() and sentence[-1] in ".!?"
 
 
 def _same(text: str) -> str:
@@ -191,24 +163,37 @@ def _is_held_out(entry: Documented) -> bool:
 
 
 def _hash(name: str) -> str:
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
 def _root(package: str) -> Path:
-    try:
-        spec = find_spec(package)
-    except (ImportError, ValueError):  # a name that is no package's
-        spec = None
+    # Of a dotted name, find_spec would import the parent.
+    spec = find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         raise CorpusError(
-            f"corpus.docstrings: package {package!r} is not installed; pip install {package}, or leave it out"
+            f"corpus.docstrings: package {package!r} is not installed; pip install {package}, or leave it out "
+            "(it is named as Python imports it: sklearn, not scikit-learn)"
         )
     return Path(spec.origin).parent
 
 
 def _version(package: str) -> str:
-    _root(package)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    root = _root(package)
+    for name in _distributions(package):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return f"files of {_state_of_files(root)}"
+
+
+def _distributions(package: str) -> Iterator[str]:
+    """Names under which the package may have been installed: its own first, for the others cost a search of all."""
+    yield package
+    yield from packages_distributions().get(package, ())  # sklearn comes with scikit-learn
+
+
+def _state_of_files(root: Path) -> str:
+    """A mark of a source tree that nothing installed: it changes when a file is added, removed or edited."""
+    states = [(str(file.relative_to(root)), file.stat().st_mtime_ns) for file in sorted(root.rglob("*.py"))]
+    return _hash(repr(states))

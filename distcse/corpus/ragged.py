@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from distcse.errors import CorpusError
+
 VALUES, OFFSETS = "values.bin", "offsets.npy"
+
+RowIds = Iterable[int] | NDArray[np.int64]
 
 
 class RaggedWriter:
@@ -31,61 +36,107 @@ class RaggedWriter:
 
     def finish(self) -> int:
         """Write the offsets; returns the number of rows."""
-        self._values.flush()
-        os.fsync(self._values.fileno())
+        self.close()
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        np.save(self._folder / OFFSETS, np.cumsum(lengths))
+        return len(lengths) - 1
+
+    def close(self) -> None:
+        """Close the values' file, finished or not."""
         self._values.close()
-        lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, dtype=np.int64)
-        np.save(self._folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths)]))
-        return len(lengths)
+
+    def __enter__(self) -> RaggedWriter:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
 
 class RaggedRows:
     """Rows written by `RaggedWriter`, mapped: the kernel holds what is read, and all processes share it."""
 
     def __init__(self, folder: Path, dtype: DTypeLike) -> None:
-        self.offsets: NDArray[np.int64] = np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False)
-        count = int(self.offsets[-1])
-        self._values: NDArray[Any] = (
+        # Plain arrays over the maps: slicing a np.memmap costs ten times as much as slicing an array.
+        self._offsets: NDArray[np.int64] = np.asarray(np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False))
+        count = int(self._offsets[-1])
+        self._values: NDArray[Any] = np.asarray(
             np.memmap(folder / VALUES, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
         )
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self._offsets) - 1
 
-    def row(self, number: int) -> NDArray[Any]:
-        """The values of one row."""
-        return self._values[self.offsets[number] : self.offsets[number + 1]]
+    def rows(self, ids: RowIds) -> list[NDArray[Any]]:
+        """Values of rows, in the order of the ids; views into the map. `IndexError` for an id that is no row's."""
+        first, last = self._bounds(ids)
+        return [self._values[start:stop] for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
+
+    def lengths(self, ids: RowIds) -> NDArray[np.int64]:
+        """Number of values in each of the rows, without reading them."""
+        first, last = self._bounds(ids)
+        return last - first
+
+    def _bounds(self, ids: RowIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        wanted = np.asarray(ids if isinstance(ids, np.ndarray | Sequence) else list(ids))
+        if not wanted.size:
+            wanted = wanted.astype(np.int64)
+        elif wanted.min() < 0 or wanted.max() >= len(self):  # numpy would count a negative id from the end
+            raise IndexError(f"row ids {wanted.min()} to {wanted.max()}; there are rows 0 to {len(self) - 1}")
+        return self._offsets[wanted], self._offsets[wanted + 1]
 
 
-def is_whole(folder: Path, label: str, itemsize: int | None = None) -> dict[str, Any] | None:
+def is_whole(folder: Path, label: str) -> dict[str, Any] | None:
     """The label of a cached folder whose files have the sizes it states, else None: it is to be made again."""
     try:
-        described: dict[str, Any] = json.loads((folder / label).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in (VALUES, OFFSETS)}
+        described = json.loads((folder / label).read_text(encoding="utf-8"))
+        sizes = _sizes(folder)
     except (OSError, ValueError):  # absent or damaged: make it again
         return None
-    return described if described.get("sizes") == sizes else None
+    return described if isinstance(described, dict) and described.get("sizes") == sizes else None
 
 
 @contextmanager
 def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A folder to write beside `target` and a label to fill; both move into place together when all went well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    """A folder to write beside `target` and a label to fill; both move into place together when all went well.
+
+    Two processes may make the same target, on one machine or on two that share storage: the first to finish wins, and
+    the other's work is dropped. Raises `CorpusError` when the cache cannot be written.
+    """
+    # Not named by process id: containers that share storage often all run as process 1.
+    beside = target.with_name(f".{target.name}.{uuid4().hex[:12]}")
     described: dict[str, Any] = {}
     try:
+        beside.mkdir(parents=True)
         yield beside, described
-        described["sizes"] = {name: (beside / name).stat().st_size for name in (VALUES, OFFSETS)}
+        described["sizes"] = _sizes(beside)
         (beside / label).write_text(json.dumps(described, indent=2), encoding="utf-8")
-        if is_whole(target, label) is None:
-            shutil.rmtree(target, ignore_errors=True)
-            try:
-                os.replace(beside, target)
-            except OSError:
-                # Another process finished the same folder in between: its content is ours.
-                if is_whole(target, label) is None:
-                    raise
+        _sync(beside)
+        _move_into_place(beside, target, label)
+    except OSError as refused:
+        reason = refused.strerror or refused
+        raise CorpusError(f"cache folder {target.parent} cannot be written: {reason}; set storage.cache") from refused
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _move_into_place(beside: Path, target: Path, label: str) -> None:
+    try:
+        os.replace(beside, target)
+    except OSError:
+        if is_whole(target, label) is not None:
+            return  # another process finished the same folder in between: its content is ours
+        damaged = beside.with_name(f"{beside.name}.damaged")
+        os.replace(target, damaged)
+        os.replace(beside, target)
+        shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for name in (VALUES, OFFSETS)}
+
+
+def _sync(folder: Path) -> None:
+    """Put files on the disk before the folder gets its name: a power cut must not leave right sizes and no content."""
+    for file in folder.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())

@@ -17,7 +17,7 @@ class BatchSampler:
     are others in the next epoch.
 
     Args:
-        rows: (n,) row ids to learn from.
+        rows: (n,) row ids to learn from, or n for the rows 0 to n - 1.
         batch_size: Rows of a batch.
         seed: Of the permutations.
 
@@ -25,16 +25,17 @@ class BatchSampler:
         CorpusError: Fewer rows than one batch.
     """
 
-    def __init__(self, rows: NDArray[np.int64], batch_size: int, seed: int) -> None:
-        if len(rows) < batch_size:
+    def __init__(self, rows: NDArray[np.int64] | int, batch_size: int, seed: int) -> None:
+        ids = np.arange(rows) if isinstance(rows, int) else np.asarray(rows, dtype=np.int64)
+        if len(ids) < batch_size:
             raise CorpusError(
-                f"the corpus has {len(rows)} rows to learn from, one batch wants {batch_size}; "
+                f"the corpus has {len(ids)} rows to learn from, one batch wants {batch_size}; "
                 f"give more text, or lower training.batch_size (or evaluation.held_out)"
             )
-        self._rows = rows
+        self._rows = ids
         self._batch_size = batch_size
         self._seed = seed
-        self._epoch = -1
+        self._epoch: int | None = None
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     @property

@@ -93,7 +93,7 @@ def test_alone_it_starts_ray_and_leaves_a_model(recipe_file: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_that_resumes(recipe_file: Path) -> None:
-    command = [*TRAIN, str(recipe_file), "training.workers=1", "training.epochs=200", "training.log_every=1"]
+    command = [*TRAIN, str(recipe_file), "training.workers=1", "training.epochs=30", "training.log_every=1"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own_environment(), cwd=ROOT
     )

@@ -1,0 +1,202 @@
+"""What a prepared corpus is keyed by, and what happens to caches that are damaged, shared or not writable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distcse.corpus import Corpus
+from distcse.corpus import corpus as corpus_module
+from distcse.corpus import hub as hub_module
+from distcse.corpus.ragged import OFFSETS, VALUES, RaggedWriter, making
+from distcse.corpus.readers import Row
+from distcse.errors import CorpusError
+from distcse.recipe import CorpusSection
+
+LINES = [f"sentence {number} of the corpus" for number in range(40)]
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> CorpusSection:
+    file = tmp_path / "corpus.txt"
+    file.write_text("\n".join(LINES))
+    return CorpusSection(path=str(file))
+
+
+def prepare(folder: Path, **knobs: Any) -> Corpus:
+    return Corpus.prepare(CorpusSection(**knobs), folder / "cache")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache").rglob("*") if path.name.startswith(".")]
+
+
+def test_one_file_read_in_two_ways_is_two_corpora(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    texts = [prepare(tmp_path, path=str(tmp_path / name)).texts([0]) for name in ("a.txt", "a.jsonl")]
+    assert texts == [['{"text": "x"}'], ["x"]]
+
+
+def test_column_and_limit_are_part_of_the_key(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,other\na,b\nc,d\n")
+    path = str(tmp_path / "a.csv")
+    corpora = [prepare(tmp_path, path=path, **knobs) for knobs in ({}, {"column": "other"}, {"limit": 1})]
+    assert [corpus.texts(range(len(corpus))) for corpus in corpora] == [["a", "c"], ["b", "d"], ["a"]]
+    assert not any(corpus.reused for corpus in corpora)
+
+
+def test_content_is_the_key_wherever_the_file_lies(tmp_path: Path, section: CorpusSection) -> None:
+    first = Corpus.prepare(section, tmp_path / "cache")
+    (tmp_path / "moved.txt").write_text("\n".join(LINES))
+    moved = prepare(tmp_path, path=str(tmp_path / "moved.txt"))
+    assert moved.reused and moved.directory == first.directory
+
+
+def test_fingerprint_sees_order_and_where_sentences_end(tmp_path: Path) -> None:
+    prints = set()
+    for content in ("ab\nc\n", "a\nbc\n", "c\nab\n", "ab c\n"):
+        (tmp_path / "a.txt").write_text(content)
+        prints.add(prepare(tmp_path, path=str(tmp_path / "a.txt")).fingerprint)
+    assert len(prints) == 4
+    (tmp_path / "a.txt").write_text("\n\nab  \r\n\n c\n")
+    spaced = prepare(tmp_path, path=str(tmp_path / "a.txt"))
+    assert spaced.fingerprint in prints and spaced.blank_rows == 3
+
+
+def test_limit_stops_reading(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\none\n\ntwo\n\xff\n")
+    corpus = prepare(tmp_path, path=str(tmp_path / "a.txt"), limit=2)
+    assert corpus.texts(range(2)) == ["one", "two"] and corpus.blank_rows == 2
+    with pytest.raises(CorpusError, match="line 5"):
+        prepare(tmp_path, path=str(tmp_path / "a.txt"), limit=3)
+
+
+def test_rows_that_are_not_there_are_refused(tmp_path: Path, section: CorpusSection) -> None:
+    corpus = Corpus.prepare(section, tmp_path / "cache")
+    for ids in ([-1], [len(LINES)], range(35, 45), np.array([0, -3])):
+        with pytest.raises(IndexError, match="there are rows 0 to 39"):
+            corpus.texts(ids)
+    assert corpus.texts([]) == [] and corpus.texts(iter([3])) == [LINES[3]]
+    assert corpus.sizes([0, 12]).tolist() == [len(LINES[0]), len(LINES[12])]
+
+
+def test_label_says_what_the_corpus_is(tmp_path: Path, section: CorpusSection) -> None:
+    corpus = Corpus.prepare(section, tmp_path / "cache")
+    label = json.loads((corpus.directory / "corpus.json").read_text())
+    assert (label["rows"], label["blank_rows"], label["fingerprint"]) == (40, 0, corpus.fingerprint)
+    assert label["sources"] == [section.path]
+    opened = Corpus.open(corpus.directory)
+    assert opened.fingerprint == corpus.fingerprint and opened.texts([7, 7]) == [LINES[7], LINES[7]]
+
+
+@pytest.mark.parametrize("damage", ["values longer", "offsets gone", "label gone", "label no object", "label cut"])
+def test_every_damage_is_seen_and_mended(tmp_path: Path, section: CorpusSection, damage: str) -> None:
+    directory = Corpus.prepare(section, tmp_path / "cache").directory
+    label = directory / "corpus.json"
+    match damage:
+        case "values longer":
+            with open(directory / VALUES, "ab") as values:
+                values.write(b"x")
+        case "offsets gone":
+            (directory / OFFSETS).unlink()
+        case "label gone":
+            label.unlink()
+        case "label no object":
+            label.write_text("[]")
+        case "label cut":
+            label.write_text(label.read_text()[:30])
+    with pytest.raises(CorpusError, match="no whole corpus"):
+        Corpus.open(directory)
+    mended = Corpus.prepare(section, tmp_path / "cache")
+    assert not mended.reused and mended.texts(range(40)) == LINES
+    assert Corpus.prepare(section, tmp_path / "cache").reused
+    assert not leftovers(tmp_path)
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 20_000 + b"\xff\n")
+    with pytest.raises(CorpusError, match="line 20001"):
+        prepare(tmp_path, path=str(tmp_path / "a.txt"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_who_finishes_second_takes_what_the_first_made(
+    tmp_path: Path, section: CorpusSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = corpus_module.read_sentences
+    winners: list[Corpus] = []
+
+    def reading_while_another_finishes(file: Path, column: str) -> Iterator[Row]:
+        monkeypatch.setattr(corpus_module, "read_sentences", read)
+        yield from read(file, column)
+        winners.append(Corpus.prepare(section, tmp_path / "cache"))
+
+    monkeypatch.setattr(corpus_module, "read_sentences", reading_while_another_finishes)
+    second = Corpus.prepare(section, tmp_path / "cache")
+    assert not winners[0].reused and second.directory == winners[0].directory
+    assert second.texts(range(40)) == winners[0].texts(range(40)) == LINES
+    assert not leftovers(tmp_path)
+
+
+def test_two_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with making(target, "label.json") as (one, _), making(target, "label.json") as (other, _):
+        assert one != other and one.parent == other.parent == tmp_path
+        for folder, content in ((one, b"one"), (other, b"two")):
+            with RaggedWriter(folder) as writer:
+                writer.append(content, [3])
+                writer.finish()
+    assert (target / VALUES).read_bytes() == b"two"  # the inner block ends first
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, section: CorpusSection) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(CorpusError, match=r"cache folder .* cannot be written: .*; set storage\.cache"):
+        Corpus.prepare(section, tmp_path / "cache")
+
+
+def test_progress_is_told_in_sentences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\n\n" * 20_000)
+    seen: list[int] = []
+    Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), tmp_path / "cache", seen.append)
+    assert seen == [8192, 16384, 20000]
+
+
+def test_a_folder_of_data_files_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    corpus = prepare(tmp_path, dataset=str(folder))
+    assert corpus.texts(range(2)) == ["one", "two"] and corpus.blank_rows == 1
+    assert prepare(tmp_path, dataset=str(folder)).reused
+    with pytest.raises(CorpusError, match=r"split 'dev'.*Should be one of \['train'\]"):
+        prepare(tmp_path, dataset=str(folder), split="dev")
+    with pytest.raises(CorpusError, match=r"no column 'txet'; columns there: text; did you mean corpus\.column=text\?"):
+        prepare(tmp_path, dataset=str(folder), column="txet")
+
+
+def test_no_network_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, section: CorpusSection) -> Any:
+        raise ConnectionError(f"Couldn't reach {name} on the Hub")
+
+    monkeypatch.setattr(hub_module, "_load", unreachable)
+    with pytest.raises(CorpusError, match=r"ConnectionError: .*; without a network, write corpus\.dataset=FOLDER"):
+        prepare(tmp_path, dataset="somebody/something")
+
+
+def test_real_sentences(data: Path, tmp_path: Path) -> None:
+    file = data / "corpus" / "wiki_sentences.txt.gz"
+    if not file.exists():
+        pytest.skip(f"no {file}")
+    corpus = prepare(tmp_path, path=str(file), limit=5000)
+    texts = corpus.texts(range(5000))
+    assert len(corpus) == len(set(texts)) == 5000 and corpus.blank_rows == 0
+    assert all(5 <= len(text.split()) <= 60 for text in texts)

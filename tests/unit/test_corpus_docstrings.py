@@ -1,0 +1,262 @@
+"""Prose out of documentation strings, what is held out of it, and packages found without being imported."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcse.corpus import Corpus, docstrings
+from distcse.corpus.docstrings import (
+    Documented,
+    docstring_sentences,
+    held_out_documentation,
+    packages_fingerprint,
+)
+from distcse.corpus.prose import is_sentence, paragraphs, split_sentences, without_markup
+from distcse.errors import CorpusError
+from distcse.recipe import CorpusSection
+
+WriteFile = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteFile:
+    """Writes a file of a package on the import path; importing any of them is an error."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    docstrings._documented.cache_clear()
+
+    def write_file(name: str, content: str) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        init = tmp_path / name.split("/")[0] / "__init__.py"
+        if not init.exists():
+            init.write_text("raise RuntimeError('imported')\n")
+        return file
+
+    return write_file
+
+
+def function(name: str, docstring: str) -> str:
+    return f"def {name}():\n    {docstring!r}\n"
+
+
+def held_out_name(package: str, module: str) -> str:
+    """A function name whose hash holds it out, as found by trial."""
+    for number in range(1000):
+        if docstrings._is_held_out(Documented(f"{package}.{module}.f{number}", "", "")):
+            return f"f{number}"
+    raise AssertionError("no name of a thousand is held out")
+
+
+def learned_name(package: str, module: str) -> str:
+    """A function name whose hash leaves it in the corpus."""
+    for number in range(1000):
+        if not docstrings._is_held_out(Documented(f"{package}.{module}.g{number}", "", "")):
+            return f"g{number}"
+    raise AssertionError("every name of a thousand is held out")
+
+
+@pytest.mark.parametrize(
+    ("marked", "plain"),
+    [
+        ("Give ``x`` to `y` and :class:`~torch.nn.Linear` now.", "Give x to y and torch.nn.Linear now."),
+        ("See :func:`the norm <numpy.linalg.norm>` and *this* or **that**.", "See the norm and this or that."),
+        ("Read `the guide <https://x.org/a>`_ or [the paper](https://y.org).", "Read the guide or the paper."),
+        ("A [`~Trainer.train`] and a [`Model`] and a [`~M.n`](x).", "A Trainer.train and a Model and a M.n."),
+        ("A method of Newton [1]_ and of Smith [Sm07]_.", "A method of Newton and of Smith."),
+        ("Multiply a*b by c*d.", "Multiply a*b by c*d."),
+        ("Takes *args and **kwargs.", "Takes *args and **kwargs."),
+    ],
+)
+def test_markup_is_taken_off(marked: str, plain: str) -> None:
+    assert without_markup(marked) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One here. Two there! Three where?", ["One here.", "Two there!", "Three where?"]),
+        ("Use it, i.e. Now. Go on.", ["Use it, i.e. Now.", "Go on."]),
+        ("Lists, sets, etc. And cf. Smith vs. Jones.", ["Lists, sets, etc. And cf. Smith vs. Jones."]),
+        ("Between 0.5 and 1.25. Then 3.", ["Between 0.5 and 1.25.", "Then 3."]),
+        ("Call np.linalg.norm here. Done.", ["Call np.linalg.norm here.", "Done."]),
+        ("It ends (in brackets.) Then goes on.", ["It ends (in brackets.)", "Then goes on."]),
+        ("no capital. follows here.", ["no capital. follows here."]),
+    ],
+)
+def test_sentences_end_where_they_end(text: str, sentences: list[str]) -> None:
+    assert split_sentences(text) == sentences
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "Parameters\n----------\nx : int\n    Never prose.",
+        "Args:\n    x: Never prose.",
+        "Returns:\n    Never prose.",
+        ">>> never(prose)",
+        "Example::\n\n    never prose",
+        ".. note:: Never prose.",
+        ":param x: Never prose.",
+        "- Never prose.\n- Nor this.",
+        "1. Never prose.",
+        "```python\nnever\n```",
+        "====  =====\nnever prose\n====  =====",
+        "| Never | prose |",
+        "It takes these:\n    x: Never prose.",
+        "x : Never prose.",
+    ],
+)
+def test_prose_ends_at_sections_lists_tables_and_code(rest: str) -> None:
+    docstring = (
+        f"f(x, y) -> z\n\nSum it up.\n\nOver two\nlines of text.\n\n    an indented block\n\n{rest}\n\nToo late."
+    )
+    assert list(paragraphs(docstring)) == ["Sum it up.", "Over two lines of text."]
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("Return the mean of the values.", True),
+        ("Return the mean_value of arr along the given axis.", True),
+        ("Is the mean (of all values) what you want?", True),
+        ("Return the mean here.", False),
+        (f"Return {'very ' * 58}long.", True),
+        (f"Return {'very ' * 59}long.", False),
+        ("return the mean of the values.", False),
+        ("Return the mean of the values", False),
+        ("Return the mean (of the values.", False),
+        ('Return the "mean of the values.', False),
+        ("Return foo_bar of my_list by np.mean now.", False),
+        ("Return x = 1 for the values.", False),
+        ("Return \\frac of the values here.", False),
+        ("Read about it at https://numpy.org please.", False),
+        ("Add 1234567 and 7654321 to 2468013579 and 1357924680.", False),
+        ("See the proof that is given in.", False),
+        ("Half of a pair \ud800 is no character.", False),
+    ],
+)
+def test_sentences_worth_learning(text: str, good: bool) -> None:
+    assert is_sentence(text) is good
+
+
+def test_held_out_text_wins_wherever_else_it_stands(write: WriteFile) -> None:
+    shared = "This one sentence stands in both of the places."
+    held_out = f"Find all of the needles here.\n\n{shared} It goes on with a description of some length."
+    write("pkg_held/m.py", function(held_out_name("pkg_held", "m"), held_out))
+    learned = f"Look into the whole haystack.\n\n{shared.upper()[0]}{shared[1:].replace('one', 'ONE')} Nothing else is here now."
+    write("pkg_learned/m.py", function(learned_name("pkg_learned", "m"), learned))
+    assert docstring_sentences(["pkg_learned"]) != []
+    found = docstring_sentences(["pkg_learned", "pkg_held"])
+    assert sorted(found) == ["Look into the whole haystack.", "Nothing else is here now."]
+    [entry] = held_out_documentation(["pkg_learned", "pkg_held"])
+    assert entry.summary == "Find all of the needles here." and entry.description.startswith(shared)
+    assert entry.name.startswith("pkg_held.m.f")
+
+
+def test_retrieval_pairs_are_fit_for_retrieval(write: WriteFile) -> None:
+    words = "a description of this very function that is of some length"
+    cases = {
+        "twin one": f"Return the first of them.\n\nIt is {words}.",
+        "twin two": f"Return the first of them.\n\nIt is not {words}.",
+        "inside": f"Return the last of them.\n\nUse it to return the last of them, which is {words}.",
+        "short summary": f"Return the middle.\n\nIt has {words}.",
+        "short description": "Return the second of them.\n\nIt is short.",
+    }
+    for number, text in enumerate(cases.values()):
+        module = f"m{number}"
+        write(f"pkg_pairs/{module}.py", function(held_out_name("pkg_pairs", module), text))
+    found = held_out_documentation(["pkg_pairs"])
+    assert [(entry.summary, entry.description) for entry in found] == [("Return the first of them.", f"It is {words}.")]
+
+
+def test_methods_classes_and_nested_functions_are_documented(write: WriteFile) -> None:
+    write(
+        "pkg_nested/sub/m.py",
+        'class A:\n    """The class stands for many things."""\n'
+        '    async def b(self):\n        """The method does nothing at all."""\n'
+        '        def c():\n            """The inner function does even less."""\n',
+    )
+    names = [entry.name for entry in docstrings._documented_in_package("pkg_nested")]
+    assert names == [f"pkg_nested.sub.m.{name}" for name in ("A", "A.b", "A.b.c")]
+
+
+def test_tests_vendored_code_and_broken_files_are_skipped(write: WriteFile, caplog: pytest.LogCaptureFixture) -> None:
+    good = function("f", "Return the only sentence that is wanted.")
+    bad = function("f", "Return a sentence that nobody ever wanted.")
+    write("pkg_skips/m.py", good)
+    for name in ("tests/m.py", "test_m.py", "m_test.py", "conftest.py", "_vendor/m.py", "sub/tests/sub/m.py"):
+        write(f"pkg_skips/{name}", bad)
+    write("pkg_skips/template.py", "def {{ name }}(:\n")
+    write("pkg_skips/nul.py", "x = 1\0\n")
+    with caplog.at_level(logging.INFO):
+        entries = list(docstrings._documented_in_package("pkg_skips"))
+    assert [entry.summary for entry in entries] == ["Return the only sentence that is wanted."]
+    assert "pkg_skips: skipped 2 files" in caplog.text
+
+
+def test_nothing_is_imported_and_collection_goes_on(write: WriteFile) -> None:
+    write("pkg_import/m.py", function("f", "Return a sentence of some length."))
+    assert docstring_sentences(["pkg_import"]) is not None
+    assert "pkg_import" not in sys.modules and gc.isenabled()
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "numpy.linalg", "scikit-learn", "", "this"])
+def test_what_is_no_installed_package_is_told(name: str) -> None:
+    with pytest.raises(CorpusError, match=rf"package '{name}' is not installed; pip install {name}, or leave it out"):
+        docstring_sentences([name])
+    with pytest.raises(CorpusError, match="is not installed"):
+        packages_fingerprint([name])
+
+
+def test_versions_are_in_the_fingerprint(write: WriteFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packages_fingerprint(["numpy", "sklearn"]) == [
+        f"numpy=={version('numpy')}",
+        f"sklearn=={version('scikit-learn')}",
+        f"extractor {docstrings.EXTRACTOR}",
+    ]
+    file = write("pkg_source/m.py", "x = 1\n")
+    before = packages_fingerprint(["pkg_source"])
+    assert packages_fingerprint(["pkg_source"]) == before
+    os.utime(file, (1, 1))
+    assert packages_fingerprint(["pkg_source"]) != before
+
+
+def test_a_corpus_of_documentation(write: WriteFile, tmp_path: Path) -> None:
+    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    for package in ("pkg_first", "pkg_second"):
+        for tens in numbers:
+            functions = [function(f"f_{units}", f"Give {tens} and {units} to {package[4:]}.") for units in numbers]
+            write(f"{package}/{tens}.py", "\n".join(functions))
+    packages = ["pkg_first", "pkg_second"]
+
+    def prepare(**knobs: Any) -> Corpus:
+        return Corpus.prepare(CorpusSection(docstrings=packages, **knobs), tmp_path / "cache")
+
+    corpus = prepare()
+    assert corpus.texts(range(len(corpus))) == docstring_sentences(packages)
+    assert 150 < len(corpus) < 195
+    limited = prepare(limit=40)
+    kept = limited.texts(range(40))
+    assert kept == corpus.texts(range(40))
+    assert 10 < sum("to first." in text for text in kept) < 30  # a limit samples both packages
+    assert prepare().reused
+
+
+def test_numpy_is_prose() -> None:
+    found = docstring_sentences(["numpy"])
+    assert len(found) > 1500 and all(map(is_sentence, found))
+    assert len({sentence.lower() for sentence in found}) == len(found)
+    assert not any(mark in sentence for sentence in found for mark in ("``", ">>>", ":func:", "]_", "\\"))
+    held_out = held_out_documentation(["numpy"])
+    kept_away = {entry.summary.lower() for entry in held_out}
+    assert len(held_out) > 40 and not kept_away & {sentence.lower() for sentence in found}

