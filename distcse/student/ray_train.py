@@ -78,18 +78,19 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
         ),
     )
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer") as thread:
-        running = thread.submit(trainer.fit)
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+    running = thread.submit(trainer.fit)
+    try:
         while not running.done():
             _relay(board, watch)
             time.sleep(0.2)
         _relay(board, watch)
-        try:
-            returned = running.result().return_value
-        except ray.train.TrainingFailedError as failed:
-            raise _explained(failed) from failed
-        finally:
-            ray.kill(board)
+        returned = running.result().return_value
+    except ray.train.TrainingFailedError as failed:
+        raise _explained(failed) from failed
+    finally:
+        thread.shutdown(wait=False)  # a second Ctrl-C does not wait for the trainer; the cluster's end ends it
+        ray.kill(board)
     if isinstance(returned, DistcseError):
         raise returned
     outcome: Outcome = returned
