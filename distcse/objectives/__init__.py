@@ -1,9 +1,10 @@
 """The mathematics: one term a file, each a pure function of similarity matrices and a thin module around it.
 
-A step's global batch has C sentences over W workers, of which one worker owns R rows. Every term computes this worker's
-*share* of the global mean: the sum over its own rows, divided by C. The shares of all workers add up to the loss that one
-worker would compute on the whole batch, and so do their gradients, because `gather_views` adds gradients over workers on
-the way back. Data-parallel engines average over workers instead of adding: they multiply the share by W first.
+A step's global batch has C sentences over W workers, of which one worker owns R rows. Every term computes this
+worker's *share* of the global mean: the sum over its own rows, divided by C. The shares of all workers add up to the
+loss that one worker would compute on the whole batch, and so do their gradients, because `gather_views` adds gradients
+over workers on the way back. Data-parallel engines average over workers instead of adding: they multiply the share by
+W first.
 """
 
 from distcse.objectives.consistency import Consistency, jensen_shannon, negative_entropy

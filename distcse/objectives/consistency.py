@@ -11,7 +11,7 @@ from distcse.objectives.views import Views
 
 
 def jensen_shannon(logits: Tensor, other: Tensor) -> Tensor:
-    """(R, C) logits of two views -> (R,) Jensen–Shannon divergences in nats (RankCSE Eq. 2), positive included.
+    """(R, C) logits of two views -> (R,) Jensen-Shannon divergences in nats (RankCSE Eq. 2), positive included.
 
     Exact, from log-probabilities: M = log ½ + logaddexp(log P, log Q). 0 where P = Q, with gradient 0.
     """

@@ -1,4 +1,4 @@
-"""ListMLE: the teachers' order shall be likely under the student's Plackett–Luce model."""
+"""ListMLE: the teachers' order shall be likely under the student's Plackett-Luce model."""
 
 from __future__ import annotations
 

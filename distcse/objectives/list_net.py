@@ -13,8 +13,8 @@ def list_net(
 ) -> Tensor:
     """(R, C) cosines of student and teachers -> (R,) cross-entropies (RankCSE Eq. 4, footnote 1).
 
-    -Σ_j softmax(ST_i / τ3)_j · log softmax(S_i / τ2)_j. The teachers' entropy is not subtracted: the gradient is that of
-    the Kullback–Leibler divergence.
+    -Σ_j softmax(ST_i / τ3)_j · log softmax(S_i / τ2)_j. The teachers' entropy is not subtracted: the gradient is
+    that of the Kullback-Leibler divergence.
     """
     if exclude_positive:
         similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)

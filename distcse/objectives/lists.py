@@ -11,13 +11,17 @@ from torch import Tensor
 def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
     """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE Eq. 6, for N teachers).
 
-    Raw cosines are mixed, before any temperature; the weights' scale does not matter.
+    Raw cosines are mixed, before any temperature; the weights' scale does not matter. Float64 lists stay float64.
+
+    Raises:
+        ValueError: Another number of weights than of teachers.
     """
     if len(weights) != len(lists):
         raise ValueError(f"{len(lists)} lists and {len(weights)} weights")
     share = torch.tensor(weights, dtype=torch.float64, device=lists.device)
     share = (share / share.sum()).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
-    return torch.einsum("t,trc->rc", share, lists.to(share.dtype))
+    # No matrix product: autocast and TF32 round those, and a rounded cosine is a tie or a swap in a teacher's order.
+    return (share[:, None, None] * lists.to(share.dtype)).sum(dim=0)
 
 
 def without_positive(matrix: Tensor, offset: int) -> Tensor:

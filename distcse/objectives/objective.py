@@ -32,7 +32,10 @@ class Objective(nn.Module):
         return "rank" in self.terms
 
     def forward(self, views: Views, lists: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the loss, and detached shares of the loss, each term and two mean cosines.
+        """This worker's share of the loss, and detached shares by name.
+
+        The names are `loss` (weighted), `info_nce`, `consistency` and `rank` (unweighted, those the recipe has), and
+        `pos_cos` and `neg_cos`, the mean cosine of the positives and of all other pairs.
 
         Args:
             views: The batch.
@@ -41,9 +44,11 @@ class Objective(nn.Module):
         Raises:
             ValueError: A rank term without lists, or lists of another shape than (R, C).
         """
-        if self.needs_lists and (lists is None or lists.shape != (views.rows, views.columns)):
-            found = "none" if lists is None else tuple(lists.shape)
-            raise ValueError(f"the rank term wants lists of shape {(views.rows, views.columns)}, got {found}")
+        wanted = (views.rows, views.columns)
+        if lists is None and self.needs_lists:
+            raise ValueError(f"the rank term wants lists of shape {wanted}, got none")
+        if lists is not None and lists.shape != wanted:
+            raise ValueError(f"lists are of shape {tuple(lists.shape)}; this worker's views want {wanted}")
         # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
             shares = {name: term(views, lists) for name, term in self.terms.items()}
@@ -79,4 +84,4 @@ def _cosine_shares(views: Views) -> dict[str, Tensor]:
     cosines = views.similarities.detach()
     positives = cosines.diagonal(views.offset).sum()
     others = (cosines.sum() - positives) / max(1, views.columns - 1)
-    return {"positive_cosine": positives / views.columns, "other_cosine": others / views.columns}
+    return {"pos_cos": positives / views.columns, "neg_cos": others / views.columns}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import normalize
+
+_SHORTEST = 1e-12
+"""Length below which a vector counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +45,31 @@ class Views:
 
     @cached_property
     def similarities(self) -> Tensor:
-        """S: (R, C) cosines of z1_i and z2_j."""
+        """S: (R, C) cosines of z1_i and z2_j, in float32 (float64 for float64 views)."""
         return _cosines(self.z1, self.all_z2)
 
     @cached_property
     def reverse(self) -> Tensor:
-        """S': (R, C) cosines of z2_i and z1_j, this worker's rows of the transposed S."""
+        """S': (R, C) cosines of z2_i and z1_j, this worker's rows of the transposed S; dtype as S."""
         return _cosines(self.z2, self.all_z1)
 
 
 def gather_views(z1: Tensor, z2: Tensor) -> Views:
     """This worker's (R, d) views -> `Views` of the global batch, differentiable through the gather.
 
-    Without a process group, or with one worker, the global batch is the worker's own.
+    Without a process group, or with one worker, the global batch is the worker's own. Half-precision views become
+    float32 before they travel: all workers' gradients are summed on the way back, and bf16 would round each sum.
 
     Raises:
-        ValueError: Workers hold different numbers of rows.
+        ValueError: The two views differ in shape, or workers hold different numbers of rows.
     """
+    if z1.shape != z2.shape:
+        raise ValueError(f"views of shapes {tuple(z1.shape)} and {tuple(z2.shape)}; both hold the same sentences")
+    z1, z2 = _wide(z1), _wide(z2)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Views(z1, z2, z1, z2)
     _require_equal_rows(len(z1), z1.device)
-    gathered: Tensor = _GatherRows.apply(torch.stack([z1, z2], dim=1))
-    all_z1, all_z2 = gathered.unbind(dim=1)
+    all_z1, all_z2 = _gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
     return Views(z1, z2, all_z1, all_z2, offset=dist.get_rank() * len(z1))
 
 
@@ -79,10 +85,14 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous()
+        # A copy: the sum is taken in place, and the gradient that came in is autograd's.
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         first = dist.get_rank() * ctx.rows
         return total[first : first + ctx.rows]
+
+
+_gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
 
 
 def _require_equal_rows(rows: int, device: torch.device) -> None:
@@ -95,7 +105,20 @@ def _require_equal_rows(rows: int, device: torch.device) -> None:
 
 def _cosines(left: Tensor, right: Tensor) -> Tensor:
     # Normalise, then multiply: the references' broadcast cosine holds R·C·d numbers and takes 131 times as long.
-    return normalize(_wide(left), dim=1) @ normalize(_wide(right), dim=1).T
+    # Autocast would round the product to bf16.
+    with torch.autocast(left.device.type, enabled=False):
+        return _unit(_wide(left)) @ _unit(_wide(right)).T
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """(n, d) -> rows of length 1. A zero row stays zero and passes no gradient.
+
+    torch's `normalize` divides a zero row by 1e-12: its gradient, 1e12 times the others', would leave nothing of them
+    after clipping.
+    """
+    lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    zero = lengths < _SHORTEST
+    return torch.where(zero, 0.0, vectors / torch.where(zero, 1.0, lengths))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,31 @@ def total(rank: RankSection, lists: Tensor, batch: Views, form: str = "js") -> T
     return loss
 
 
+def test_every_case_of_these_terms_is_used(oracles: dict[str, Any]) -> None:
+    """A case that is added to the file, or renamed, must not go unnoticed."""
+    families = ("cosine", "infonce", "js", "listnet", "listmle", "rankcse", "grad_total")
+    assert {name for name in oracles if name.startswith(families)} == {
+        "cosine_matrices",
+        "infonce",
+        "js_consistency",
+        "js_toy",
+        "js_bug_gradient",
+        "listnet_single_teacher",
+        "listnet_multi_teacher",
+        "rankcse_total_listnet_flag_tau2=0.05",
+        "rankcse_total_listnet_flag_tau2=0.025",
+        "listmle_tau2=0.05",
+        "listmle_tau2=0.025",
+        "rankcse_total_listmle",
+        "listmle_eps_damping_tau=0.05",
+        "listmle_eps_damping_tau=0.025",
+        "listmle_small_range",
+        "listmle_ties",
+        "grad_total_listnet",
+        "grad_total_listmle",
+    }
+
+
 def test_cosine_matrices(oracles: dict[str, Any]) -> None:
     case = oracles["cosine_matrices"]
     torch.testing.assert_close(views(case).similarities, tensor(case["expected"]["S"]), **CLOSE)
@@ -64,6 +90,7 @@ def test_infonce(oracles: dict[str, Any]) -> None:
     case = oracles["infonce"]
     losses = info_nce(views(case).similarities, 0.05)
     torch.testing.assert_close(losses, tensor(case["expected"]["per_row"]), **CLOSE)
+    torch.testing.assert_close(losses.mean(), tensor(case["expected"]["mean"]), **CLOSE)
     torch.testing.assert_close(losses.mean(), tensor(case["reference"]["simcse_cl_forward"]), **CLOSE)
     torch.testing.assert_close(losses.sum(), tensor(case["expected"]["sum"]), **CLOSE)
 
@@ -74,6 +101,7 @@ def test_js_consistency(oracles: dict[str, Any]) -> None:
     divergences = jensen_shannon(batch.similarities / 0.05, batch.reverse / 0.05)
     torch.testing.assert_close(divergences, tensor(case["expected"]["per_row"]), **CLOSE)
     torch.testing.assert_close(divergences.mean(), tensor(case["expected"]["mean"]), **CLOSE)
+    torch.testing.assert_close(divergences.sum(), tensor(case["expected"]["sum"]), **CLOSE)
     public = negative_entropy(batch.similarities / 0.05, batch.reverse / 0.05).mean()
     torch.testing.assert_close(public, tensor(case["expected"]["minus_mean_entropy"]), **CLOSE)
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_Divergence"]), atol=1e-5, rtol=0)
@@ -83,6 +111,7 @@ def test_js_toy(oracles: dict[str, Any]) -> None:
     case = oracles["js_toy"]
     p, q = (tensor(case["inputs"][name]).log() for name in ("P", "Q"))
     torch.testing.assert_close(jensen_shannon(p, q), tensor(case["expected"]["per_row"]), **CLOSE)
+    torch.testing.assert_close(jensen_shannon(p, q).mean(), tensor(case["expected"]["mean"]), **CLOSE)
     torch.testing.assert_close(
         negative_entropy(p, q).mean(), tensor(case["reference"]["rankcse_Divergence"]), atol=1e-5, rtol=0
     )
@@ -109,6 +138,10 @@ def test_list_net(oracles: dict[str, Any], name: str, tau2: float, tau3: float) 
     losses = list_net(similarities, lists, tau2, tau3)
     torch.testing.assert_close(losses, tensor(case["expected"]["per_row"]), **CLOSE)
     torch.testing.assert_close(losses.sum(), tensor(case["expected"]["sum"]), **CLOSE)
+    torch.testing.assert_close(losses.mean(), tensor(case["expected"]["mean"]), **CLOSE)
+    # A student that is its teacher has the teacher's entropy: what is left over it is the divergence.
+    divergences = losses - list_net(lists, lists, tau3, tau3)
+    torch.testing.assert_close(divergences.mean(), tensor(case["expected"]["kl_mean"]), **CLOSE)
     torch.testing.assert_close(
         losses.mean(), tensor(case["reference"]["rankcse_ListNet_given_prescaled_logits"]), **CLOSE
     )
@@ -120,6 +153,7 @@ def test_list_net(oracles: dict[str, Any], name: str, tau2: float, tau3: float) 
 def test_list_mle(oracles: dict[str, Any], tau2: float) -> None:
     case = oracles[f"listmle_tau2={tau2}"]
     similarities, lists = views(case).similarities, mixed(oracles)
+    assert lists.argsort(dim=1, descending=True).tolist() == case["inputs"]["teacher_perm"]
     losses = list_mle(similarities, lists, tau2)
     torch.testing.assert_close(losses, tensor(case["expected"]["per_row"]), **CLOSE)
     torch.testing.assert_close(losses.sum(), tensor(case["expected"]["sum_sum"]), **CLOSE)
@@ -130,6 +164,26 @@ def test_list_mle(oracles: dict[str, Any], tau2: float) -> None:
     torch.testing.assert_close(without, tensor(case["expected"]["without_diagonal_sum_list_mean_batch"]), **CLOSE)
     public = list_mle(similarities, lists, tau2, eps=1e-7).mean()
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_ListMLE"]), **CLOSE)
+
+
+def all_rank(logits: list[float], teacher: list[float], eps: float) -> float:
+    """ListMLE as allRank writes it (allrank/models/losses/listMLE.py), one list, item by item."""
+    order = sorted(range(len(teacher)), key=lambda item: -teacher[item])
+    below = [logits[item] - max(logits) for item in order]
+    return sum(math.log(math.fsum(map(math.exp, below[place:])) + eps) - below[place] for place in range(len(below)))
+
+
+@pytest.mark.parametrize("eps", [1e-10, 1e-7])
+@pytest.mark.parametrize("tau2", [0.05, 0.025])
+def test_list_mle_with_either_eps(oracles: dict[str, Any], tau2: float, eps: float) -> None:
+    case = oracles[f"listmle_tau2={tau2}"]
+    similarities, lists = views(case).similarities, mixed(oracles)
+    by_item = [
+        all_rank((row / tau2).tolist(), teacher.tolist(), eps) for row, teacher in zip(similarities, lists, strict=True)
+    ]
+    torch.testing.assert_close(list_mle(similarities, lists, tau2, eps=eps), tensor(by_item), atol=1e-10, rtol=0)
+    if eps == 1e-7:
+        assert sum(by_item) / len(by_item) == pytest.approx(case["reference"]["rankcse_ListMLE"], abs=2e-6)
 
 
 @pytest.mark.parametrize("tau", [0.05, 0.025])
@@ -146,7 +200,7 @@ def test_list_mle_tail(oracles: dict[str, Any], tau: float) -> None:
     torch.testing.assert_close(of_public, tensor(case["reference"]["grad"]), atol=1e-5, rtol=0)
 
 
-def test_list_mle_small_range_and_ties(oracles: dict[str, Any]) -> None:
+def test_list_mle_small_range(oracles: dict[str, Any]) -> None:
     case = oracles["listmle_small_range"]
     inputs = case["inputs"]
     similarities, lists = tensor(inputs["student_cos"]), tensor(inputs["teacher_cos"])
@@ -154,10 +208,16 @@ def test_list_mle_small_range_and_ties(oracles: dict[str, Any]) -> None:
     public = list_mle(similarities, lists, 0.05, eps=1e-7).mean()
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_ListMLE"]), **CLOSE)
 
+
+def test_list_mle_ties_keep_their_place(oracles: dict[str, Any]) -> None:
     ties = oracles["listmle_ties"]
     similarities, lists = tensor(ties["inputs"]["student_cos"]), tensor(ties["inputs"]["teacher_cos"])
-    stable = list_mle(similarities, lists, 0.05).mean()
-    torch.testing.assert_close(stable, tensor(ties["expected"]["order_012"]), **CLOSE)
+    swapped = similarities[:, [0, 2, 1]]  # the tied teacher cannot tell: the first of the batch stays first
+    for batch, order, sample in ((similarities, "order_012", 0), (swapped, "order_021", 1)):
+        stable = list_mle(batch, lists, 0.05).mean()
+        torch.testing.assert_close(stable, tensor(ties["expected"][order]), **CLOSE)
+        public = list_mle(batch, lists, 0.05, eps=1e-7).mean()
+        torch.testing.assert_close(public, tensor(ties["reference"]["samples"][sample]), **CLOSE)
 
 
 @pytest.mark.parametrize("flag", [0.05, 0.025])
@@ -169,6 +229,7 @@ def test_totals_list_net(oracles: dict[str, Any], flag: float) -> None:
     # The public code's student runs at tau1 whatever its flag says; the flag scales the teachers.
     public = total(RankSection(form="list_net", tau2=0.05, tau3=flag), lists, batch, form="neg_entropy")
     torch.testing.assert_close(public, tensor(case["expected"]["repo_semantics_total"]), **CLOSE)
+    torch.testing.assert_close(public, tensor(case["reference"]["rankcse_cl_forward"]), atol=1e-5, rtol=0)
 
 
 def test_totals_list_mle(oracles: dict[str, Any]) -> None:

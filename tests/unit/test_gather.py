@@ -1,0 +1,211 @@
+"""Two real workers: what the gather and the shares come to after data-parallel averaging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distcse.objectives import build_objective, gather_views, mix_lists
+from distcse.objectives.views import _gather_rows
+from distcse.recipe import ObjectiveSection
+from tests.workers import run_workers
+
+WORKERS = 2
+RANKS: dict[str, dict[str, Any]] = {
+    "list_net": {"form": "list_net", "tau2": 0.025, "tau3": 0.0125},
+    "list_net whole": {"form": "list_net", "tau2": 0.05, "tau3": 0.025, "exclude_positive": False},
+    "list_mle": {"form": "list_mle", "tau2": 0.05},
+    "list_mle without positive": {"form": "list_mle", "tau2": 0.05, "exclude_positive": True},
+    "list_mle eps": {"form": "list_mle", "tau2": 0.05, "eps": 1e-7, "list_reduction": "mean"},
+}
+RANDOM = [(name, form) for name in RANKS for form in ("js", "neg_entropy")]
+ORACLES = ["list_net", "list_mle"]
+
+Case = dict[str, Any]
+Step = dict[str, Tensor]
+
+
+def cosines(vectors: Any) -> Tensor:
+    unit = torch.nn.functional.normalize(torch.tensor(vectors, dtype=torch.float64), dim=1)
+    return unit @ unit.T
+
+
+def random_case(name: str, form: str) -> Case:
+    """Six sentences, three a worker, through a tiny model: one layer and tanh."""
+    generator = torch.Generator().manual_seed(3)
+    x1, x2, noise = (torch.randn(6, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    return {
+        "x1": x1,
+        "x2": x1 + 0.3 * x2,
+        "weight": torch.randn(4, 5, dtype=torch.float64, generator=generator),
+        "lists": cosines(noise.tolist()),
+        "tanh": True,
+        "section": {"consistency": {"form": form}, "rank": RANKS[name]},
+    }
+
+
+def oracle_case(oracles: dict[str, Any], name: str) -> Case:
+    """The oracle's views, as the output of a linear model that starts as the identity."""
+    inputs = oracles[f"grad_total_{name.replace('_', '')}"]["inputs"]
+    return {
+        "x1": torch.tensor(inputs["z1"], dtype=torch.float64),
+        "x2": torch.tensor(inputs["z2"], dtype=torch.float64),
+        "weight": torch.eye(3, dtype=torch.float64),
+        "lists": mix_lists(torch.stack([cosines(inputs["t1"]), cosines(inputs["t2"])]), [1, 2]),
+        "tanh": False,
+        "section": {"rank": RANKS[name]},
+    }
+
+
+def model(case: Case, x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight).tanh() if case["tanh"] else x @ weight
+
+
+def step(case: Case) -> Step:
+    """Added-up loss parts and data-parallel averaged gradient of the shared weight, as an engine makes them."""
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    number = dist.get_rank() if dist.is_initialized() else 0
+    rows = len(case["x1"]) // workers
+    own = slice(number * rows, (number + 1) * rows)
+    weight = case["weight"].clone().requires_grad_()
+    views = gather_views(*(model(case, case[x][own], weight) for x in ("x1", "x2")))
+    share, parts = build_objective(ObjectiveSection.model_validate(case["section"]))(views, case["lists"][own])
+    (share * workers).backward()
+    assert weight.grad is not None
+    answer = {"gradient": weight.grad, **parts}
+    if workers > 1:
+        for tensor in answer.values():
+            dist.all_reduce(tensor)
+        answer["gradient"] /= workers
+    return answer
+
+
+def gathered(dtype: torch.dtype) -> dict[str, Any]:
+    """What one worker sees of its neighbour, and what the neighbour's loss says about this worker's rows."""
+    rank = dist.get_rank()
+    z1 = torch.tensor([[1.0 + rank, 1.0], [3.0 + rank, 1.0]], dtype=dtype, requires_grad=True)
+    z2 = -z1.detach()
+    views = gather_views(z1, z2)
+    incoming = torch.full((4, 2), 2.0 ** (-10 * rank))
+    views.all_z1.backward(incoming)
+    return {"views": [views.all_z1.detach(), views.all_z2], "offset": views.offset, "grad": z1.grad}
+
+
+def sent_back() -> Tensor:
+    """A gradient after it was handed to the gather itself: nobody's copy stands between."""
+    rows, gradient = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
+    _gather_rows(rows).backward(gradient)
+    return gradient
+
+
+def refusal(rows: int) -> str:
+    try:
+        gather_views(torch.randn(rows, 3), torch.randn(rows, 3))
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
+def all_answers(cases: dict[str, Case]) -> dict[str, Any]:
+    """Everything these tests ask of a worker: one start of two processes serves them all."""
+    return {
+        "steps": {name: step(case) for name, case in cases.items()},
+        "gathered": {dtype: gathered(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        "sent_back": sent_back(),
+        "uneven": refusal(2 + dist.get_rank()),
+        "even": refusal(3),
+    }
+
+
+@pytest.fixture(scope="module")
+def cases(request: pytest.FixtureRequest) -> dict[str, Case]:
+    made = {f"{name}, {form}": random_case(name, form) for name, form in RANDOM}
+    try:
+        oracles = request.getfixturevalue("oracles")
+    except pytest.skip.Exception:
+        return made  # no file of oracles: its tests are skipped, the others are not
+    return made | {name: oracle_case(oracles, name) for name in ORACLES}
+
+
+@pytest.fixture(scope="module")
+def answers(cases: dict[str, Case]) -> list[dict[str, Any]]:
+    """By worker."""
+    return run_workers(all_answers, WORKERS, cases)
+
+
+def assert_same_step(found: Step, wanted: Step) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(found[name], tensor, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("name", [f"{name}, {form}" for name, form in RANDOM])
+def test_two_workers_step_as_one(answers: list[dict[str, Any]], cases: dict[str, Case], name: str) -> None:
+    alone = step(cases[name])
+    assert alone["gradient"].abs().max() > 1e-3
+    for answer in answers:
+        assert_same_step(answer["steps"][name], alone)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_two_workers_step_as_the_oracle(
+    oracles: dict[str, Any], answers: list[dict[str, Any]], cases: dict[str, Case], name: str
+) -> None:
+    case, expected = cases[name], oracles[f"grad_total_{name.replace('_', '')}"]["expected"]
+    # z = x W, so that the oracle's gradients of the views make that of the weight.
+    of_views = [torch.tensor(expected[key], dtype=torch.float64) for key in ("grad_z1", "grad_z2")]
+    by_hand = case["x1"].T @ of_views[0] + case["x2"].T @ of_views[1]
+    alone = step(case)
+    for answer in answers:
+        found = answer["steps"][name]
+        assert_same_step(found, alone)
+        torch.testing.assert_close(found["gradient"], by_hand, atol=1e-5, rtol=0)
+        assert found["loss"].item() == pytest.approx(expected["loss"], abs=2e-6)
+
+
+def test_rows_arrive_in_the_order_of_workers(answers: list[dict[str, Any]]) -> None:
+    whole = torch.tensor([[1.0, 1.0], [3.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
+    for rank, answer in enumerate(answers):
+        seen = answer["gathered"][torch.float32]
+        assert seen["offset"] == 2 * rank
+        assert torch.equal(seen["views"][0], whole) and torch.equal(seen["views"][1], -whole)
+
+
+def test_gradients_of_all_workers_add_up(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        seen = answer["gathered"][torch.float32]
+        assert torch.equal(seen["grad"], torch.full((2, 2), 1 + 2.0**-10))
+
+
+def test_gather_leaves_the_incoming_gradient_alone(answers: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(answer["sent_back"], torch.ones(4, 3)) for answer in answers)
+
+
+def test_half_precision_views_travel_in_float32(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        seen = answer["gathered"][torch.bfloat16]
+        assert all(views.dtype == torch.float32 for views in seen["views"])
+        assert seen["grad"].dtype == torch.bfloat16
+
+
+def test_uneven_workers_are_refused(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert "between 2 and 3 rows" in answer["uneven"]
+        assert answer["even"] == "accepted"
+
+
+def test_views_of_different_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 4\) and \(2, 4\)"):
+        gather_views(torch.randn(3, 4), torch.randn(2, 4))
+
+
+def test_one_worker_has_the_global_batch() -> None:
+    z1, z2 = torch.randn(3, 4), torch.randn(3, 4)
+    views = gather_views(z1, z2)
+    assert (views.rows, views.columns, views.offset) == (3, 3, 0)
+    assert torch.equal(views.all_z1, z1) and torch.equal(views.all_z2, z2)
