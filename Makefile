@@ -23,8 +23,8 @@ quickstart: $(STAMP) ## set up, then distil a three-layer student from all-MiniL
 test: $(STAMP) ## set up, then run every test
 	$(BIN)/python -m pytest
 
-unit: $(STAMP) ## set up, then run the tests that need no cluster
-	$(BIN)/python -m pytest tests/unit tests/oracle
+unit: $(STAMP) ## set up, then run the tests that need neither a cluster nor patience
+	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow"
 
 lint: $(STAMP) ## set up, then ruff
 	$(BIN)/ruff check .

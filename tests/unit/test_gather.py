@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcse.objectives import build_objective, gather_views, mix_lists
+from distcse.objectives import Views, build_objective, gather_views, mix_lists
 from distcse.objectives.views import _gather_rows
 from distcse.recipe import ObjectiveSection
 from tests.workers import run_workers
@@ -209,3 +209,10 @@ def test_one_worker_has_the_global_batch() -> None:
     views = gather_views(z1, z2)
     assert (views.rows, views.columns, views.offset) == (3, 3, 0)
     assert torch.equal(views.all_z1, z1) and torch.equal(views.all_z2, z2)
+
+
+def test_views_report_their_shape() -> None:
+    z, everything = torch.randn(2, 3), torch.randn(6, 3)
+    batch = Views(z, z, everything, everything, offset=2)
+    assert (batch.rows, batch.columns) == (2, 6)
+    assert batch.similarities.shape == batch.reverse.shape == (2, 6)

@@ -296,10 +296,3 @@ def test_terms_of_weight_zero_are_not_computed() -> None:
     assert not objective.needs_lists
     _, parts = objective(gather_views(torch.randn(3, 4), torch.randn(3, 4)))
     assert "rank" not in parts
-
-
-def test_views_report_their_shape() -> None:
-    z, everything = torch.randn(2, 3), torch.randn(6, 3)
-    batch = Views(z, z, everything, everything, offset=2)
-    assert (batch.rows, batch.columns) == (2, 6)
-    assert batch.similarities.shape == batch.reverse.shape == (2, 6)
