@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, teachers: int) -> list[Steps]:
             f"student.backbone={MINILM}",
             "student.max_length=32",
             f"teachers.encoders=[{encoders}]",
-            *([] if teachers else ["objective.rank=null"]),
+            f"objective={{info_nce: {{}}, consistency: {{}}, rank: {'{}' if teachers else 'null'}}}",
             f"training.batch_size={options.batch_size}",
             f"training.max_steps={options.steps}",
             "training.precision=bf16",
