@@ -73,6 +73,7 @@ def measure(options: argparse.Namespace, teachers: int) -> list[Steps]:
             f"teachers.encoders=[{encoders}]",
             f"objective={{info_nce: {{}}, consistency: {{}}, rank: {'{}' if teachers else 'null'}}}",
             f"training.batch_size={options.batch_size}",
+            "training.epochs=1000",
             f"training.max_steps={options.steps}",
             "training.precision=bf16",
             "training.log_every=5",
