@@ -80,10 +80,6 @@ class EmbeddingTable:
             intact = list(pool.map(self._is_intact, range(self.identity.shards)))
         return [shard for shard, whole in enumerate(intact) if not whole]
 
-    def present_shards(self) -> int:
-        """How many shards are there, unchecked."""
-        return sum(self._label(shard).exists() for shard in range(self.identity.shards))
-
     def write_shard(self, shard: int, vectors: NDArray[np.float32]) -> None:
         """Store (rows, dimension) float32 vectors as unit-length float16; the rows are `shard_range(shard)`.
 

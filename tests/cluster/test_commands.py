@@ -35,8 +35,16 @@ def own_environment(**more: str) -> dict[str, str]:
     return {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
 
 
-def train(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [*TRAIN, *map(str, arguments)]
+def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return finish([*TRAIN, *map(str, arguments)])
+
+
+def submit(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    ray = str(Path(sys.executable).with_name("ray"))
+    return finish([ray, "job", "submit", "--", *TRAIN, *map(str, arguments)], **head)
+
+
+def finish(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=own_environment(**environment), cwd=ROOT, check=False
     )
@@ -147,33 +155,10 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.slow
 def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str, str]) -> None:
-    ray = str(Path(sys.executable).with_name("ray"))
-    entrypoint = [
-        *TRAIN,
-        str(recipe_file),
-        "training.workers=2",
-        "training.dropout_streams=2",
-        "training.cpus_per_worker=1",
-    ]
-    done = subprocess.run(
-        [ray, "job", "submit", "--", *entrypoint],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=own_environment(**head),
-        cwd=ROOT,
-        check=False,
-    )
+    knobs = ["training.workers=2", "training.dropout_streams=2", "training.cpus_per_worker=1"]
+    done = submit(head, recipe_file, *knobs)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-4000:]
     assert "steps/s" in log and "agreement" in log and "succeeded" in log
-    failed = subprocess.run(
-        [ray, "job", "submit", "--", *TRAIN, str(recipe_file), "training.lr=fast"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=own_environment(**head),
-        cwd=ROOT,
-        check=False,
-    )
+    failed = submit(head, recipe_file, "training.lr=fast")
     assert failed.returncode != 0 and "training.lr is 'fast'" in failed.stdout + failed.stderr
