@@ -1,5 +1,6 @@
 """Sentence encoders: backbone, pooling, projection; loading from and saving to the sentence-transformers layout."""
 
+from distcse.encoder.cross import CrossEncoder, is_cross_encoder
 from distcse.encoder.encoder import Encoder
 from distcse.encoder.model import StudentModel, build_student
 from distcse.encoder.pooling import pool
@@ -7,10 +8,12 @@ from distcse.encoder.projection import build_projection
 from distcse.encoder.source import model_fingerprint, resolve_model
 
 __all__ = [
+    "CrossEncoder",
     "Encoder",
     "StudentModel",
     "build_projection",
     "build_student",
+    "is_cross_encoder",
     "model_fingerprint",
     "pool",
     "resolve_model",

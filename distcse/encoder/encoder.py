@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
+from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
 from distcse.encoder.layers import keep_layers
+from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, Pooling, StudentSection
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LONG = 128
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg"
 
 
@@ -77,12 +78,12 @@ class Encoder(nn.Module):
             )
         dropout = section.dropout if isinstance(section, StudentSection) else None
         length_told = section.max_length or layout.max_length
-        backbone = _load_backbone(folder, section.trust_remote_code, dropout, length_told)
+        backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told)
         if isinstance(section, StudentSection) and section.layers is not None:
             keep_layers(backbone, section.layers)
-        tokenizer = _load_tokenizer(folder, section.trust_remote_code)
-        _check_vocabulary(folder, tokenizer, backbone)
-        max_length = _length(section, layout, tokenizer, backbone)
+        tokenizer = load_tokenizer(folder, section.trust_remote_code)
+        check_vocabulary(folder, tokenizer, backbone)
+        max_length = length_limit(section, layout, tokenizer, backbone)
         return cls(backbone, tokenizer, pooling, max_length, section.prompt or layout.prompt, layout.normalize)
 
     @property
@@ -93,7 +94,7 @@ class Encoder(nn.Module):
     @property
     def has_dropout(self) -> bool:
         """Whether two passes over a sentence differ in training mode."""
-        return any(value > 0 for _, value in _dropouts(self.backbone.config))
+        return any(value > 0 for _, value in dropouts(self.backbone.config))
 
     @property
     def device(self) -> torch.device:
@@ -137,12 +138,12 @@ class Encoder(nn.Module):
         """
         ids = self.token_ids(texts)
         vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
-        was_training, done = self.training, 0
+        was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
         self.eval()
         half = torch.autocast(self.device.type, _HALF[precision]) if precision in _HALF else nullcontext()
         with torch.no_grad(), half:
-            for places in _by_length(ids, batch_tokens):
-                pooled = self(*self._pad([ids[place] for place in places])).float()
+            for places in by_length(ids, batch_tokens):
+                pooled = self(*padded([ids[place] for place in places], pad, self.device)).float()
                 pooled = unit(pooled, dim=1) if (self.normalize if normalize is None else normalize) else pooled
                 vectors[places] = pooled.cpu().numpy()
                 done += len(places)
@@ -159,114 +160,3 @@ class Encoder(nn.Module):
             self.tokenizer.save_pretrained(folder)
             layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
             write_layout(folder, layout, self.dimension, int(self.backbone.config.num_hidden_layers))  # type: ignore
-
-    def _pad(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        longest = max(len(row) for row in rows)
-        pad = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
-        return ids, mask
-
-
-def _by_length(ids: list[list[int]], batch_tokens: int) -> list[list[int]]:
-    """Places of texts, longest first, in batches of at most `batch_tokens` with padding: almost none is padding."""
-    order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
-    batches: list[list[int]] = []
-    while order:
-        size = max(1, batch_tokens // max(1, len(ids[order[0]])))
-        batches.append(order[:size])
-        order = order[size:]
-    return batches
-
-
-def _load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, max_length: int | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModel
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    # On a CPU the fused kernel's backward is slow where sentences are short: plain attention makes a bf16 step of a
-    # three-layer MiniLM 1.37 times as fast. Numbers agree to 4e-6.
-    plain = not torch.cuda.is_available() and (max_length or _LONG) < _LONG
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if dropout is not None:
-            _set_dropout(config, dropout)
-        model, told = AutoModel.from_pretrained(
-            folder,
-            config=config,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            dtype=torch.float32,
-            attn_implementation="eager" if plain else None,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(
-            f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
-        ) from refused
-    missing = sorted(told["missing_keys"])
-    lacking = [key for key in missing if not key.startswith("pooler.")]
-    if lacking:
-        raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
-    backbone: nn.Module = model
-    if missing:
-        backbone.pooler = None  # type: ignore[assignment]
-    elif getattr(backbone, "pooler", None) is not None:
-        # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
-        backbone.pooler.requires_grad_(False)
-    return backbone
-
-
-def _set_dropout(config: Any, dropout: float) -> None:
-    """Every dropout probability of an encoder's config, whatever its family calls them."""
-    for key, _ in _dropouts(config):
-        setattr(config, key, dropout)
-
-
-def _dropouts(config: Any) -> list[tuple[str, float]]:
-    return [
-        (key, value)
-        for key, value in vars(config).items()
-        if "dropout" in key and isinstance(value, float | int) and not isinstance(value, bool)
-    ]
-
-
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(f"{folder} has no tokenizer that loads: {' '.join(str(refused).split())[:400]}") from refused
-    if not tokenizer.is_fast:
-        raise EncoderError(f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)")
-    return tokenizer
-
-
-def _check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
-    words = len(tokenizer)
-    rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if words > rows:
-        raise EncoderError(
-            f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together"
-        )
-
-
-def _length(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
-    config: Any = backbone.config
-    positions = getattr(config, "max_position_embeddings", None)
-    embeddings = next((m for n, m in backbone.named_modules() if n.endswith("position_embeddings")), None)
-    padding = getattr(embeddings, "padding_idx", None)
-    if positions is not None and padding is not None:
-        positions -= padding + 1  # RoBERTa counts positions from padding_idx + 1
-    wished = section.max_length or layout.max_length
-    if wished is None:
-        limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]
-        if not limits:
-            raise EncoderError(f"{section.backbone} does not say its length; set max_length")
-        return int(min(limits))
-    if positions is not None and wished > positions:
-        raise EncoderError(
-            f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions"
-        )
-    return int(wished)

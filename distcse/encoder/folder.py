@@ -49,14 +49,14 @@ def read_layout(folder: Path) -> Layout:
     Raises:
         EncoderError: A module distcse cannot reproduce, or files that are no JSON.
     """
-    prompt = _default_prompt(_json(folder / "config_sentence_transformers.json"))
-    max_length = _json(folder / "sentence_bert_config.json").get("max_seq_length")
+    prompt = _default_prompt(written_json(folder / "config_sentence_transformers.json"))
+    max_length = written_json(folder / "sentence_bert_config.json").get("max_seq_length")
     if not (folder / "modules.json").exists():
         return Layout(max_length=max_length, prompt=prompt)
     pooling: Pooling | None = None
     averaged: Pooling | None = None
     normalize = False
-    for module in _json(folder / "modules.json", kind=list):
+    for module in written_json(folder / "modules.json", kind=list):
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
             pooling = _pooling(folder / module["path"] / "config.json")
@@ -168,12 +168,12 @@ def _write_layer_average(folder: Path, pooling: Pooling, dimension: int, depth: 
         {"word_embedding_dimension": dimension, "layer_start": start, "num_hidden_layers": depth},
     )
     backbone = folder.parent / "config.json"
-    _dump(backbone, {**_json(backbone), "output_hidden_states": True})
+    _dump(backbone, {**written_json(backbone), "output_hidden_states": True})
 
 
 def _layer_average(folder: Path) -> Pooling:
     """The pooling that a WeightedLayerPooling module amounts to, where distcse has it."""
-    config = _json(folder / "config.json")
+    config = written_json(folder / "config.json")
     if not (folder / _WEIGHTS).exists():
         raise EncoderError(f"{folder} holds no {_WEIGHTS}, and distcse opens no pickles")
     weights = load_file(folder / _WEIGHTS)["layer_weights"].tolist()
@@ -186,7 +186,7 @@ def _layer_average(folder: Path) -> Pooling:
 
 
 def _pooling(file: Path) -> Pooling:
-    config = _json(file)
+    config = written_json(file)
     named = config.get("pooling_mode")
     chosen = [kind for kind, key in _LEGACY_KEYS.items() if config.get(key)]
     other = [key for key in _OTHER_LEGACY_KEYS if config.get(key)]
@@ -203,7 +203,8 @@ def _default_prompt(config: dict[str, Any]) -> str:
     return str((config.get("prompts") or {}).get(name, "")) if name else ""
 
 
-def _json(file: Path, kind: type = dict) -> Any:
+def written_json(file: Path, kind: type = dict) -> Any:
+    """What a JSON file holds; an empty object (or list) where there is none."""
     if not file.exists():
         return kind()
     try:

@@ -1,0 +1,27 @@
+"""Token ids of unlike lengths in batches of alike lengths: almost nothing that goes through a model is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def by_length(ids: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
+    """Places of texts, longest first, in batches of at most `batch_tokens` with padding."""
+    order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
+    batches: list[list[int]] = []
+    while order:
+        size = max(1, batch_tokens // max(1, len(ids[order[0]])))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, L) ids and mask of rows, each filled with `pad` to the longest."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+    return ids, mask
