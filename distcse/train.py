@@ -48,15 +48,20 @@ def _main(options: argparse.Namespace) -> int:
 
     from distcse.events import Watch
     from distcse.report.card import write_card
-    from distcse.report.terminal import open_view, print_lines, print_scores
+    from distcse.report.history import read_run
+    from distcse.report.page import write_pages
+    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
 
     stop = _StopOnSignal()
     with open_view() as view, stop:
         result = run(recipe, Watch(view.show, stop.wished), resumed)
         write_card(result)
-    print_scores(result.scores)
     folder = result.directory
     lines = ["", f"model   {folder.model}", f"run     {folder.path}"]
+    if result.evaluation is not None:
+        print_remarks(result.evaluation)
+        print_evaluation(result.evaluation)
+        lines += [f"report  {file}" for file in write_pages(result.evaluation, folder.path, read_run(folder.path))]
     if result.outcome.interrupted:
         lines.append(f"resume  python -m distcse.train --resume {folder.path}")
     lines += [

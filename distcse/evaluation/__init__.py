@@ -1,7 +1,41 @@
-"""Measures of an encoder: STS correlation, agreement with teachers, retrieval. Pure functions of vectors and labels."""
+"""Measures of a sentence encoder by the protocols of the papers, one protocol a file."""
 
-from distcse.evaluation.agreement import agreement
-from distcse.evaluation.retrieval import recall_at
-from distcse.evaluation.sts import STS_TESTS, STSB_DEV, PairSet, read_pairs, sts_score
+from distcse.evaluation.agreement import AgreementTask, agreement
+from distcse.evaluation.candidates import Reading, candidate_of, named, open_candidate
+from distcse.evaluation.catalogue import STSB_DEV, SUITES, Shelf, suites_named
+from distcse.evaluation.evaluation import About, Candidate, Evaluation, Score, evaluate
+from distcse.evaluation.exposure import Exposure
+from distcse.evaluation.models import PairScores, VectorModel
+from distcse.evaluation.retrieval import Collection, RetrievalTask
+from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
+from distcse.evaluation.suites import OwnSet, Protocol, Tasks, collect
 
-__all__ = ["STSB_DEV", "STS_TESTS", "PairSet", "agreement", "read_pairs", "recall_at", "sts_score"]
+__all__ = [
+    "STSB_DEV",
+    "SUITES",
+    "About",
+    "AgreementTask",
+    "Candidate",
+    "Collection",
+    "Evaluation",
+    "Exposure",
+    "OwnSet",
+    "PairScores",
+    "Protocol",
+    "Reading",
+    "RetrievalTask",
+    "Score",
+    "ScoredPairs",
+    "Shelf",
+    "StsTask",
+    "Tasks",
+    "VectorModel",
+    "agreement",
+    "candidate_of",
+    "collect",
+    "evaluate",
+    "named",
+    "open_candidate",
+    "sts_score",
+    "suites_named",
+]

@@ -1,90 +1,103 @@
-"""Semantic textual similarity: Spearman of cosine and gold score, SimCSE's 'all' protocol.
+"""Semantic textual similarity: Spearman of similarity and gold score (references: SentEval as SimCSE changed it).
 
-One correlation over the concatenation of a set's subsets (SentEval as modified by SimCSE; its average over subsets is a
-different number).
+`all` is one correlation over the concatenation of a year's subsets, SimCSE's protocol and the papers' since. SentEval's own
+`mean` and `weighted mean` over the subsets' correlations are other numbers, never to be mixed with it in one table.
 """
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from distcse.errors import EvaluationError
+from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf
+from distcse.evaluation.models import PairModel
+from distcse.evaluation.tables import Table
+from distcse.evaluation.tasks import Outcome
 
-Encode = Callable[[Sequence[str]], NDArray[np.float32]]
-
-STSB_DEV = "sts/stsb/dev.tsv.gz"
-STS_TESTS = {
-    "STS12": "sts/sts12/test.tsv.gz",
-    "STS13": "sts/sts13/test.tsv.gz",
-    "STS14": "sts/sts14/test.tsv.gz",
-    "STS15": "sts/sts15/test.tsv.gz",
-    "STS16": "sts/sts16/test.tsv.gz",
-    "STS-B": "sts/stsb/test.tsv.gz",
-    "SICK-R": "sts/sickr/test.tsv.gz",
-}
+Aggregate = Literal["all", "mean", "wmean"]
+AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
 
 
 @dataclass(frozen=True)
-class PairSet:
-    """Scored sentence pairs."""
+class ScoredPairs:
+    """Sentence pairs with gold scores, and the subset each comes from."""
 
+    name: str
     first: list[str]
     second: list[str]
-    scores: NDArray[np.float64]
+    gold: NDArray[np.float64]
+    subsets: NDArray[np.str_]
+
+    @classmethod
+    def of(cls, name: str, table: Table) -> ScoredPairs:
+        """From columns score, sentence1, sentence2 and, where there is one, subset."""
+        subsets = table.columns.get("subset", [""] * len(table))
+        pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))
+        if len(table) < 2 or np.ptp(pairs.gold) == 0:
+            raise EvaluationError(f"{table.file} holds {len(table)} pairs of one score; a correlation needs two scores")
+        return pairs
+
+    @cached_property
+    def unique(self) -> list[str]:
+        """Each sentence once."""
+        return list(dict.fromkeys([*self.first, *self.second]))
 
 
-def read_pairs(path: Path) -> PairSet:
-    """Read a tab-separated file (.tsv or .tsv.gz) with a header naming score, sentence1 and sentence2; no quoting.
+@dataclass(frozen=True)
+class StsTask:
+    """Spearman, times 100, on one set.
 
-    Raises `EvaluationError` naming file and line.
+    Args:
+        pairs: The set.
+        aggregate: Which figure stands first, in tables.
     """
-    if not path.exists():
-        raise EvaluationError(
-            f"{path} does not exist; evaluation.data must be a folder that holds {STSB_DEV} and the like"
-        )
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = content.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as broken:
-        raise EvaluationError(f"{path} cannot be read: {broken}") from None
-    header = lines[0].split("\t")
-    wanted = ("score", "sentence1", "sentence2")
-    if missing := [name for name in wanted if name not in header]:
-        raise EvaluationError(f"{path}, line 1: no column {missing[0]!r}; columns found: {', '.join(header)}")
-    places = [header.index(name) for name in wanted]
-    rows = [_row(path, number, line, places) for number, line in enumerate(lines[1:], start=2) if line]
-    if len(rows) < 2:
-        raise EvaluationError(f"{path} holds {len(rows)} pairs; a correlation needs at least 2")
-    scores, first, second = zip(*rows, strict=True)
-    return PairSet(list(first), list(second), np.array(scores))
+
+    pairs: ScoredPairs
+    aggregate: Aggregate = "all"
+    suite: str = "sts"
+    pairs_only: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.pairs.name
+
+    def sentences(self) -> Iterable[str]:
+        return self.pairs.unique
+
+    def measure(self, model: PairModel) -> Outcome:
+        """Figures all, mean, wmean; the subsets' own correlations in the details."""
+        pairs = self.pairs
+        predicted = model.similarities(pairs.first, pairs.second)
+        subsets = subset_correlations(predicted, pairs)
+        sizes = [count for count, _ in subsets.values()]
+        scores = [score for _, score in subsets.values()]
+        figures: dict[str, Estimate] = {
+            "all": SpearmanOf(predicted, pairs.gold, f"sts/{self.name}"),
+            "mean": Fixed(float(np.mean(scores))),
+            "wmean": Fixed(float(np.average(scores, weights=sizes))),
+        }
+        order = sorted(figures, key=lambda name: name != self.aggregate)
+        return Outcome({name: figures[name] for name in order}, {"subsets": subsets})
 
 
-def sts_score(encode: Encode, pairs: PairSet) -> float:
-    """Spearman correlation, times 100, of cosine and gold over all pairs; each unique sentence is encoded once.
-
-    `encode` gives (n, d) vectors of n texts; they need not be unit length.
-    """
-    unique = list(dict.fromkeys(pairs.first + pairs.second))
-    vectors = encode(unique)
-    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    place = {text: row for row, text in enumerate(unique)}
-    first, second = ([place[text] for text in side] for side in (pairs.first, pairs.second))
-    cosines = np.einsum("nd,nd->n", vectors[first], vectors[second])
-    return float(100 * spearmanr(cosines, pairs.scores).statistic)
+def sts_score(model: PairModel, pairs: ScoredPairs) -> float:
+    """Spearman, times 100, over all pairs."""
+    return SpearmanOf(model.similarities(pairs.first, pairs.second), pairs.gold, pairs.name).value
 
 
-def _row(path: Path, number: int, line: str, places: list[int]) -> tuple[float, str, str]:
-    fields = line.split("\t")
-    if len(fields) <= max(places):
-        raise EvaluationError(f"{path}, line {number}: {len(fields)} fields, expected at least {max(places) + 1}")
-    try:
-        return float(fields[places[0]]), fields[places[1]], fields[places[2]]
-    except ValueError:
-        raise EvaluationError(f"{path}, line {number}: score {fields[places[0]]!r} is not a number") from None
+def subset_correlations(predicted: NDArray[np.floating], pairs: ScoredPairs) -> dict[str, tuple[int, float]]:
+    """Size and Spearman, times 100, of each subset, in the file's order; of one that has no order, 0."""
+    found = {}
+    for subset in dict.fromkeys(pairs.subsets.tolist()):
+        mine = pairs.subsets == subset
+        ordered = mine.sum() > 1 and np.ptp(predicted[mine]) > 0 and np.ptp(pairs.gold[mine]) > 0
+        score = float(100 * spearmanr(predicted[mine], pairs.gold[mine]).statistic) if ordered else 0.0
+        found[subset] = (int(mine.sum()), score)
+    return found

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 Precision = Literal["fp32", "bf16"]
@@ -231,8 +232,11 @@ class EvaluationSection(Section):
     """Steps between two dev scores; each is also a checkpoint."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after so many dev scores without a new best; null never stops early."""
-    final: list[Literal["sts", "agreement", "docstring_retrieval"]] | None = None
-    """Measured at the end for start, student and teachers; null takes `sts` where `data` is given, else `agreement`."""
+    final: list[Measure] | None = None
+    """Measured at the end for start, student and teachers; null takes `sts`, `ranking`, `geometry` and `retrieval` where
+    `data` is given, else `agreement`."""
+    transfer: Literal["strict", "fast"] = "strict"
+    """How the transfer tasks are fitted: as SentEval does, or by scikit-learn."""
 
 
 class StorageSection(Section):
@@ -295,9 +299,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
         final = self.evaluation.final or []
-        if self.evaluation.data is None and (self.dev_score == "stsb" or "sts" in final):
+        labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
+        if self.evaluation.data is None and (self.dev_score == "stsb" or labelled):
             raise ValueError(
-                "evaluation.dev is stsb or final has sts, but evaluation.data is not set; write evaluation.data: FOLDER"
+                f"{'evaluation.dev is stsb' if labelled is None else f'evaluation.final has {labelled}'}, "
+                "but evaluation.data is not set; write evaluation.data: FOLDER"
             )
         can_agree = self.teachers.encoders and self.evaluation.held_out >= 3
         if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:

@@ -8,7 +8,9 @@ from pathlib import Path
 import yaml
 
 from distcse import __version__
+from distcse.evaluation import Evaluation
 from distcse.recipe import recipe_yaml
+from distcse.report.grids import grids, legend, markdown_table
 from distcse.student.run import Result
 
 
@@ -43,7 +45,7 @@ def card(result: Result) -> str:
         "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
         'model = SentenceTransformer("path/to/this/folder")\nvectors = model.encode(["A sentence.", "Another one."])\n```',
         _teachers(result),
-        _scores(result.scores),
+        _scores(result.evaluation),
         "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
         "repeats the run.",
         "## Limits\n\nThe student knows what its teachers know and its corpus shows. Licences of corpus, backbone and "
@@ -76,13 +78,16 @@ def _teachers(result: Result) -> str:
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
 
 
-def _scores(scores: dict[str, dict[str, float]]) -> str:
-    if not any(scores.values()):
+def _scores(evaluation: Evaluation | None) -> str:
+    if evaluation is None or not evaluation.scores:
         return ""
-    columns = list(next(iter(scores.values())))
-    lines = ["## Scores", "", "Measured by distcse at the end of the run, times 100.", ""]
-    lines += [f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
-    lines += [f"| {row} | {' | '.join(f'{figures[c]:.2f}' for c in columns)} |" for row, figures in scores.items()]
+    lines = ["## Scores", "", "Measured by distcse at the end of the run."]
+    for grid in grids(evaluation):
+        lines += ["", f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid)]
+    if marks := legend(evaluation):
+        lines += ["", *(f"- {line}" for line in marks)]
+    if evaluation.missing:
+        lines += ["", f"Not measured: {'; '.join(evaluation.missing)}."]
     return "\n".join(lines)
 
 

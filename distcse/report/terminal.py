@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Event, Stage, Steps
+from distcse.report.grids import Grid, grids, legend
 
 _PLAIN_EVERY_SECONDS = 10.0
+_PIPE_WIDTH = 1000
 
 
 class View(Protocol):
@@ -115,19 +120,42 @@ def open_view() -> Iterator[View]:
         yield LiveView(console, progress)
 
 
-def print_scores(scores: dict[str, dict[str, float]]) -> None:
-    """The final table on standard output: a row each for start, student and teachers."""
-    if not any(scores.values()):
-        return
-    table = Table(title=None, show_edge=False, pad_edge=False)
-    table.add_column("")
-    for name in next(iter(scores.values())):
-        table.add_column(name, justify="right")
-    for row, figures in scores.items():
-        table.add_row(row, *(f"{value:.2f}" for value in figures.values()), style="bold" if row == "student" else None)
+def print_evaluation(evaluation: Evaluation) -> None:
+    """The tables on standard output: a row a model, under it how it compares with the base."""
     console = Console(file=sys.stdout)
-    console.print()
-    console.print(table)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH  # a file has no edge to fold lines at
+    for grid in grids(evaluation):
+        console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
+        console.print(_table(grid))
+    if evaluation.scores and len(evaluation.models) > 1:
+        line = f"Under each row: difference from {evaluation.base}, and the 95 % interval of the paired bootstrap."
+        console.print(f"\n{line} Clear ones are marked *.", markup=False, highlight=False, soft_wrap=True)
+    for line in legend(evaluation):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_remarks(evaluation: Evaluation) -> None:
+    """What was missing and what was odd, on standard error."""
+    console = Console(stderr=True)
+    for line in evaluation.warnings:
+        console.print(f"warning   {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for line in evaluation.missing:
+        console.print(f"missing   {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in grid.columns:
+        table.add_column(name, justify="right")
+    for model, cells in grid.rows.items():
+        table.add_row(model, *(Text(cell.text + cell.mark, style="bold" if cell.best else "") for cell in cells))
+        if any(cell.difference for cell in cells):
+            styles = ("" if cell.clear else "dim" for cell in cells)
+            marked = (cell.difference + "*" * cell.clear for cell in cells)
+            table.add_row("", *(Text(text, style) for text, style in zip(marked, styles, strict=True)))
+    return table
 
 
 def print_lines(lines: list[str]) -> None:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
-from distcse.evaluation import STSB_DEV, agreement, read_pairs, sts_score
+from distcse.errors import EvaluationError
+from distcse.evaluation import STSB_DEV, ScoredPairs, Shelf, VectorModel, agreement, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe
 from distcse.teachers import ListSource
@@ -28,8 +29,8 @@ class DevSet:
     def of(cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]) -> DevSet:
         """The dev set that the recipe names."""
         if recipe.dev_score == "stsb":
-            pairs = read_pairs(Path(str(recipe.evaluation.data)) / STSB_DEV)
-            return cls("STS-B dev", lambda encoder: sts_score(encoder.encode, pairs))
+            pairs = labelled_dev(Path(str(recipe.evaluation.data)))
+            return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel(encoder.encode), pairs))
         texts, lists = corpus.texts(held_out), teacher_lists(recipe, held_out, sources)
         return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
 
@@ -37,7 +38,16 @@ class DevSet:
 def check_labelled_data(recipe: Recipe) -> None:
     """Read the labelled dev set, if the recipe wants one: better refused now than after an hour of teachers."""
     if recipe.dev_score == "stsb":
-        read_pairs(Path(str(recipe.evaluation.data)) / STSB_DEV)
+        labelled_dev(Path(str(recipe.evaluation.data)))
+
+
+def labelled_dev(data: Path) -> ScoredPairs:
+    """STS-B dev from a folder with labelled sets; `EvaluationError` where it is not there."""
+    shelf = Shelf.of(data)
+    tables = shelf.take(STSB_DEV)
+    if tables is None:
+        raise EvaluationError(shelf.missing[0])
+    return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 
 def teacher_lists(recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]) -> NDArray[np.float32]:

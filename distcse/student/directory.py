@@ -5,7 +5,8 @@
                      events.jsonl    everything the run told
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
-                     scores.json     start, student and teachers at the end
+                     evaluation.json start, student and teachers at the end
+                     report.html     all of it as a page; report.md, the same as text
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model = path / "model"
+        self.evaluation = path / "evaluation.json"
 
     @classmethod
     def create(cls, recipe: Recipe) -> RunDirectory:
@@ -112,10 +114,6 @@ class RunDirectory:
         line = {"time": round(time.time(), 3), "event": type(event).__name__, **asdict(event)}
         with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-    def write_scores(self, scores: dict[str, dict[str, float]]) -> None:
-        """Store the final table."""
-        (self.path / "scores.json").write_text(json.dumps(scores, indent=2))
 
 
 def _differences(before: Any, after: Any, path: str = "") -> set[str]:

@@ -2,65 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import torch
 
 from distcse.corpus import Corpus, split_held_out
 from distcse.corpus.docstrings import held_out_documentation
-from distcse.encoder import Encoder
-from distcse.evaluation import STS_TESTS, agreement, read_pairs, recall_at, sts_score
+from distcse.encoder import Encoder, resolve_model
+from distcse.evaluation import (
+    SUITES,
+    AgreementTask,
+    Candidate,
+    Collection,
+    Evaluation,
+    Exposure,
+    Protocol,
+    RetrievalTask,
+    Tasks,
+    VectorModel,
+    candidate_of,
+    collect,
+    evaluate,
+)
+from distcse.events import Listener, Stage
 from distcse.recipe import Recipe
 
-Scores = dict[str, float]
-Measure = Callable[[Encoder], Scores]
-
 _RETRIEVAL_SIZE = 1000
+_CHUNK = 1 << 16
+_WITH_LABELS = ("sts", "ranking", "geometry", "retrieval")
 
 
-def measures(recipe: Recipe, corpus: Corpus, teachers: list[Encoder]) -> list[Measure]:
-    """What the recipe asks to be measured; null is STS where there is labelled data, else agreement."""
-    wanted = recipe.evaluation.final
-    if wanted is None:
-        wanted = ["sts"] if recipe.evaluation.data else ["agreement"] if teachers else []
-    make: dict[str, Callable[[], Measure]] = {
-        "sts": lambda: _sts(Path(str(recipe.evaluation.data))),
-        "agreement": lambda: _agreement(_held_out_texts(recipe, corpus), recipe, teachers),
-        "docstring_retrieval": lambda: _docstring_retrieval(recipe),
-    }
-    return [make[name]() for name in wanted]
+def wanted_measures(recipe: Recipe) -> Sequence[str]:
+    """What the recipe asks to be measured; null is what costs little: STS and its kin where there is labelled data."""
+    if recipe.evaluation.final is not None:
+        return recipe.evaluation.final
+    return _WITH_LABELS if recipe.evaluation.data else ("agreement",) if recipe.teachers.encoders else ()
 
 
-def _sts(data: Path) -> Measure:
-    sets = {name: read_pairs(data / path) for name, path in STS_TESTS.items() if (data / path).exists()}
-
-    def measure(encoder: Encoder) -> Scores:
-        scores = {name: sts_score(encoder.encode, pairs) for name, pairs in sets.items()}
-        return {**scores, "average": float(np.mean(list(scores.values())))}
-
-    return measure
-
-
-def _agreement(texts: list[str], recipe: Recipe, teachers: list[Encoder]) -> Measure:
-    alphas = np.array([teacher.alpha for teacher in recipe.teachers.encoders])
-    vectors = [teacher.encode(texts, normalize=True) for teacher in teachers]
-    lists = sum(alpha * (v @ v.T) for alpha, v in zip(alphas / alphas.sum(), vectors, strict=True))
-    return lambda encoder: {"agreement": agreement(encoder.encode(texts, normalize=True), np.asarray(lists))}
+def labelled_tasks(recipe: Recipe) -> Tasks:
+    """The labelled sets of the end, read at the beginning: a malformed file is told before the work, not after it."""
+    wanted = wanted_measures(recipe)
+    suites = [suite for suite in SUITES if suite in wanted]
+    if not suites:
+        return Tasks()
+    return collect(
+        Path(str(recipe.evaluation.data)), suites, [], Protocol("all", recipe.evaluation.transfer, _device())
+    )
 
 
-def _docstring_retrieval(recipe: Recipe) -> Measure:
-    documented = held_out_documentation(recipe.corpus.docstrings or [])[:_RETRIEVAL_SIZE]
-    summaries = [entry.summary for entry in documented]
-    descriptions = [entry.description for entry in documented]
+def final_scores(
+    recipe: Recipe, corpus: Corpus, labelled: Tasks, start: Encoder, student: Encoder, model: Path, post: Listener
+) -> Evaluation | None:
+    """Measure start, student and teachers; note in the student's folder which test sentences it was trained on.
 
-    def measure(encoder: Encoder) -> Scores:
-        queries, documents = (encoder.encode(texts, normalize=True) for texts in (summaries, descriptions))
-        return {f"recall@{k}": value for k, value in recall_at(queries, documents, (1, 10)).items()}
+    Args:
+        recipe: The run's recipe.
+        corpus: What the student learned from.
+        labelled: Labelled sets to measure on.
+        start: The student as it began.
+        student: The student as it is.
+        model: The student's folder.
+        post: Told what is at work.
+    """
+    wanted = wanted_measures(recipe)
+    if not wanted:
+        return None
+    exposure = _exposure(recipe, corpus, labelled, post)
+    exposure.write(model)
+    teachers = recipe.teachers.encoders
+    candidates = [
+        candidate_of("start", recipe.student.backbone, start.to(_device()), _known(recipe.student.backbone)),
+        candidate_of("student", str(model), student.to(_device()), exposure),
+    ]
+    for number, section in enumerate(teachers):
+        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
+        encoder = Encoder.from_section(section).to(_device())
+        candidates.append(candidate_of(name, section.backbone, encoder, _known(section.backbone)))
+    tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
+    if "docstring_retrieval" in wanted:
+        tasks.tasks.append(_docstrings(recipe))
+    if "agreement" in wanted:
+        tasks.tasks.append(_agreement(recipe, corpus, candidates[2:]))
+    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": _device(), "precision": "fp32"}
+    return evaluate(candidates, tasks, base="start", settings=settings, post=post)
 
-    return measure
 
-
-def _held_out_texts(recipe: Recipe, corpus: Corpus) -> list[str]:
+def _agreement(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
     _, held_out = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
-    return corpus.texts(held_out)
+    texts = corpus.texts(held_out)
+    alphas = np.array([teacher.alpha for teacher in recipe.teachers.encoders])
+    vectors = [cast(VectorModel, teacher.model).unit_vectors(texts) for teacher in teachers]
+    lists = sum(alpha * (v @ v.T) for alpha, v in zip(alphas / alphas.sum(), vectors, strict=True))
+    return AgreementTask(texts, np.asarray(lists))
+
+
+def _docstrings(recipe: Recipe) -> RetrievalTask:
+    documented = held_out_documentation(recipe.corpus.docstrings or [])[:_RETRIEVAL_SIZE]
+    documents = [entry.description for entry in documented]
+    queries = [entry.summary for entry in documented]
+    own: list[dict[int, float]] = [{place: 1.0} for place in range(len(documented))]
+    return RetrievalTask("docstrings", Collection(queries, documents, own, [None] * len(own)))
+
+
+def _exposure(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Exposure:
+    if not labelled.tasks:
+        return Exposure({})
+    trained, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
+    chunks = (corpus.texts(trained[begin : begin + _CHUNK]) for begin in range(0, len(trained), _CHUNK))
+    exposure = Exposure.measure((text for chunk in chunks for text in chunk), [t.sentences() for t in labelled.tasks])
+    note = f"compared with {len(labelled.tasks)} test sets"
+    post(Stage("exposure", len(trained), len(trained), "sentences", finished=True, note=note))
+    return exposure
+
+
+def _known(model: str) -> Exposure:
+    return Exposure.read(resolve_model(model))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

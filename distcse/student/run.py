@@ -10,12 +10,13 @@ from pathlib import Path
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder, build_student
 from distcse.errors import RunError
+from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.dev import check_labelled_data
 from distcse.student.directory import RunDirectory
-from distcse.student.finals import Scores, measures
+from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, InProcess, OnRay
 from distcse.student.loop import Outcome
 from distcse.student.plan import Job, Plan
@@ -29,8 +30,8 @@ class Result:
     recipe: Recipe
     directory: RunDirectory
     outcome: Outcome
-    scores: dict[str, Scores]
-    """Row (start, student, teachers) to measure to figure; empty when the run was interrupted."""
+    evaluation: Evaluation | None
+    """Start, student and teachers; None when the run was interrupted or nothing was to be measured."""
     rows: int
     """Sentences in the corpus."""
 
@@ -41,6 +42,7 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
     Raises a `DistcseError` that names what to mend; whatever was finished before it (corpus, tables, checkpoints) stays.
     """
     check_labelled_data(recipe)
+    labelled = labelled_tasks(recipe)
     directory = resume or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
     watch.post(Note(f"run directory {directory.path}"))
@@ -57,11 +59,12 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
         tables = _prepare_tables(recipe, corpus, cache, house, watch)
         outcome = house.train(job, corpus, tables, watch)
     student = _export(recipe, directory)
-    scores: dict[str, Scores] = {}
+    evaluation = None
     if not outcome.interrupted:
-        scores = _final_scores(recipe, corpus, start, student, watch)
-        directory.write_scores(scores)
-    return Result(recipe, directory, outcome, scores, len(corpus))
+        evaluation = final_scores(recipe, corpus, labelled, start, student, directory.model, watch.post)
+    if evaluation is not None:
+        evaluation.write(directory.evaluation)
+    return Result(recipe, directory, outcome, evaluation, len(corpus))
 
 
 def _house(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
@@ -126,25 +129,6 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     model.load_state_dict(load_state(folder).weights)
     model.encoder.eval().save(directory.model)
     return model.encoder
-
-
-def _final_scores(recipe: Recipe, corpus: Corpus, start: Encoder, student: Encoder, watch: Watch) -> dict[str, Scores]:
-    teachers = [Encoder.from_section(teacher) for teacher in recipe.teachers.encoders]
-    rows = {"start": start, "student": student}
-    rows.update({_row_name(number, len(teachers)): teacher for number, teacher in enumerate(teachers)})
-    to_measure = measures(recipe, corpus, teachers)
-    progress = _progress(watch, "scores", len(rows), "models")
-    table: dict[str, Scores] = {}
-    for done, (name, encoder) in enumerate(rows.items() if to_measure else (), start=1):
-        table[name] = {key: value for measure in to_measure for key, value in measure(encoder).items()}
-        progress(done)
-    if to_measure:
-        watch.post(Stage("scores", len(rows), len(rows), "models", finished=True))
-    return table
-
-
-def _row_name(number: int, teachers: int) -> str:
-    return "teacher" if teachers == 1 else f"teacher {number}"
 
 
 def _progress(watch: Watch, stage: str, total: int | None, unit: str) -> Callable[[int], None]:

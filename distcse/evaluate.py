@@ -1,0 +1,121 @@
+"""Measure encoders: `python -m distcse.evaluate MODEL [MODEL …] --suite sts,ranking --data DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distcse.errors import DistcseError, EvaluationError
+from distcse.events import Listener, Stage
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        _main(options)
+    except DistcseError as mistake:
+        sys.stderr.write(f"distcse: {mistake}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("distcse: stopped; nothing was written\n")
+        return 130
+    return 0
+
+
+def _main(options: argparse.Namespace) -> None:
+    # Torch and transformers take seconds to import; --help does not wait for them.
+    import torch
+
+    from distcse.evaluation import OwnSet, Protocol, Reading, collect, evaluate, named, open_candidate, suites_named
+    from distcse.report.page import write_pages
+    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
+
+    models = named(options.models)
+    own = [OwnSet.parse(text) for text in options.add]
+    suites = suites_named(options.suite.split(",")) if options.data else []
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.out is not None:
+        _make(options.out)
+    with open_view() as view:
+        protocol = Protocol(
+            options.aggregate,
+            options.transfer,
+            device,
+            lambda name, done: view.show(Stage(f"{name} fits", done, None, "done")),
+        )
+        tasks = collect(options.data, suites, own, protocol)
+        reading = Reading(options.pooling, options.max_length, device, options.precision, options.trust_remote_code)
+        candidates = [open_candidate(name, source, reading, _told(name, view.show)) for name, source in models.items()]
+        settings = {
+            "STS": options.aggregate,
+            "transfer": options.transfer,
+            "device": device,
+            "precision": options.precision,
+        }
+        evaluation = evaluate(candidates, tasks, settings=settings, post=view.show)
+    print_remarks(evaluation)
+    print_evaluation(evaluation)
+    if options.out is not None:
+        print_lines(["", *(f"written {file}" for file in write_pages(evaluation, options.out))])
+
+
+def _told(name: str, show: Listener) -> Callable[[int, int], None]:
+    return lambda done, total: show(Stage(name, done, total, "texts"))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise EvaluationError(f"cannot write to {folder}: {refused.strerror}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.evaluate",
+        description="Measure sentence encoders by the protocols of the papers, side by side.",
+        epilog="Example: python -m distcse.evaluate student=runs/my-run teacher=bert-large-nli --suite sts,ranking "
+        "--data data --out report",
+    )
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="a run directory, a model folder, or a name on the hub; NAME=MODEL names it in tables; "
+        "the others are compared with the first",
+    )
+    parser.add_argument(
+        "--suite",
+        default="sts",
+        help="comma-separated: sts, transfer, pairs, ranking, geometry, retrieval (default: sts)",
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the published sets (docs/evaluation.md)")
+    parser.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        metavar="SUITE[:NAME]=PATH",
+        help="a set of your own: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write report.html, report.md and evaluation.json there"
+    )
+    parser.add_argument(
+        "--aggregate", choices=["all", "mean", "wmean"], default="all", help="STS over a year's subsets"
+    )
+    parser.add_argument(
+        "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
+    )
+    parser.add_argument("--pooling", help="for folders that do not say how they pool")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model folder brings")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

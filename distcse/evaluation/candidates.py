@@ -1,0 +1,88 @@
+"""Models to measure, opened from what a user names: a folder, a run, a name on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
+from distcse.errors import EvaluationError
+from distcse.evaluation.evaluation import About, Candidate
+from distcse.evaluation.exposure import Exposure
+from distcse.evaluation.models import PairScores, Progress, VectorModel
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How models are loaded and run.
+
+    Args:
+        pooling: For folders that do not say how they pool; None follows the folder.
+        max_length: Tokens kept of a sentence; None follows the folder.
+        device: Where models run.
+        precision: `fp32`, or `bf16` / `fp16` autocast.
+        trust_remote_code: Run code that a model folder brings.
+    """
+
+    pooling: str | None = None
+    max_length: int | None = None
+    device: str = "cpu"
+    precision: str = "fp32"
+    trust_remote_code: bool = False
+
+
+def named(models: Sequence[str]) -> dict[str, str]:
+    """Models by name: `NAME=MODEL`, or the name of the folder; a folder called `model` has its parent's name.
+
+    Raises:
+        EvaluationError: Two models of one name.
+    """
+    found: dict[str, str] = {}
+    for text in models:
+        name, equals, path = text.partition("=")
+        name, path = (name, path) if equals else (_name_of(text), text)
+        if name in found:
+            raise EvaluationError(f"two models are called {name}; name one: NAME={path}")
+        found[name] = path
+    return found
+
+
+def open_candidate(name: str, source: str, reading: Reading, on_progress: Progress | None = None) -> Candidate:
+    """Load a model; a run directory stands for the student in it.
+
+    Raises:
+        EncoderError: It does not load.
+    """
+    path = Path(source) / "model" if (Path(source) / "recipe.yaml").is_file() else Path(source)
+    folder = resolve_model(str(path), reading.trust_remote_code)
+    if is_cross_encoder(folder):
+        scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
+        about = About(name, source, "cross-encoder", "pair", scorer.max_length, _parameters(scorer))
+        return Candidate(about, PairScores(scorer, on_progress), Exposure.read(folder))
+    knobs: dict[str, Any] = {"max_length": reading.max_length, "trust_remote_code": reading.trust_remote_code}
+    encoder = Encoder.load(folder, pooling=reading.pooling, **knobs).to(reading.device)
+    return candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
+
+
+def candidate_of(
+    name: str,
+    source: str,
+    encoder: Encoder,
+    exposure: Exposure,
+    precision: str = "fp32",
+    on_progress: Progress | None = None,
+) -> Candidate:
+    """A candidate of an encoder that is loaded already."""
+    about = About(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _parameters(encoder))
+    return Candidate(about, VectorModel.of(encoder, precision, on_progress), exposure)
+
+
+def _parameters(model: Any) -> int:
+    return sum(weights.numel() for weights in model.parameters())
+
+
+def _name_of(path: str) -> str:
+    parts = Path(path).absolute().parts if Path(path).exists() else Path(path).parts
+    return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]

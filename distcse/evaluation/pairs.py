@@ -1,0 +1,42 @@
+"""Binary pair tasks (Trans-Encoder §4.1: QQP, QNLI, MRPC): is the second sentence a paraphrase, or an answer?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import EvaluationError
+from distcse.evaluation.estimates import AucOf
+from distcse.evaluation.models import PairModel
+from distcse.evaluation.tables import Table
+from distcse.evaluation.tasks import Outcome
+
+
+@dataclass(frozen=True)
+class PairTask:
+    """Area under the ROC curve, times 100, of similarity for a label of 0 or 1."""
+
+    name: str
+    first: list[str]
+    second: list[str]
+    labels: NDArray[np.int64]
+    suite: str = "pairs"
+    pairs_only: bool = True
+
+    @classmethod
+    def of(cls, name: str, table: Table) -> PairTask:
+        """From columns label (0 or 1), sentence1, sentence2."""
+        labels = table.binary("label")
+        if len(set(labels.tolist())) < 2:
+            raise EvaluationError(f"{table.file} holds label {labels[0]} alone; a ROC curve needs 0 and 1")
+        return cls(name, table.texts("sentence1"), table.texts("sentence2"), labels)
+
+    def sentences(self) -> Iterable[str]:
+        return [*self.first, *self.second]
+
+    def measure(self, model: PairModel) -> Outcome:
+        """Figure auc."""
+        return Outcome({"auc": AucOf(model.similarities(self.first, self.second), self.labels, f"pairs/{self.name}")})

@@ -1,0 +1,155 @@
+"""An evaluation as tables: what terminal, model card and report all show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distcse.evaluation import Evaluation, Score
+from distcse.evaluation.exposure import NOTICED_FROM, TRANSDUCTIVE_FROM
+
+TITLES = {
+    "sts": "STS",
+    "transfer": "Transfer",
+    "pairs": "Pairs",
+    "ranking": "Ranking",
+    "geometry": "Geometry",
+    "retrieval": "Retrieval",
+    "agreement": "Agreement",
+}
+MEASURES = {
+    "all": "Spearman ×100, all subsets at once",
+    "mean": "Spearman ×100, mean over subsets",
+    "wmean": "Spearman ×100, weighted mean over subsets",
+    "accuracy": "accuracy %",
+    "auc": "AUC ×100",
+    "kcc": "Kendall's τ-b ×100",
+    "ndcg": "NDCG ×100",
+    "agreement": "Spearman ×100 with the teachers' lists",
+}
+_ONE_TABLE_A_MEASURE = ("sts", "transfer", "pairs", "ranking", "agreement")
+_UNITS_OF_ONE = ("alignment", "uniformity")
+LOWER_IS_BETTER = ("alignment", "uniformity")
+TRANSDUCTIVE = "‡"
+NOTICED = "†"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure, with its mark and how it compares with the base's."""
+
+    text: str
+    mark: str = ""
+    difference: str = ""
+    """`+1.23 [0.98, 1.45]`: the difference from the base and its 95 % interval; empty for the base."""
+    clear: bool = False
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: one row a model, one column a set or a measure."""
+
+    suite: str
+    title: str
+    measure: str
+    """What all columns measure; empty where each has a measure of its own."""
+    columns: Sequence[str]
+    rows: dict[str, list[Cell]]
+    measure_key: str = ""
+    set: str = ""
+
+
+def grids(evaluation: Evaluation) -> list[Grid]:
+    """The tables of an evaluation, in the order of its suites."""
+    found = []
+    for suite in dict.fromkeys(score.suite for score in evaluation.scores):
+        mine = [score for score in evaluation.scores if score.suite == suite]
+        title = TITLES.get(suite, suite)
+        if suite in _ONE_TABLE_A_MEASURE:
+            for measure in _shown(suite, [score.measure for score in mine]):
+                chosen = [score for score in mine if score.measure == measure]
+                rows = _rows(evaluation, chosen)
+                sets = [score.set for score in chosen]
+                found.append(Grid(suite, title, MEASURES[measure], sets, rows, measure_key=measure))
+        else:
+            for name in dict.fromkeys(score.set for score in mine):
+                chosen = [score for score in mine if score.set == name]
+                rows, measures = _rows(evaluation, chosen), [score.measure for score in chosen]
+                found.append(Grid(suite, f"{title}, {name}", "", measures, rows, set=name))
+    return found
+
+
+def _shown(suite: str, measures: list[str]) -> list[str]:
+    """Of STS the chosen aggregate alone, which stands first; of other suites all."""
+    different = list(dict.fromkeys(measures))
+    return different[:1] if suite == "sts" else different
+
+
+def legend(evaluation: Evaluation) -> list[str]:
+    """What the marks mean, for those that are there."""
+    lines = []
+    for about in evaluation.models:
+        for name, share in about.exposure.items():
+            if share >= TRANSDUCTIVE_FROM:
+                lines.append(
+                    f"{TRANSDUCTIVE} {about.name}, {name}: transductive, {100 * share:.0f} % of the set's sentences "
+                    "were in the training text"
+                )
+            elif share >= NOTICED_FROM:
+                lines.append(
+                    f"{NOTICED} {about.name}, {name}: {100 * share:.1f} % of the set's sentences were in the training text"
+                )
+    return list(dict.fromkeys(lines))
+
+
+def number(measure: str, value: float) -> str:
+    """A figure as tables print it."""
+    return f"{value:.3f}" if measure in _UNITS_OF_ONE else f"{value:.2f}"
+
+
+def _rows(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, list[Cell]]:
+    names = [about.name for about in evaluation.models if any(about.name in score.values for score in scores)]
+    return {name: [_cell(evaluation, score, name) for score in scores] for name in names}
+
+
+def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
+    if model not in score.values:
+        return Cell("–")
+    value = score.values[model]
+    best = min(score.values.values()) if score.measure in LOWER_IS_BETTER else max(score.values.values())
+    apart = score.against(model, evaluation.base)
+    told = ""
+    if apart is not None:
+        low, high = number(score.measure, apart.low), number(score.measure, apart.high)
+        told = f"{'+' if apart.value >= 0 else ''}{number(score.measure, apart.value)} [{low}, {high}]"
+    return Cell(
+        number(score.measure, value),
+        _mark(evaluation, score, model),
+        told,
+        apart is not None and apart.clear,
+        best=len(score.values) > 1 and value == best,
+    )
+
+
+def _mark(evaluation: Evaluation, score: Score, model: str) -> str:
+    exposure = next(about.exposure for about in evaluation.models if about.name == model)
+    sets = (
+        [s.set for s in evaluation.scores if s.suite == score.suite and not s.average] if score.average else [score.set]
+    )
+    share = max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
+    return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
+
+
+def markdown_table(grid: Grid, differences: bool = False) -> list[str]:
+    """The lines of a grid in Markdown; with differences, each figure's comparison with the base under it."""
+    lines = [f"| | {' | '.join(grid.columns)} |", f"|---{'|---:' * len(grid.columns)}|"]
+    for model, cells in grid.rows.items():
+        shown = [f"**{cell.text}**{cell.mark}" if cell.best else cell.text + cell.mark for cell in cells]
+        if differences:
+            shown = [
+                f"{text}<br>{cell.difference}" if cell.difference else text
+                for text, cell in zip(shown, cells, strict=True)
+            ]
+        lines.append(f"| {model} | {' | '.join(shown)} |")
+    return lines

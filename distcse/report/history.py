@@ -1,0 +1,93 @@
+"""What a run told while it worked, read back from its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import RunError
+
+
+@dataclass(frozen=True)
+class History:
+    """Curves and circumstances of one run."""
+
+    name: str
+    losses: dict[str, list[tuple[int, float]]]
+    """By part of the loss: (step, value)."""
+    dev_name: str
+    dev: list[tuple[int, float]]
+    stages: list[tuple[str, float, str]]
+    """Stages in their order: name, seconds, what was done."""
+    recipe: str
+    versions: dict[str, str]
+    circumstances: dict[str, str]
+    """Commit, platform, corpus fingerprint, seed."""
+    seconds: float
+    """From the first event to the last."""
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The best dev score, the earlier of equals."""
+        return max(self.dev, key=lambda entry: (entry[1], -entry[0])) if self.dev else None
+
+
+def read_run(path: Path) -> History:
+    """The history of a run directory; of steps told twice, after a resume, the later report counts.
+
+    Raises:
+        RunError: The directory lacks its record.
+    """
+    try:
+        recorded = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        recipe = (path / "recipe.yaml").read_text(encoding="utf-8")
+        events = list(_events(path / "events.jsonl"))
+    except (OSError, ValueError) as lacking:
+        raise RunError(f"{path} cannot be read as a run: {lacking}") from None
+    losses: dict[str, dict[int, float]] = {}
+    dev: dict[int, float] = {}
+    stages: list[tuple[str, float, str]] = []
+    dev_name, before, training = "", events[0]["time"] if events else 0.0, 0.0
+    for event in events:
+        kind, time = event["event"], event["time"]
+        if kind == "Steps":
+            for part, value in event["losses"].items():
+                losses.setdefault(part, {})[event["step"]] = value
+            training += time - before
+        elif kind == "DevScore":
+            dev_name, dev[event["step"]] = event["name"], event["score"]
+            training += time - before
+        elif kind == "Stage" and event["finished"]:
+            stages.append((event["name"], time - before, event["note"]))
+        elif kind == "Stage":
+            continue  # its time belongs to the stage's end
+        before = time
+    last = max((step for values in losses.values() for step in values), default=0)
+    if last:
+        at = next((place for place, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
+        stages.insert(at, ("training", training, f"{last:,} steps, dev scores included"))
+    return History(
+        name=path.name,
+        losses={part: sorted(values.items()) for part, values in losses.items()},
+        dev_name=dev_name,
+        dev=sorted(dev.items()),
+        stages=stages,
+        recipe=recipe,
+        versions=recorded["versions"],
+        circumstances={
+            "commit": recorded["commit"] or "not from a checkout",
+            "platform": recorded["platform"],
+            "Python": recorded["python"],
+            "corpus": recorded["corpus"],
+        },
+        seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
+    )
+
+
+def _events(file: Path) -> Iterator[dict[str, Any]]:
+    with open(file, encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)

@@ -1,0 +1,125 @@
+"""The report: one page that needs no network, and the same as Markdown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from distcse import __version__
+from distcse.evaluation import Evaluation
+from distcse.evaluation.estimates import RESAMPLES
+from distcse.report.grids import grids, legend, markdown_table, number
+from distcse.report.history import History
+from distcse.report.plots import colour_of, pictures
+from distcse.report.published import beside
+
+_PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
+
+
+def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
+    """Write evaluation.json, report.html and report.md into a folder; the paths of the two pages."""
+    evaluation.write(folder / "evaluation.json")
+    files = [folder / "report.html", folder / "report.md"]
+    for file, text in zip(files, (html(evaluation, history), markdown(evaluation, history)), strict=True):
+        beside_it = file.with_name(f".{file.name}.{os.getpid()}")
+        beside_it.write_text(text, encoding="utf-8")
+        os.replace(beside_it, file)
+    return files
+
+
+def html(evaluation: Evaluation, history: History | None = None) -> str:
+    """The page, self-contained."""
+    page = _environment(escape=True).get_template("page.html")
+    return page.render(**_content(evaluation, history), pictures=pictures(evaluation, history))
+
+
+def markdown(evaluation: Evaluation, history: History | None = None) -> str:
+    """The page without its pictures."""
+    page = _environment(escape=False).get_template("page.md")
+    return page.render(**_content(evaluation, history)).strip() + "\n"
+
+
+def _environment(escape: bool) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("distcse.report", "."),
+        autoescape=escape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = lambda text: " ".join(str(text).replace("|", "\\|").split())
+    return environment
+
+
+def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
+    names = [about.name for about in evaluation.models]
+    tables = [(grid, beside(grid)) for grid in grids(evaluation)]
+    sources = [f"{row.model}: {row.source}" for _, papers in tables for row, _ in papers]
+    title = history.name if history else " · ".join(names)
+    return {
+        "title": title,
+        "subtitle": _subtitle(evaluation, history),
+        "tiles": _tiles(evaluation, history),
+        "marks": legend(evaluation),
+        "evaluation": evaluation,
+        "tables": tables,
+        "sources": list(dict.fromkeys(sources)),
+        "resamples": f"{RESAMPLES:,}",
+        "colours": {name: colour_of(evaluation, name) for name in names},
+        "history": history,
+        "facts": _facts(evaluation, history),
+        "markdown_table": markdown_table,
+    }
+
+
+def _subtitle(evaluation: Evaluation, history: History | None) -> str:
+    sets = len({(score.suite, score.set) for score in evaluation.scores if not score.average})
+    models = len(evaluation.models)
+    measured = f"{models} model{'s' * (models > 1)}, {sets} set{'s' * (sets > 1)}, {_duration(evaluation.seconds)}"
+    trained = f"Trained and measured in {_duration(history.seconds)}; " if history else "Measured: "
+    return f"{trained}{measured} · distcse {__version__}"
+
+
+def _tiles(evaluation: Evaluation, history: History | None) -> list[dict[str, str]]:
+    """The first suite's average (or first score) of every model, and the best dev score."""
+    tiles = []
+    if evaluation.scores:
+        first = evaluation.scores[0]
+        same = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
+        shown = next((score for score in same if score.average), first)
+        tiles = [
+            {"name": model, "figure": number(shown.measure, value), "note": f"{shown.suite.upper()} {shown.set}"}
+            for model, value in shown.values.items()
+        ]
+    if history and history.best:
+        step, score = history.best
+        tiles.append({"name": f"best {history.dev_name}", "figure": f"{score:.2f}", "note": f"at step {step:,}"})
+    return tiles
+
+
+def _facts(evaluation: Evaluation, history: History | None) -> dict[str, str]:
+    if history is None:
+        circumstances = {"platform": platform.platform(), "Python": platform.python_version()}
+        versions = {name: _version(name) for name in _PACKAGES}
+    else:
+        circumstances, versions = history.circumstances, history.versions
+    return {**evaluation.settings, **circumstances, **versions, "distcse": __version__}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

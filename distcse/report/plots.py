@@ -1,0 +1,268 @@
+"""Pictures of an evaluation and of a run, as SVG that takes its colours from the page around it.
+
+Each picture is small enough for a phone; the page sets them side by side where there is room. Text stays text. Colours are
+written as placeholders which become CSS variables, so a dark page or a printed one needs no second picture.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from distcse.evaluation import Evaluation, Score
+from distcse.report.history import History
+from distcse.report.published import published_rows
+
+SERIES = 6
+_INK, _MUTED, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
+_SERIES = tuple(f"#0500{n:02x}" for n in range(SERIES))
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _MUTED: "var(--muted)",
+    _GRID: "var(--grid)",
+    _PAPER: "var(--paper)",
+    **{colour: f"var(--series-{n})" for n, colour in enumerate(_SERIES)},
+}
+_WIDTH, _HEIGHT = 3.7, 2.7
+_SIZE = r'\s(width|height)="[^"]*"'
+_UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
+_FONTS = r"font-family: [^;]*;"
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "text.color": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.2,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG element and what it shows, in words."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
+    """All pictures that there is something to draw for."""
+    drawn = [
+        _losses(history) if history else None,
+        _dev(history) if history else None,
+        _differences(evaluation),
+        _plane(evaluation),
+        *_cosines(evaluation),
+        _bars(evaluation, "kcc", "Ranking: Kendall's τ-b", "Mean over lists, ×100."),
+        _bars(evaluation, "ndcg", "Ranking: NDCG", "Mean over lists, ×100; the gain is the gold score."),
+    ]
+    return [picture for picture in drawn if picture is not None]
+
+
+def colour_of(evaluation: Evaluation, model: str) -> int:
+    """Number of a model's colour: the same in every picture and table."""
+    return [about.name for about in evaluation.models].index(model) % SERIES
+
+
+def _losses(history: History) -> Picture | None:
+    curves = {part: curve for part, curve in history.losses.items() if not part.endswith("_cos")}
+    parts = [part for part in curves if part != "loss"]
+    if len(parts) == 1:  # the whole is that part
+        curves = {parts[0]: curves["loss"]}
+    if not curves:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for number, (part, curve) in enumerate(curves.items()):
+            steps, values = zip(*curve, strict=True)
+            axes.plot(steps, values, color=_SERIES[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
+        axes.set_xlabel("step")
+        axes.legend()
+
+    return Picture("Loss", "Means over the steps between two reports.", _svg("losses", draw))
+
+
+def _dev(history: History) -> Picture | None:
+    if history.best is None:
+        return None
+    best_step, best = history.best
+
+    def draw(axes: Axes) -> None:
+        steps, scores = zip(*history.dev, strict=True)
+        axes.plot(steps, scores, color=_SERIES[0], marker=".", markersize=4)
+        axes.plot([best_step], [best], marker="o", markersize=8, markerfacecolor="none", color=_INK)
+        right = best_step > max(steps) / 2
+        axes.annotate(
+            f"{best:.2f}",
+            (best_step, best),
+            xytext=(-9 if right else 9, -3),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="top",
+        )
+        axes.margins(y=0.12)
+        axes.set_xlabel("step")
+
+    return Picture(f"Dev score: {history.dev_name}", f"Best at step {best_step:,}: the student.", _svg("dev", draw))
+
+
+def _differences(evaluation: Evaluation) -> Picture | None:
+    """Every model's distance from the base on the first suite's sets, with its interval."""
+    if not evaluation.scores:
+        return None
+    first = evaluation.scores[0]
+    scores = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
+    others = [about.name for about in evaluation.models if about.name != evaluation.base]
+    found = {
+        model: [(row, apart) for row, score in enumerate(scores) if (apart := score.against(model, evaluation.base))]
+        for model in others
+    }
+    if not any(found.values()):
+        return None
+
+    def draw(axes: Axes) -> None:
+        for place, (model, entries) in enumerate(found.items()):
+            colour = _SERIES[colour_of(evaluation, model)]
+            shift = (place - (len(found) - 1) / 2) * 0.7 / max(len(found), 2)
+            for row, apart in entries:
+                axes.plot([apart.low, apart.high], [row + shift] * 2, color=colour)
+            rows = [row + shift for row, _ in entries]
+            axes.plot([apart.value for _, apart in entries], rows, "o", color=colour, markersize=4, label=model)
+        axes.axvline(0, color=_INK, linewidth=0.8)
+        axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        _legend_above(axes)
+
+    note = f"Points above {evaluation.base}; lines are 95 % intervals of the paired bootstrap."
+    return Picture(f"Above {evaluation.base}", note, _svg("differences", draw, _rows_height(len(scores), len(found))))
+
+
+def _plane(evaluation: Evaluation) -> Picture | None:
+    own = _by_measure(evaluation, "geometry", "STS-B")
+    if not {"alignment", "uniformity"} <= own.keys():
+        return None
+    papers = [row for row in published_rows() if (row.suite, row.set) == ("geometry", "STS-B")]
+
+    def draw(axes: Axes) -> None:
+        for row in papers:
+            _point(axes, row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", _MUTED, False)
+        for model, uniformity in own["uniformity"].items():
+            colour = _SERIES[colour_of(evaluation, model)]
+            _point(axes, uniformity, own["alignment"][model], model, colour, True)
+        axes.margins(0.18, 0.14)
+        axes.set_xlabel("uniformity (lower spreads better)")
+        axes.set_ylabel("alignment (lower is closer)")
+
+    note = "STS-B test. Hollow points are from DiffCSE's paper, BERT-base."
+    return Picture("Alignment and uniformity", note, _svg("plane", draw, 3.1))
+
+
+def _point(axes: Axes, x: float, y: float, name: str, colour: str, filled: bool) -> None:
+    axes.plot([x], [y], "o", color=colour, markerfacecolor=colour if filled else _PAPER, markersize=6)
+    axes.annotate(
+        name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", color=_INK if filled else _MUTED
+    )
+
+
+def _cosines(evaluation: Evaluation) -> list[Picture]:
+    """One picture a model: a ridge for each group of gold scores."""
+    of_set = evaluation.details.get("geometry", {}).get("STS-B", {})
+    return [_ridges(evaluation, model, detail["cosines"]) for model, detail in of_set.items()]
+
+
+def _ridges(evaluation: Evaluation, model: str, groups: Sequence[Mapping[str, object]]) -> Picture:
+    colour = _SERIES[colour_of(evaluation, model)]
+
+    def draw(axes: Axes) -> None:
+        for row, group in enumerate(groups):
+            counts = np.asarray(group["histogram"], dtype=float)
+            edges = np.linspace(-1, 1, len(counts) + 1)
+            heights = 0.85 * counts / counts.max()
+            axes.fill_between((edges[:-1] + edges[1:]) / 2, row, row + heights, color=colour, alpha=0.35, linewidth=0)
+            axes.plot((edges[:-1] + edges[1:]) / 2, row + heights, color=colour, linewidth=1)
+            axes.plot([float(group["mean"])] * 2, [row, row + 0.85], color=_INK, linewidth=1)  # type: ignore[arg-type]
+        low = [-0.25 if group["quartiles"][0] >= 0 else -1.0 for group in groups]  # type: ignore[index]
+        axes.set_xlim(min(low), 1.02)
+        axes.set_yticks(range(len(groups)), ["{:g}–{:g}".format(*group["gold"]) for group in groups])  # type: ignore[misc]
+        axes.set_xlabel("cosine")
+        axes.set_ylabel("gold score")
+        axes.grid(axis="y", visible=False)
+
+    note = "STS-B test, by group of gold scores; the line is the group's mean."
+    return Picture(f"Cosines: {model}", note, _svg(f"cosines {model}", draw))
+
+
+def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Picture | None:
+    scores = [score for score in evaluation.scores if (score.suite, score.measure) == ("ranking", measure)]
+    if not scores:
+        return None
+    models = [about.name for about in evaluation.models if any(about.name in score.values for score in scores)]
+
+    def draw(axes: Axes) -> None:
+        thick = 0.8 / len(models)
+        for place, model in enumerate(models):
+            rows = [row + (place - (len(models) - 1) / 2) * thick for row in range(len(scores))]
+            values = [score.values.get(model, 0.0) for score in scores]
+            bars = axes.barh(rows, values, 0.86 * thick, color=_SERIES[colour_of(evaluation, model)], label=model)
+            axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=6.5, color=_MUTED)
+        axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
+        axes.invert_yaxis()
+        axes.margins(x=0.14)
+        axes.grid(axis="y", visible=False)
+        _legend_above(axes)
+
+    return Picture(title, note, _svg(measure, draw, _rows_height(len(scores), len(models))))
+
+
+def _by_measure(evaluation: Evaluation, suite: str, of: str) -> dict[str, Mapping[str, float]]:
+    return {s.measure: s.values for s in evaluation.scores if (s.suite, s.set) == (suite, of)}
+
+
+def _short(score: Score) -> str:
+    return score.set.replace("average of ", "mean of ")
+
+
+def _rows_height(rows: int, models: int) -> float:
+    return 0.75 + rows * max(0.24, 0.13 * models)
+
+
+def _legend_above(axes: Axes) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
+
+
+def _svg(name: str, draw: Callable[[Axes], None], height: float = _HEIGHT) -> str:
+    """Draw on one pair of axes; the element alone, sized by the page, its placeholders turned into CSS variables."""
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt keeps names inside two pictures apart
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    opening, body = written.getvalue().partition("<svg")[2].split(">", maxsplit=1)
+    svg = f"<svg{re.sub(_SIZE, '', opening)}>{body}"
+    svg = re.sub(_UNUSED_IDS, "", re.sub(_FONTS, "", svg))
+    for placeholder, variable in _VARIABLES.items():
+        svg = svg.replace(placeholder, variable)
+    return svg.strip()
