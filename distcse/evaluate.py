@@ -33,6 +33,8 @@ def _main(options: argparse.Namespace) -> None:
     from distcse.report.page import write_pages
     from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
 
+    if options.mteb is not None:
+        _check_mteb(options)
     models = named(options.models)
     own = [OwnSet.parse(text) for text in options.add]
     suites = suites_named(options.suite.split(",")) if options.data else []
@@ -58,8 +60,20 @@ def _main(options: argparse.Namespace) -> None:
         evaluation = evaluate(candidates, tasks, settings=settings, post=view.show)
     print_remarks(evaluation)
     print_evaluation(evaluation)
+    if options.mteb is not None:
+        from distcse.evaluation.mteb import write_results
+
+        print_lines(["", f"written {write_results(candidates, options.data, options.mteb)}"])
     if options.out is not None:
         print_lines(["", *(f"written {file}" for file in write_pages(evaluation, options.out))])
+
+
+def _check_mteb(options: argparse.Namespace) -> None:
+    """Before the work: MTEB's results need its package and a data folder."""
+    import distcse.evaluation.mteb  # noqa: F401  (says what to install)
+
+    if options.data is None:
+        raise EvaluationError("--mteb measures the STS sets of a folder; give --data DIR")
 
 
 def _told(name: str, show: Listener) -> Callable[[int, int], None]:
@@ -102,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write report.html, report.md and evaluation.json there"
+    )
+    parser.add_argument(
+        "--mteb", type=Path, metavar="DIR", help="also write MTEB's own results of its STS tasks there (extra: mteb)"
     )
     parser.add_argument(
         "--aggregate", choices=["all", "mean", "wmean"], default="all", help="STS over a year's subsets"

@@ -36,6 +36,7 @@ _UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
 _FONTS = r"font-family: [^;]*;"
 _STYLE = {
     "svg.fonttype": "none",
+    "figure.dpi": 72,
     "font.family": "sans-serif",
     "font.size": 8.5,
     "text.color": _INK,
@@ -167,24 +168,54 @@ def _plane(evaluation: Evaluation) -> Picture | None:
     papers = [row for row in published_rows() if (row.suite, row.set) == ("geometry", "STS-B")]
 
     def draw(axes: Axes) -> None:
-        for row in papers:
-            _point(axes, row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", _MUTED, False)
-        for model, uniformity in own["uniformity"].items():
-            colour = _SERIES[colour_of(evaluation, model)]
-            _point(axes, uniformity, own["alignment"][model], model, colour, True)
-        axes.margins(0.18, 0.14)
+        points = [
+            (row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", _MUTED) for row in papers
+        ]
+        points += [
+            (uniformity, own["alignment"][model], model, _SERIES[colour_of(evaluation, model)])
+            for model, uniformity in own["uniformity"].items()
+        ]
+        for x, y, _, colour in points:
+            axes.plot([x], [y], "o", color=colour, markerfacecolor=_PAPER if colour == _MUTED else colour, markersize=6)
+        axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
         axes.set_ylabel("alignment (lower is closer)")
+        _name_points(axes, points[::-1])
 
     note = "STS-B test. Hollow points are from DiffCSE's paper, BERT-base."
     return Picture("Alignment and uniformity", note, _svg("plane", draw, 3.1))
 
 
-def _point(axes: Axes, x: float, y: float, name: str, colour: str, filled: bool) -> None:
-    axes.plot([x], [y], "o", color=colour, markerfacecolor=colour if filled else _PAPER, markersize=6)
-    axes.annotate(
-        name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", color=_INK if filled else _MUTED
-    )
+def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write each point's name above, below, right or left of it: the first place where no other name or point is."""
+    to_display = axes.transData.transform
+    dots = [to_display((x, y)) for x, y, _, _ in points]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    line = 11.0
+    for (x, y), (across, up), (_, _, name, colour) in zip(((p[0], p[1]) for p in points), dots, points, strict=True):
+        half = 2.7 * len(name)
+        places = {
+            (0, 6): ("center", "bottom", (across - half, up + 6, across + half, up + 6 + line)),
+            (0, -6): ("center", "top", (across - half, up - 6 - line, across + half, up - 6)),
+            (7, 0): ("left", "center", (across + 7, up - line / 2, across + 7 + 2 * half, up + line / 2)),
+            (-7, 0): ("right", "center", (across - 7 - 2 * half, up - line / 2, across - 7, up + line / 2)),
+        }
+        offset = next((o for o, (_, _, box) in places.items() if not any(_meet(box, other) for other in taken)), (0, 6))
+        aligned, vertical, box = places[offset]
+        taken.append(box)
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=offset,
+            textcoords="offset points",
+            ha=aligned,
+            va=vertical,
+            color=_MUTED if colour == _MUTED else _INK,
+        )
+
+
+def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _cosines(evaluation: Evaluation) -> list[Picture]:
