@@ -89,6 +89,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Call
 
 
 @pytest.fixture(scope="session")
+def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Path:
+    """A data folder with small labelled sets."""
+    from tests.labelled import make_data
+
+    return make_data(tmp_path_factory.mktemp("labelled"), sentences)
+
+
+@pytest.fixture(scope="session")
+def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two bi-encoders and a cross-encoder on everything but transfer."""
+    from distcse.evaluation import SUITES, Protocol, Reading, collect, evaluate, open_candidate
+    from tests.models import make_cross_encoder
+
+    cross = make_cross_encoder(tmp_path_factory.mktemp("cross"), tiny("bert"))
+    models = {"wide": str(tiny("bert", width=64)), "thin": str(tiny("bert")), "cross": str(cross)}
+    candidates = [open_candidate(name, path, Reading(pooling="mean")) for name, path in models.items()]
+    tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], Protocol())
+    return evaluate(candidates, tasks)
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One local Ray cluster for all cluster tests, as `distcse.train` starts it."""
     from distcse.student.cluster import cluster as start

@@ -14,7 +14,10 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
 from transformers import (
+    AutoConfig,
     AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     DistilBertConfig,
     ModernBertConfig,
@@ -85,6 +88,21 @@ def make_encoder(
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(5)  # far from 0, so that different sentences get different vectors
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_cross_encoder(folder: Path, encoder: Path, labels: int = 1) -> Path:
+    """Write a random scorer of sentence pairs on top of a small encoder's tokenizer and sizes."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    config = AutoConfig.from_pretrained(encoder, num_labels=labels)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

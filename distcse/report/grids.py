@@ -90,7 +90,8 @@ def legend(evaluation: Evaluation) -> list[str]:
     """What the marks mean, for those that are there."""
     lines = []
     for about in evaluation.models:
-        for name, share in about.exposure.items():
+        for entry, share in about.exposure.items():
+            name = entry.replace("/", " ", 1)
             if share >= TRANSDUCTIVE_FROM:
                 lines.append(
                     f"{TRANSDUCTIVE} {about.name}, {name}: transductive, {100 * share:.0f} % of the set's sentences "

@@ -93,10 +93,13 @@ def test_alone_it_starts_ray_and_leaves_a_model(recipe_file: Path) -> None:
         "recipe.yaml",
         "run.json",
         "events.jsonl",
-        "scores.json",
+        "evaluation.json",
+        "report.html",
+        "report.md",
         "model",
     }
-    assert json.loads((run / "scores.json").read_text())["student"]["agreement"] > 0
+    (score,) = json.loads((run / "evaluation.json").read_text())["scores"]
+    assert score["measure"] == "agreement" and score["values"]["student"] > 0
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_interrupted_on_two_workers_resumed_on_one(recipe_with: MakeRecipe) -> N
 
     first = run(recipe_with("training.workers=2", "training.log_every=1"), Watch(note, lambda: len(steps) >= 2))
     assert first.outcome.interrupted and 0 < first.outcome.position.step < first.outcome.steps
-    assert first.scores == {} and (first.directory.model / "model.safetensors").exists()
+    assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
     directory, recipe = RunDirectory.reopen(first.directory.path, ["training.workers=1"])
     second = run(recipe, Watch(), directory)
     assert second.outcome.position.finished and not second.outcome.interrupted

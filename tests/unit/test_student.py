@@ -244,5 +244,7 @@ def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: Ma
     for name, tensor in saved.state_dict().items():
         assert torch.equal(tensor, weights[f"encoder.{name}"])
     assert not any("projection" in file.name for file in result.directory.model.rglob("*"))
-    assert set(result.scores) == {"start", "student", "teacher 0", "teacher 1"}
-    assert result.scores["student"]["agreement"] > result.scores["start"]["agreement"]
+    assert result.evaluation is not None
+    assert [about.name for about in result.evaluation.models] == ["start", "student", "teacher 0", "teacher 1"]
+    (score,) = result.evaluation.scores
+    assert score.measure == "agreement" and score.values["student"] > score.values["start"]

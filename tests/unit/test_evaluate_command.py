@@ -1,0 +1,52 @@
+"""`python -m distcse.evaluate`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse.evaluate import main
+
+
+def test_one_command_measures_and_writes(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "report"
+    models = [f"first={tiny()}", f"second={tiny('bert', width=64)}"]
+    arguments = [*models, "--suite", "sts,pairs", "--data", str(labelled), "--pooling", "mean", "--out", str(out)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert "average of 2 of 7" in shown.out and "AUC" in shown.out and f"written {out}/report.html" in shown.out
+    assert "missing   STS13" in shown.err and "second" in shown.err
+    assert {file.name for file in out.iterdir()} == {"report.html", "report.md", "evaluation.json"}
+    stored = json.loads((out / "evaluation.json").read_text())
+    assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
+    assert [about["pooling"] for about in stored["models"]] == ["mean", "mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere", "--add", "sts={labelled}/sts/stsb/test.tsv.gz"], "nowhere"),
+        (["{tiny}", "--data", "{labelled}", "--suite", "stss"], "no suite 'stss'"),
+        (["{tiny}", "--data", "{labelled}/nowhere"], "is no folder"),
+        (["{tiny}"], "nothing to measure: give --data"),
+        (["{tiny}", "--data", "{labelled}"], "does not say how it pools"),
+        (["a={tiny}", "a={tiny}", "--data", "{labelled}"], "two models are called a"),
+        (["{tiny}", "--data", "{labelled}", "--out", "/proc/no"], "cannot write to /proc/no"),
+        (["{tiny}", "--mteb", "{labelled}", "--add", "sts=x.tsv"], "give --data DIR"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    told: str,
+    labelled: Path,
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([argument.format(labelled=labelled, tiny=tiny()) for argument in arguments]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
+    assert len(lines) == 1 and told in lines[0]

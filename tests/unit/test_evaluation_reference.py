@@ -1,0 +1,147 @@
+"""The real teacher on the real sets: known figures, and the same through other people's libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import kendalltau, spearmanr
+from sklearn.metrics import ndcg_score, roc_auc_score
+from sklearn.metrics.pairwise import paired_cosine_distances
+
+from distcse.encoder import Encoder, resolve_model
+from distcse.evaluation import (
+    STSB_DEV,
+    Protocol,
+    RetrievalTask,
+    ScoredPairs,
+    Shelf,
+    StsTask,
+    VectorModel,
+    collect,
+    sts_score,
+    suites_named,
+)
+from distcse.evaluation.geometry import GeometryTask
+from distcse.evaluation.pairs import PairTask
+from distcse.evaluation.ranking import RankingTask
+from distcse.evaluation.tables import Table, read_table
+
+FIGURES = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(minilm: str, data: Path) -> VectorModel:
+    """all-MiniLM-L6-v2, mean pooling, every STS sentence encoded."""
+    model = VectorModel.of(Encoder.load(minilm))
+    model.prepare(
+        text for task in collect(data, suites_named(["sts"]), [], Protocol()).tasks for text in task.sentences()
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def sets(data: Path) -> dict[str, ScoredPairs]:
+    tasks = collect(data, suites_named(["sts"]), [], Protocol()).tasks
+    return {task.name: task.pairs for task in tasks if isinstance(task, StsTask)}
+
+
+@pytest.fixture(scope="module")
+def dev(data: Path) -> ScoredPairs:
+    tables = Shelf.of(data).take(STSB_DEV)
+    assert tables is not None
+    return ScoredPairs.of(STSB_DEV.name, tables["dev"])
+
+
+def test_the_known_figures(model: VectorModel, sets: dict[str, ScoredPairs], dev: ScoredPairs) -> None:
+    assert {name: sts_score(model, pairs) for name, pairs in sets.items()} == {
+        name: pytest.approx(figure, abs=0.02) for name, figure in FIGURES.items()
+    }
+    assert sts_score(model, dev) == pytest.approx(86.72, abs=0.02)
+
+
+def test_sts_through_sentence_transformers(model: VectorModel, sets: dict[str, ScoredPairs], minilm: str) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    theirs = SentenceTransformer(str(resolve_model(minilm)), device="cpu")
+    for name, pairs in sets.items():
+        evaluator = EmbeddingSimilarityEvaluator(pairs.first, pairs.second, pairs.gold.tolist(), batch_size=64)
+        found = evaluator(theirs)[f"spearman_{theirs.similarity_fn_name}"]
+        assert sts_score(model, pairs) / 100 == pytest.approx(found, abs=1e-6), name
+
+
+def test_sts_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[str, ScoredPairs]) -> None:
+    for name, pairs in sets.items():
+        distances = paired_cosine_distances(model.vectors(pairs.first), model.vectors(pairs.second))
+        found = spearmanr(1 - distances, pairs.gold).statistic
+        assert sts_score(model, pairs) / 100 == pytest.approx(found, abs=1e-6), name
+
+
+def test_ranking_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[str, ScoredPairs]) -> None:
+    for name, pairs in sets.items():
+        task = RankingTask(pairs)
+        figures = task.measure(model).figures
+        kcc, ndcg = [], []
+        for entry in task.lists:
+            cosines = model.unit_vectors(entry.partners).astype(np.float64) @ model.unit_vectors([entry.query])[0]
+            kcc.append(kendalltau(cosines, entry.gold).statistic)
+            ndcg.append(ndcg_score([entry.gold], [cosines]))
+        assert figures["kcc"].value == pytest.approx(100 * np.mean(kcc), abs=1e-6), name
+        assert figures["ndcg"].value == pytest.approx(100 * np.mean(ndcg), abs=1e-6), name
+
+
+def test_pairs_through_scikit_learn(minilm: str, data: Path) -> None:
+    model = VectorModel.of(Encoder.load(minilm))
+    (task,) = (task for task in collect(data, suites_named(["pairs"]), [], Protocol()).tasks if task.name == "MRPC")
+    assert isinstance(task, PairTask)
+    cosines = (model.unit_vectors(task.first).astype(np.float64) * model.unit_vectors(task.second)).sum(axis=1)
+    value = task.measure(model).figures["auc"].value
+    assert value == pytest.approx(100 * roc_auc_score(task.labels, cosines), abs=1e-6)
+
+
+def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, ScoredPairs], data: Path) -> None:
+    pairs = sets["STS-B"]
+    figures = GeometryTask(pairs).measure(model).figures
+    vectors = model.unit_vectors(pairs.unique).astype(np.float64)
+    squares = np.maximum(2 - 2 * (vectors @ vectors.T), 0)[np.triu_indices(len(vectors), 1)]
+    assert figures["uniformity"].value == pytest.approx(np.log(np.exp(-2 * squares).mean()), abs=1e-6)
+    close = pairs.gold > 4
+    first, second = (model.unit_vectors(np.array(side)[close].tolist()) for side in (pairs.first, pairs.second))
+    assert figures["alignment"].value == pytest.approx(((first - second) ** 2).sum(axis=1).mean(), abs=1e-6)
+    (task,) = collect(data, suites_named(["retrieval"]), [], Protocol()).tasks
+    assert isinstance(task, RetrievalTask)
+    outcome = task.measure(model)
+    assert outcome.details == {
+        "queries": 194,
+        "documents": len(pairs.unique),
+    }  # 97 pairs, both ways, as DiffCSE's 77.84
+    assert outcome.figures["recall@1"].value < outcome.figures["recall@5"].value <= 100
+
+
+def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Path, tmp_path: Path) -> None:
+    mteb = pytest.importorskip("mteb")
+    from distcse.evaluation import About, Candidate
+    from distcse.evaluation.mteb import write_results
+
+    about = About("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
+    folder = write_results([Candidate(about, model)], data, tmp_path)
+    files = {file.stem: file for file in folder.rglob("*.json") if file.stem != "model_meta"}
+    assert set(files) == {"STS12", "STS13", "STS14", "STSBenchmark", "SICK-R"}
+    for name, file in files.items():
+        result = mteb.results.TaskResult.from_disk(file)
+        ours = "STS-B" if name == "STSBenchmark" else name
+        if ours != "SICK-R":  # MTEB's is all of SICK, the papers' its test split
+            assert 100 * result.get_score() == pytest.approx(sts_score(model, sets[ours]), abs=0.01), name
+    whole = ScoredPairs.of("SICK", _all_of_sick(data))
+    result = mteb.results.TaskResult.from_disk(files["SICK-R"])
+    assert len(whole.gold) == 9927 and 100 * result.get_score() == pytest.approx(sts_score(model, whole), abs=0.01)
+
+
+def _all_of_sick(data: Path) -> Table:
+    tables = [read_table(data / "sts" / "sickr" / f"{split}.tsv.gz") for split in ("train", "trial", "test")]
+    names = ("score", "sentence1", "sentence2")
+    return Table(Path("sick"), {name: [field for table in tables for field in table.columns[name]] for name in names})

@@ -1,0 +1,215 @@
+"""The report of a real small run: in Chromium, as Markdown, and what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcse.errors import RunError
+from distcse.evaluation import Evaluation
+from distcse.events import Watch
+from distcse.report.card import write_card
+from distcse.report.grids import grids
+from distcse.report.history import History, read_run
+from distcse.report.page import html, markdown, write_pages
+from distcse.report.plots import pictures
+from distcse.report.terminal import print_evaluation, print_remarks
+from distcse.student.run import Result, run
+from tests.jobs import make_recipe
+
+
+@pytest.fixture(scope="session")
+def result(
+    labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Result:
+    """A run with labelled data, its corpus holding the sentences of the sets: transductive."""
+    overrides = (f"evaluation.data={labelled}", "training.epochs=3")
+    folder = tmp_path_factory.mktemp("run")
+    return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Watch())
+
+
+@pytest.fixture(scope="session")
+def history(result: Result) -> History:
+    return read_run(result.directory.path)
+
+
+@pytest.fixture(scope="session")
+def measured(result: Result) -> Evaluation:
+    assert result.evaluation is not None
+    return result.evaluation
+
+
+@pytest.fixture(scope="session")
+def page(measured: Evaluation, history: History, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file, _ = write_pages(measured, tmp_path_factory.mktemp("report"), history)
+    return file
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+def test_history_tells_curves_stages_and_circumstances(history: History, result: Result) -> None:
+    assert [step for step, _ in history.dev] == [step for step, _ in result.outcome.position.scores]
+    assert history.best == pytest.approx(result.outcome.position.best) and history.dev_name == "STS-B dev"
+    assert history.losses["rank"][-1][0] == result.outcome.steps
+    names = [name for name, _, _ in history.stages]
+    assert names == ["corpus", "tokens", "teacher 0", "training", "exposure", "start", "student", "teacher"]
+    assert all(seconds >= 0 for _, seconds, _ in history.stages) and history.seconds > 0
+    assert sum(seconds for _, seconds, _ in history.stages) <= history.seconds + 0.01
+    assert "list_net" in history.recipe and history.versions["torch"]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be read as a run"):
+        read_run(tmp_path)
+
+
+def test_page_needs_no_network(page: Path) -> None:
+    text = page.read_text()
+    assert re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)""", text) == []
+    assert re.findall(r"url\((?!#)|@import|<script|<link", text) == []
+    assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder became a variable
+
+
+def test_page_says_everything(page: Path, measured: Evaluation, history: History) -> None:
+    text = page.read_text()
+    for grid in grids(measured):
+        assert grid.title in text
+        for cells in grid.rows.values():
+            assert all(cell.text in text for cell in cells)
+    for told in (
+        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity", "Cosines: student"),
+        *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG", "Nearest neighbours that changed: start → student"),
+        *("Every knob of", "seconds in it", "Not measured, and in no average: STS13: no ", "torch"),
+        *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
+    ):
+        assert told in text, told
+    assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
+    assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
+
+
+def test_markdown_twin_has_the_same_figures(measured: Evaluation, history: History) -> None:
+    text = markdown(measured, history)
+    for grid in grids(measured):
+        for model, cells in grid.rows.items():
+            assert any(
+                line.startswith(f"| {model} |") and all(cell.text in line for cell in cells)
+                for line in text.splitlines()
+            )
+    for line in text.splitlines():
+        if line.startswith("|---"):
+            width = line.count("|")
+        elif line.startswith("| ") and not line.startswith("| |"):
+            assert re.sub(r"\\\|", "", line).count("|") == width or "---" not in line, line
+    assert "(published)" in text and "‡" in text and "```yaml" in text
+
+
+def test_words_of_users_cannot_break_the_page(measured: Evaluation) -> None:
+    about = replace(measured.models[0], source="<script>alert(1)</script>|x")
+    odd = replace(measured, models=[about, *measured.models[1:]], warnings=["<b>bold</b> & more"])
+    assert "<script>alert" not in html(odd) and "&lt;b&gt;bold&lt;/b&gt; &amp; more" in html(odd)
+    assert html(odd).count("<h2>Recipe</h2>") == 0  # without a run there is none
+
+
+def test_pictures_take_the_pages_colours(measured: Evaluation, history: History) -> None:
+    drawn = pictures(measured, history)
+    assert [picture.title for picture in drawn[:4]] == [
+        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity")
+    ]
+    for picture in drawn:
+        assert picture.svg.startswith("<svg") and picture.svg.endswith("</svg>")
+        assert "var(--" in picture.svg and not re.search(r'#[0-9a-f]{6}[;"]', picture.svg)
+        assert "<text" in picture.svg
+
+
+def test_page_in_chromium(page: Path, chromium: Any, tmp_path: Path) -> None:
+    asked: list[str] = []
+    colours = {}
+    for scheme in ("light", "dark"):
+        context = chromium.new_context(viewport={"width": 1200, "height": 900}, color_scheme=scheme, offline=True)
+        tab = context.new_page()
+        problems: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message, into=problems: into.append(message.text))
+        tab.on("pageerror", lambda error, into=problems: into.append(str(error)))
+        tab.goto(page.as_uri())
+        assert problems == []
+        ink, paper, series = (
+            tab.evaluate(f"getComputedStyle(document.querySelector('{where}')).{what}")
+            for where, what in (
+                ("body", "color"),
+                ("body", "backgroundColor"),
+                ("figure svg path[style*=series]", "stroke"),
+            )
+        )
+        assert _contrast(ink, paper) > 10
+        colours[scheme] = (ink, paper, series)
+        assert tab.locator("figure svg").count() >= 8
+        for box in (figure.bounding_box() for figure in tab.locator("figure svg").all()):
+            assert box is not None and box["width"] > 200 and box["height"] > 100
+        context.close()
+    assert all(one != other for one, other in zip(colours["light"], colours["dark"], strict=True))
+    assert asked and all(url.startswith("file:") for url in asked)
+
+
+def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
+    context = chromium.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark", offline=True)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # tables scroll in themselves, the page does not
+    size = tab.evaluate("getComputedStyle(document.querySelector('td')).fontSize")
+    assert float(size.removesuffix("px")) >= 14
+    text = tab.locator("figure svg text").first.bounding_box()
+    assert text is not None and text["height"] > 8
+    tab.emulate_media(media="print")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert tab.pdf(format="A4").startswith(b"%PDF")
+    context.close()
+
+
+def test_card_has_the_tables_and_the_mark(result: Result) -> None:
+    write_card(result)
+    card = (result.directory.model / "README.md").read_text()
+    assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
+    assert "‡ student, sts STS-B: transductive" in card and "Not measured: STS13: no " in card
+
+
+def test_terminal_shows_figures_and_intervals(
+    measured: Evaluation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_evaluation(measured)
+    print_remarks(measured)
+    shown = capsys.readouterr()
+    for grid in grids(measured):
+        for cells in grid.rows.values():
+            for cell in cells:
+                assert cell.text + cell.mark in shown.out and cell.difference in shown.out
+    assert "\x1b[" not in shown.out and "missing   STS13" in shown.err and "warning   STS12" in shown.err
+
+
+def _contrast(one: str, other: str) -> float:
+    """Contrast ratio of WCAG 2 of two `rgb(r, g, b)`."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
