@@ -79,7 +79,7 @@ class SpearmanOf:
 
     @cached_property
     def value(self) -> float:
-        return float(100 * spearmanr(self.predicted, self.gold).statistic)
+        return spearman(self.predicted, self.gold)
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
@@ -107,7 +107,8 @@ class AucOf:
         ranks, positive = weighted_ranks(self.predicted, weights), weights * (self.labels == 1)
         count = positive.sum(axis=1)
         beaten = (positive * ranks).sum(axis=1) - count * (count + 1) / 2
-        return np.asarray(100 * beaten / (count * (weights.sum(axis=1) - count)))
+        pairs = count * (weights.sum(axis=1) - count)  # 0 where a resample holds one label alone: no figure
+        return np.asarray(100 * np.divide(beaten, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0))
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,13 @@ def difference(ours: Estimate, theirs: Estimate) -> Difference | None:
         return None
     low, high = np.nanpercentile(a - b, [2.5, 97.5])
     return Difference(ours.value - theirs.value, float(low), float(high))
+
+
+def spearman(predicted: NDArray[np.floating], gold: NDArray[np.float64]) -> float:
+    """Spearman's correlation, times 100; 0 where either side has no order."""
+    if len(gold) < 2 or np.ptp(predicted) == 0 or np.ptp(gold) == 0:
+        return 0.0
+    return float(100 * spearmanr(predicted, gold).statistic)
 
 
 def draw(items: str, count: int, resamples: int = RESAMPLES) -> Weights:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.encoder import CrossEncoder, Encoder
+from distcse.errors import EvaluationError
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
@@ -56,6 +57,11 @@ class VectorModel:
         begun = perf_counter()
         vectors = np.asarray(self._encode(new), dtype=np.float32)
         self.seconds += perf_counter() - begun
+        if broken := int((~np.isfinite(vectors)).any(axis=1).sum()):
+            raise EvaluationError(
+                f"the model gives no numbers (NaN or infinity) for {broken:,} of {len(new):,} texts; it has diverged, "
+                "or its precision is too low"
+            )
         known = len(self._places)
         self._places.update({text: known + place for place, text in enumerate(new)})
         self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
@@ -74,6 +80,7 @@ class VectorModel:
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """(n,) cosines; 0 where a vector is zero, as SentEval's nan_to_num has it."""
+        self.prepare([*first, *second])
         ours, theirs = (self.vectors(texts).astype(np.float64) for texts in (first, second))
         lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
         products = np.einsum("nd,nd->n", ours, theirs)

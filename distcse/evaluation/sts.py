@@ -13,10 +13,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 from distcse.errors import EvaluationError
-from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf
+from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import Outcome
@@ -89,7 +88,7 @@ class StsTask:
 
 def sts_score(model: PairModel, pairs: ScoredPairs) -> float:
     """Spearman, times 100, over all pairs."""
-    return SpearmanOf(model.similarities(pairs.first, pairs.second), pairs.gold, pairs.name).value
+    return spearman(model.similarities(pairs.first, pairs.second), pairs.gold)
 
 
 def subset_correlations(predicted: NDArray[np.floating], pairs: ScoredPairs) -> dict[str, tuple[int, float]]:
@@ -97,7 +96,5 @@ def subset_correlations(predicted: NDArray[np.floating], pairs: ScoredPairs) -> 
     found = {}
     for subset in dict.fromkeys(pairs.subsets.tolist()):
         mine = pairs.subsets == subset
-        ordered = mine.sum() > 1 and np.ptp(predicted[mine]) > 0 and np.ptp(pairs.gold[mine]) > 0
-        score = float(100 * spearmanr(predicted[mine], pairs.gold[mine]).statistic) if ordered else 0.0
-        found[subset] = (int(mine.sum()), score)
+        found[subset] = (int(mine.sum()), spearman(predicted[mine], pairs.gold[mine]))
     return found

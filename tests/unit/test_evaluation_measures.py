@@ -84,6 +84,14 @@ def test_a_vector_model_encodes_each_sentence_once() -> None:
     assert model.similarities(["x"], ["a"]).tolist() == [0]  # no direction: SentEval's nan_to_num
 
 
+def test_a_collapsed_model_scores_nothing_and_a_diverged_one_is_refused() -> None:
+    pairs = pairs_of([("a", "ab", 3), ("a", "b", 1), ("ab", "abb", 2)])
+    assert sts_score(VectorModel(lambda texts: np.ones((len(texts), 3))), pairs) == 0
+    diverged = VectorModel(lambda texts: np.full((len(texts), 3), np.nan))
+    with pytest.raises(EvaluationError, match=r"no numbers .* for 4 of 4 texts; it has diverged"):
+        sts_score(diverged, pairs)
+
+
 def test_pairs_are_scikit_learns_auc() -> None:
     labels, scores = np.array([0, 1, 1, 0, 1]), np.array([0.3, 0.3, 0.9, 0.1, 0.2])
     names = [f"s{n}" for n in range(5)]
