@@ -129,14 +129,18 @@ class Encoder(nn.Module):
     ) -> NDArray[np.float32]:
         """(n,) texts -> (n, H) float32 vectors, in the texts' order; without dropout or gradient.
 
+        Texts of the same tokens go through once and have the same vector, to the last bit.
+
         Args:
             texts: What to encode.
             batch_tokens: Tokens, padding included, of one forward pass.
             normalize: Unit vectors; None follows the model.
             precision: `fp32`, or `bf16` / `fp16` autocast with float32 pooling.
-            on_progress: Told the number of texts done.
+            on_progress: Told the number of different texts done.
         """
-        ids = self.token_ids(texts)
+        everything = self.token_ids(texts)
+        place_of = {row: place for place, row in enumerate(dict.fromkeys(map(tuple, everything)))}
+        ids = [list(row) for row in place_of]
         vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
         was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
         self.eval()
@@ -150,7 +154,7 @@ class Encoder(nn.Module):
                 if on_progress is not None:
                     on_progress(done)
         self.train(was_training)
-        return vectors
+        return vectors if len(ids) == len(everything) else vectors[[place_of[tuple(row)] for row in everything]]
 
     def save(self, path: str | Path) -> None:
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""

@@ -79,12 +79,17 @@ class VectorModel:
         return np.asarray(vectors / np.where(lengths > 0, lengths, 1.0), dtype=np.float32)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) cosines; 0 where a vector is zero, as SentEval's nan_to_num has it."""
+        """(n,) cosines; 0 where a vector is zero, as SentEval's nan_to_num has it.
+
+        Computed in float64 and rounded to float32: the cosines of equal sentences are 1 without the last bits' noise, and
+        tie. In that noise the correlation on STS12, with 79 such pairs, moves by 3e-5 from library to library.
+        """
         self.prepare([*first, *second])
         ours, theirs = (self.vectors(texts).astype(np.float64) for texts in (first, second))
         lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
         products = np.einsum("nd,nd->n", ours, theirs)
-        return np.asarray(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0))
+        cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+        return np.asarray(cosines.astype(np.float32), dtype=np.float64)
 
 
 class PairScores:
