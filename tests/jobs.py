@@ -15,7 +15,7 @@ from distcse.student.directory import RunDirectory
 from distcse.student.houses import InProcess
 from distcse.student.loop import Outcome, fit
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LocalSource, TableTeacher, table_of
+from distcse.teachers import EmbeddingTable, LocalSource, serving, table_of
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:
@@ -62,4 +62,5 @@ def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = N
     """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
     seen: list[Event] = events if events is not None else []
     watch = Watch(seen.append, lambda: 0 <= stop_after < len(seen))
-    return fit(job, [LocalSource(TableTeacher(table)) for table in tables], watch)
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    return fit(job, [LocalSource(serving(teacher, table, job.recipe.seed)) for teacher, table in teachers], watch)

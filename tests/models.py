@@ -16,6 +16,7 @@ from tokenizers.trainers import WordPieceTrainer
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -90,6 +91,14 @@ def make_encoder(
                 parameter.mul_(5)  # far from 0, so that different sentences get different vectors
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_masked_lm(folder: Path, encoder: Path, seed: int = 2) -> Path:
+    """Write a random masked language model with a small encoder's tokenizer and sizes."""
+    torch.manual_seed(seed)
+    AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(encoder)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(encoder).save_pretrained(folder)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from distcse.encoder.cross import CrossEncoder, is_cross_encoder
 from distcse.encoder.encoder import Encoder
-from distcse.encoder.model import StudentModel, build_student
 from distcse.encoder.pooling import pool
 from distcse.encoder.projection import build_projection
 from distcse.encoder.source import model_fingerprint, resolve_model
@@ -10,9 +9,7 @@ from distcse.encoder.source import model_fingerprint, resolve_model
 __all__ = [
     "CrossEncoder",
     "Encoder",
-    "StudentModel",
     "build_projection",
-    "build_student",
     "is_cross_encoder",
     "model_fingerprint",
     "pool",

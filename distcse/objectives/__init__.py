@@ -8,21 +8,26 @@ W first.
 """
 
 from distcse.objectives.consistency import Consistency, jensen_shannon, negative_entropy
+from distcse.objectives.detection import Detection, detection
 from distcse.objectives.info_nce import InfoNCE, info_nce
 from distcse.objectives.list_mle import ListMLE, list_mle
 from distcse.objectives.list_net import ListNet, list_net
 from distcse.objectives.lists import mix_lists, without_positive
 from distcse.objectives.objective import Objective, build_objective
+from distcse.objectives.rank_regression import RankRegression, squared_errors
 from distcse.objectives.views import Views, gather_views
 
 __all__ = [
     "Consistency",
+    "Detection",
     "InfoNCE",
     "ListMLE",
     "ListNet",
     "Objective",
+    "RankRegression",
     "Views",
     "build_objective",
+    "detection",
     "gather_views",
     "info_nce",
     "jensen_shannon",
@@ -30,5 +35,6 @@ __all__ = [
     "list_net",
     "mix_lists",
     "negative_entropy",
+    "squared_errors",
     "without_positive",
 ]

@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcse.objectives.consistency import Consistency
+from distcse.objectives.detection import Detection
 from distcse.objectives.info_nce import InfoNCE
 from distcse.objectives.list_mle import ListMLE
 from distcse.objectives.list_net import ListNet
+from distcse.objectives.rank_regression import RankRegression
 from distcse.objectives.views import Views
 from distcse.recipe import ObjectiveSection, RankSection
 
 
 class Objective(nn.Module):
-    """Σ weight · term(views, lists).
+    """Σ weight · term(views, lists), or with `hinge` the larger of InfoNCE and rank regression, and the others.
 
     Args:
         terms: Name to module.
-        weights: Name to weight.
+        weights: Name to weight; also that of `detection`, which the student's model computes.
+        combine: `sum` or `hinge`.
     """
 
-    def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float]) -> None:
+    def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float], combine: str = "sum") -> None:
         super().__init__()
         self.terms = nn.ModuleDict(terms)
         self.weights = weights
+        self.combine = combine
 
     @property
     def needs_lists(self) -> bool:
         """Whether a term wants the teachers' lists."""
-        return "rank" in self.terms
+        return "rank" in self.terms or "rank_regression" in self.terms
 
-    def forward(self, views: Views, lists: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, views: Views, lists: Tensor | None = None, found: Detection | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """This worker's share of the loss, and detached shares by name.
 
-        The names are `loss` (weighted), `info_nce`, `consistency` and `rank` (unweighted, those the recipe has), and
-        `pos_cos` and `neg_cos`, the mean cosine of the positives and of all other pairs.
+        The names are `loss` (weighted), those of the recipe's terms (unweighted), and `pos_cos` and `neg_cos`, the mean
+        cosine of the positives and of all other pairs; with detection `edited_found` and `kept_found`.
 
         Args:
             views: The batch.
-            lists: (R, C) float32 weighted mean of the teachers' cosines; needed by a rank term.
+            lists: (R, C) float32 weighted mean of the teachers' lists; needed by a rank term.
+            found: What the discriminator made of the batch; needed by detection.
 
         Raises:
             ValueError: A rank term without lists, or lists of another shape than (R, C).
@@ -52,9 +60,21 @@ class Objective(nn.Module):
         # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
             shares = {name: term(views, lists) for name, term in self.terms.items()}
-            loss = torch.stack([self.weights[name] * share for name, share in shares.items()]).sum()
+            accuracies: dict[str, Tensor] = {}
+            if found is not None:
+                shares["detection"], accuracies = found.shares()
+            loss = self._combined({name: self.weights[name] * share for name, share in shares.items()})
         parts = {name: share.detach() for name, share in shares.items()}
-        return loss, {"loss": loss.detach(), **parts, **_cosine_shares(views)}
+        return loss, {"loss": loss.detach(), **parts, **accuracies, **_cosine_shares(views)}
+
+    def _combined(self, weighted: dict[str, Tensor]) -> Tensor:
+        if self.combine == "hinge":
+            # All workers choose by the global losses: the smaller one gets no gradient in this step.
+            both = torch.stack([weighted["info_nce"].detach(), weighted["rank_regression"].detach()])
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(both)
+            weighted.pop("rank_regression" if both[0] >= both[1] else "info_nce")
+        return torch.stack(list(weighted.values())).sum()
 
 
 def build_objective(section: ObjectiveSection) -> Objective:
@@ -68,7 +88,13 @@ def build_objective(section: ObjectiveSection) -> Objective:
         weights["consistency"] = section.consistency.beta
     if section.rank is not None and section.rank.gamma:
         terms["rank"], weights["rank"] = _rank_term(section.rank), section.rank.gamma
-    return Objective(terms, weights)
+    if (regression := section.rank_regression) is not None and regression.weight:
+        same_view = regression.student_similarity == "same_view"
+        terms["rank_regression"] = RankRegression(regression.lower, regression.upper, same_view)
+        weights["rank_regression"] = regression.weight
+    if section.detection is not None:
+        weights["detection"] = section.detection.weight
+    return Objective(terms, weights, section.combine)
 
 
 def _rank_term(section: RankSection) -> nn.Module:

@@ -49,6 +49,11 @@ class Views:
         return _cosines(self.z1, self.all_z2)
 
     @cached_property
+    def same(self) -> Tensor:
+        """(R, C) cosines of z1_i and z1_j, in the dtype of `similarities`."""
+        return _cosines(self.z1, self.all_z1)
+
+    @cached_property
     def reverse(self) -> Tensor:
         """S': (R, C) cosines of z2_i and z1_j, this worker's rows of the transposed S; dtype as S."""
         return _cosines(self.z2, self.all_z1)

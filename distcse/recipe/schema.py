@@ -87,6 +87,10 @@ class TeacherSection(EncoderSection):
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
+    space: Literal["cosine", "rank"] = "cosine"
+    """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
+    references: Annotated[int, Field(ge=2)] = 100_000
+    """Sentences of the corpus, drawn by the seed, that a rank-space teacher orders; all of a smaller corpus."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Arithmetic of the frozen forward pass. bf16 moves cosines by up to 4e-3; tables are stored in fp16 either way."""
 
@@ -148,6 +152,52 @@ class RankSection(Section):
     """ListMLE: null is exact; 1e-10 or 1e-7 adds the public codes' constant inside the logarithm."""
 
 
+class RankRegressionSection(Section):
+    """The student's cosines shall be the teachers' rank-space similarities (RankEncoder Eq. 6)."""
+
+    weight: Weight = 0.05
+    """Weight λ of the term."""
+    lower: Annotated[float, Field(ge=-2, le=2)] = 0.5
+    """τl: pairs less similar than this are left out."""
+    upper: Annotated[float, Field(ge=-2, le=2)] = 0.8
+    """τu: pairs more similar than this are left out; 0.9999 drops the sentence itself alone."""
+    student_similarity: Literal["cross_view", "same_view"] = "cross_view"
+    """Cosine of a pair's different views, as the public code has it, or of its first views."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> RankRegressionSection:
+        if self.lower >= self.upper:
+            raise ValueError(f"lower is {self.lower} and upper {self.upper}; no pair lies between them")
+        return self
+
+
+class DetectionSection(Section):
+    """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
+
+    weight: Weight = 0.005
+    """Weight λ of the term."""
+    generator: str | None = None
+    """Folder or hub id of a masked language model with the student's vocabulary; `deletion` needs none."""
+    operation: Literal["replacement", "insertion", "deletion"] = "replacement"
+    """What is done to the sentence (DiffCSE Table 4)."""
+    masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of tokens that are masked, inserted or deleted; each view has its own."""
+    replace: Literal["all_positions", "masked_only"] = "all_positions"
+    """The generator's choice counts everywhere, as in the public code, or at masked positions alone."""
+    reduction: Literal["all", "nonpad"] = "all"
+    """The mean is over all positions, padding too, as in the public code, to which λ is tuned; or over tokens."""
+    condition: Literal["projected", "pooled"] = "projected"
+    """The vector that the discriminator is told: behind the projection, or before it."""
+    generator_dropout: bool = True
+    """Dropout in the frozen generator, as the public code has it."""
+
+    @model_validator(mode="after")
+    def _has_a_generator(self) -> DetectionSection:
+        if self.generator is None and self.operation != "deletion":
+            raise ValueError(f"operation {self.operation} needs a generator; write generator: FOLDER or a hub id")
+        return self
+
+
 class ObjectiveSection(Section):
     """The weighted sum of terms; a term set to null is left out."""
 
@@ -159,6 +209,12 @@ class ObjectiveSection(Section):
     """The consistency term."""
     rank: RankSection | None = RankSection()
     """The distillation term; needs teachers."""
+    rank_regression: RankRegressionSection | None = None
+    """RankEncoder's term; needs teachers, in rank space as the paper has them."""
+    detection: DetectionSection | None = None
+    """DiffCSE's term."""
+    combine: Literal["sum", "hinge"] = "sum"
+    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
 
 
 class TrainingSection(Section):
@@ -280,8 +336,15 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
         terms = self.objective
-        if terms.rank is not None and not self.teachers.encoders:
-            raise ValueError("objective.rank needs teachers; add teachers.encoders, or write objective.rank: null")
+        for name in ("rank", "rank_regression"):
+            if getattr(terms, name) is not None and not self.teachers.encoders:
+                raise ValueError(
+                    f"objective.{name} needs teachers; add teachers.encoders, or write objective.{name}: null"
+                )
+        if terms.combine == "hinge" and not (terms.info_nce and terms.rank_regression):
+            raise ValueError("objective.combine hinge is between info_nce and rank_regression; keep both, or write sum")
+        if self.teachers.mode == "live" and any(teacher.space == "rank" for teacher in self.teachers.encoders):
+            raise ValueError("a teacher in rank space serves from a table; write teachers.mode: table")
         if self.evaluation.every % self.training.gradient_accumulation:
             raise ValueError(
                 f"evaluation.every is {self.evaluation.every}, which is no multiple of training.gradient_accumulation "
@@ -291,9 +354,14 @@ class Recipe(Section):
             terms.info_nce and terms.info_nce.weight,
             terms.consistency and terms.consistency.beta,
             terms.rank and terms.rank.gamma,
+            terms.rank_regression and terms.rank_regression.weight,
+            terms.detection and terms.detection.weight,
         )
         if not any(weights):
-            raise ValueError("objective has no term of weight above 0; keep one of info_nce, consistency, rank")
+            raise ValueError(
+                "objective has no term of weight above 0; keep one of "
+                "info_nce, consistency, rank, rank_regression, detection"
+            )
         return self
 
     @model_validator(mode="after")

@@ -46,7 +46,7 @@ def labelled_dev(data: Path) -> ScoredPairs:
     shelf = Shelf.of(data)
     tables = shelf.take(STSB_DEV)
     if tables is None:
-        raise EvaluationError(shelf.missing[0])
+        raise EvaluationError(f"{shelf.missing[0]}; the dev score needs it")
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 

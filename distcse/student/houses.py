@@ -11,7 +11,7 @@ from distcse.events import Watch
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.student.loop import Outcome, fit
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LiveTeacher, LocalSource, TableTeacher, embed_shard
+from distcse.teachers import EmbeddingTable, LiveTeacher, LocalSource, embed_shard, serving
 
 
 class House(Protocol):
@@ -56,7 +56,7 @@ class InProcess:
         section = job.recipe.teachers
         sources = [
             LocalSource(
-                TableTeacher(table)
+                serving(teacher, table, job.recipe.seed)
                 if table is not None
                 else LiveTeacher(Encoder.from_section(teacher), corpus, teacher.precision, section.tokens_per_batch)
             )
@@ -91,7 +91,7 @@ class OnRay:
         servers: list[list[Any]] = []
         try:
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-                servers.append(start_servers(number, teacher, section, corpus, table))
+                servers.append(start_servers(number, teacher, section, corpus, table, job.recipe.seed))
             return fit_on_ray(job, servers, watch)
         finally:
             for server in (server for pool in servers for server in pool):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from distcse.encoder import StudentModel, build_student
 from distcse.events import DevScore, Event, Note, Watch
 from distcse.objectives import build_objective, gather_views
 from distcse.student.checkpoint import Checkpoints, Position, load_position, load_state
 from distcse.student.dev import DevSet
 from distcse.student.engines import Engine, make_engine
 from distcse.student.meter import Meter
+from distcse.student.model import StudentModel, build_student
 from distcse.student.plan import Job, Plan
 from distcse.student.schedule import warmup_then_linear
 from distcse.student.workers import from_first, rank, wait_for_all, world_size
@@ -58,7 +58,7 @@ def fit(job: Job, sources: Sequence[ListSource], watch: Watch, report: Report | 
         return Outcome(position, plan.steps, 0.0, 0.0)
 
     torch.manual_seed(recipe.seed)
-    model = build_student(recipe.student)
+    model = build_student(recipe.student, recipe.objective.detection)
     restored = load_state(latest) if latest else None
     if restored is not None:
         model.load_state_dict(restored.weights)
@@ -80,9 +80,10 @@ def fit(job: Job, sources: Sequence[ListSource], watch: Watch, report: Report | 
     stop = False
     for step in steps:
         model.train()
-        views = gather_views(*engine.forward(plan.streams(step, engine.device)))
+        passed = engine.forward(plan.streams(step, engine.device))
+        views = gather_views(passed.z1, passed.z2)
         lists = teachers.lists(step).to(engine.device) if teachers else None
-        share, parts = objective(views, lists)
+        share, parts = objective(views, lists, passed.found)
         engine.backward(share)
         lr = training.lr * warmup_then_linear(step // training.gradient_accumulation, updates, training.warmup)
         engine.step(lr)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder, build_student
+from distcse.encoder import Encoder
 from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Stage, Watch
@@ -19,6 +19,7 @@ from distcse.student.directory import RunDirectory
 from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, InProcess, OnRay
 from distcse.student.loop import Outcome
+from distcse.student.model import encoder_weights
 from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, table_of, uses_table
 
@@ -120,15 +121,15 @@ def _prepare_tables(
 
 
 def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
-    """The best checkpoint's encoder (the latest, where nothing was scored), saved without its projection."""
+    """The encoder of the best checkpoint (of the latest, where nothing was scored); what trained it stays behind."""
     checkpoints = Checkpoints(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
         raise RunError(f"{directory.path} has no checkpoint; run again with --resume {directory.path}")
-    model = build_student(recipe.student)
-    model.load_state_dict(load_state(folder).weights)
-    model.encoder.eval().save(directory.model)
-    return model.encoder
+    encoder = Encoder.from_section(recipe.student)
+    encoder.load_state_dict(encoder_weights(load_state(folder).weights))
+    encoder.eval().save(directory.model)
+    return encoder
 
 
 def _progress(watch: Watch, stage: str, total: int | None, unit: str) -> Callable[[int], None]:

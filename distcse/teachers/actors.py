@@ -20,9 +20,9 @@ from ray.util import ActorPool
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.teachers.build import embed_shard
+from distcse.teachers.build import embed_shard, serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import LiveTeacher, TableTeacher, Teacher
+from distcse.teachers.teacher import LiveTeacher, Teacher
 
 _NEVER_GIVE_UP = {"max_restarts": -1, "max_task_retries": -1}
 
@@ -101,11 +101,16 @@ def build_shards(
 
 
 def start_servers(
-    number: int, teacher: TeacherSection, section: TeachersSection, corpus: Corpus, table: EmbeddingTable | None
+    number: int,
+    teacher: TeacherSection,
+    section: TeachersSection,
+    corpus: Corpus,
+    table: EmbeddingTable | None,
+    seed: int,
 ) -> list[Any]:
     """Server actors of one teacher, loaded and ready. Serving a table takes no CPU of its own worth reserving."""
     if table is not None:
-        make, resources = _table_teacher(table), {"num_cpus": 0.0}
+        make, resources = _table_teacher(teacher, table, seed), {"num_cpus": 0.0}
     else:
         make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
@@ -117,9 +122,9 @@ def start_servers(
     return servers
 
 
-def _table_teacher(table: EmbeddingTable) -> Callable[[], Teacher]:
+def _table_teacher(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Callable[[], Teacher]:
     directory, identity = table.directory, table.identity
-    return lambda: TableTeacher(EmbeddingTable(directory, identity))
+    return lambda: serving(teacher, EmbeddingTable(directory, identity), seed)
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:

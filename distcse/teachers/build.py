@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder, model_fingerprint, resolve_model
 from distcse.recipe import TeacherSection, TeachersSection
+from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import TableTeacher, Teacher
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
@@ -35,6 +39,15 @@ def embed_shard(
     )
     table.write_shard(shard, vectors)
     return len(rows)
+
+
+def serving(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Teacher:
+    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities."""
+    if teacher.space == "cosine":
+        return TableTeacher(table)
+    rows = table.identity.rows
+    drawn = np.random.default_rng(seed).permutation(rows)[: teacher.references]
+    return RankSpaceTeacher(table, np.sort(drawn))
 
 
 def uses_table(section: TeachersSection) -> bool:

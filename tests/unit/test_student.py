@@ -169,7 +169,11 @@ def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, da
 def test_what_cannot_work_is_told_before_teachers_work(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     for overrides, error, told in (
         (["evaluation.held_out=2"], RecipeError, r"agreement needs teachers and evaluation\.held_out of at least 3"),
-        ([f"evaluation.data={tmp_path}"], EvaluationError, r"stsb/dev\.tsv\.gz does not exist"),
+        (
+            [f"evaluation.data={tmp_path}"],
+            EvaluationError,
+            r"STS-B dev: no .*stsb/dev\.tsv\.gz; the dev score needs it",
+        ),
         (["evaluation.held_out=1000"], CorpusError, r"evaluation\.held_out is 1000, but the corpus has 384 rows"),
         (["training.batch_size=512"], CorpusError, r"352 rows to learn from, one batch wants 512"),
     ):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
+from distcse.student.model import Passed
 
 
 class Engine(Protocol):
@@ -17,7 +18,7 @@ class Engine(Protocol):
 
     device: torch.device
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any) -> Passed:
         """The student model's views, under the engine's precision."""
         ...
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
 from distcse.student.engines.engine import make_adamw, trained_parameters
+from distcse.student.model import Passed
 from distcse.student.workers import add_over_workers, world_size
 
 
@@ -28,13 +29,13 @@ class PlainEngine:
         if restored is not None:
             self._restore(restored)
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any) -> Passed:
         autocast = (
             torch.autocast(self.device.type, torch.bfloat16) if self._training.precision == "bf16" else nullcontext()
         )
         with autocast:
-            views: tuple[Tensor, Tensor] = self._model(*inputs)
-        return views
+            passed: Passed = self._model(*inputs)
+        return passed
 
     def backward(self, share: Tensor) -> None:
         # Averaging over workers divides by their number, accumulation by its own: both are undone or done here, once.

@@ -17,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distcse.recipe import TrainingSection
 from distcse.student.checkpoint import TrainingState
 from distcse.student.engines.engine import make_adamw, trained_parameters
+from distcse.student.model import Passed
 from distcse.student.workers import world_size
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,9 +41,9 @@ class DeepSpeedEngine:
         if restored is not None:
             self._restore(restored)
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        views: tuple[Tensor, Tensor] = self._engine(*inputs)
-        return views
+    def forward(self, *inputs: Any) -> Passed:
+        passed: Passed = self._engine(*inputs)
+        return passed
 
     def backward(self, share: Tensor) -> None:
         # DeepSpeed averages over workers; shares add up. It divides by the accumulation itself.

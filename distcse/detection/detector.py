@@ -1,0 +1,126 @@
+"""Replaced token detection (DiffCSE): told a sentence's vector, a discriminator finds what was edited in the sentence.
+
+The discriminator is a second encoder from the same start as the student. The sentence's vector takes the place of its
+[CLS] embedding (after position, layer norm and dropout), by a hook on the embedding module: no patched transformers. The
+generator is any masked language model with the student's vocabulary; it stays as it is and is in no checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distcse.corpus.collate import Tokens
+from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
+from distcse.encoder import Encoder, resolve_model
+from distcse.encoder.loading import load_tokenizer
+from distcse.errors import EncoderError
+from distcse.objectives.detection import Detection, detection
+from distcse.recipe import DetectionSection
+
+
+class EditDetector(nn.Module):
+    """Generator, discriminator and its head.
+
+    Args:
+        backbone: The discriminator, a BERT- or RoBERTa-shaped encoder (one with an `embeddings` module).
+        generator: A masked language model, or None where nothing is to be filled in.
+        words: The tokenizer's particulars.
+        section: The recipe's part.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, generator: nn.Module | None, words: Vocabulary, section: DetectionSection
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(int(backbone.config.hidden_size), 2)  # type: ignore[union-attr, arg-type]
+        self._generator = [] if generator is None else [generator.requires_grad_(False)]  # in a list: no submodule
+        self._words = words
+        self._section = section
+
+    def forward(self, tokens: Tokens, vectors: Tensor) -> Detection:
+        """(B, L) tokens and (B, H) vectors of the same sentences -> the discriminator's errors, as sums.
+
+        Masks and dropout are drawn from the current random state.
+        """
+        edited = self._edited(tokens.ids, tokens.mask)
+        logits = self.head(self._conditioned(edited, vectors))
+        return detection(logits, edited.labels, edited.mask, self._section.reduction)
+
+    def _edited(self, ids: Tensor, mask: Tensor) -> Edited:
+        section, words = self._section, self._words
+        with torch.no_grad():
+            if section.operation == "insertion":
+                return insert(ids, mask, section.masking_ratio, words, self._fill)
+            if section.operation == "deletion":
+                return delete(ids, mask, section.masking_ratio, words)
+            masked_only = section.replace == "masked_only"
+            return replace(ids, mask, section.masking_ratio, words, self._fill, masked_only)
+
+    def _fill(self, ids: Tensor, mask: Tensor) -> Tensor:
+        generator = self._generator[0].to(ids.device)
+        generator.train(self.training and self._section.generator_dropout)
+        filled: Tensor = generator(input_ids=ids, attention_mask=mask).logits.argmax(dim=2)
+        return filled
+
+    def _conditioned(self, edited: Edited, vectors: Tensor) -> Tensor:
+        def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+            return torch.cat([vectors[:, None].to(embedded.dtype), embedded[:, 1:]], dim=1)
+
+        hook = self.backbone.embeddings.register_forward_hook(put)  # type: ignore[union-attr]
+        try:
+            hidden: Tensor = self.backbone(input_ids=edited.ids, attention_mask=edited.mask).last_hidden_state
+        finally:
+            hook.remove()
+        return hidden
+
+
+def build_detector(section: DetectionSection, student: Encoder, fresh: Encoder) -> EditDetector:
+    """The detector of a recipe; `fresh` is a second encoder from the student's start, which becomes the discriminator.
+
+    Raises:
+        EncoderError: The backbone has no embeddings to condition, or the generator another vocabulary.
+    """
+    tokenizer = student.tokenizer
+    if not isinstance(getattr(fresh.backbone, "embeddings", None), nn.Module):
+        raise EncoderError("objective.detection needs a BERT- or RoBERTa-shaped student: one with an embeddings module")
+    if tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
+        raise EncoderError("objective.detection needs a tokenizer with [CLS] and [MASK]")
+    words = Vocabulary(
+        len(tokenizer),
+        tokenizer.cls_token_id,
+        tokenizer.pad_token_id or 0,
+        tokenizer.mask_token_id,
+        tuple(tokenizer.all_special_ids),
+    )
+    generator = None if section.operation == "deletion" else _load_generator(section, tokenizer)
+    return EditDetector(fresh.backbone, generator, words, section)
+
+
+def _load_generator(section: DetectionSection, tokenizer: Any) -> nn.Module:
+    from transformers import AutoModelForMaskedLM
+
+    folder = resolve_model(str(section.generator))
+    if load_tokenizer(folder, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
+        raise EncoderError(
+            f"objective.detection.generator {section.generator} has another vocabulary than the student; "
+            "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"
+        )
+    try:
+        model, told = AutoModelForMaskedLM.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError) as refused:
+        raise EncoderError(
+            f"{folder} cannot be loaded as a masked language model: {' '.join(str(refused).split())[:400]}"
+        ) from refused
+    if told["missing_keys"]:
+        raise EncoderError(
+            f"{folder} lacks the weights of its masked-language-model head, such as {sorted(told['missing_keys'])[0]}; "
+            "they would be random"
+        )
+    loaded: nn.Module = model
+    return loaded

@@ -1,0 +1,91 @@
+"""Edits of token rows that a discriminator shall find: replaced, inserted or deleted tokens (DiffCSE §3, Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Fill = Callable[[Tensor, Tensor], Tensor]
+"""(B, L) ids and mask -> (B, L) the generator's best token at every position."""
+
+_RANDOM, _KEPT = 0.1, 0.1
+"""Of the chosen tokens one in ten becomes a random one and one in ten stays, as in BERT."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What edits must know of a tokenizer."""
+
+    size: int
+    cls: int
+    pad: int
+    mask: int
+    special: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Edited:
+    """(B, L) edited ids, their mask, and 1 where an edit is to be found."""
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor
+
+
+def replace(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill, masked_only: bool) -> Edited:
+    """Mask tokens, let the generator fill every position (or the masked ones alone); what differs is replaced."""
+    chosen = _choose(ids, mask, ratio, words)
+    masked = _masked(ids, chosen, words)
+    return replaced(
+        ids, mask, torch.where(chosen, fill(masked, mask), ids) if masked_only else fill(masked, mask), words
+    )
+
+
+def replaced(ids: Tensor, mask: Tensor, filled: Tensor, words: Vocabulary) -> Edited:
+    """The discriminator's input from what the generator filled in: slot 0 is [CLS], padding is padding."""
+    filled = filled.clone()
+    filled[:, 0] = words.cls
+    seen = mask.bool()
+    return Edited(torch.where(seen, filled, words.pad), mask, ((filled != ids) & seen).long())
+
+
+def insert(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill) -> Edited:
+    """Insert masks behind chosen tokens, let the generator fill them in; what was inserted is to be found."""
+    chosen = _choose(ids, mask, ratio, words)
+    rows, length = ids.shape
+    places = torch.arange(length, device=ids.device).expand(rows, -1)
+    # Every token has its place, an inserted one the half behind its neighbour; what is not there goes to the end.
+    beyond = 2.0 * length
+    keys = torch.cat([torch.where(mask.bool(), places, beyond), torch.where(chosen, places + 0.5, beyond)], dim=1)
+    order = keys.argsort(dim=1, stable=True)[:, : int((mask.sum(dim=1) + chosen.sum(dim=1)).max())]
+    both = torch.cat([torch.where(mask.bool(), ids, words.pad), torch.where(chosen, words.mask, words.pad)], dim=1)
+    longer, seen = both.gather(1, order), (keys.gather(1, order) < beyond).to(mask.dtype)
+    inserted = (order >= length) & seen.bool()
+    return Edited(torch.where(inserted, fill(longer, seen), longer), seen, inserted.long())
+
+
+def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited:
+    """Delete chosen tokens; tokens that now stand behind a gap are to be found."""
+    gone = _choose(ids, mask, ratio, words)
+    kept = mask.bool() & ~gone
+    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(kept.sum(dim=1).max())]
+    seen = kept.gather(1, order)
+    behind_gap = torch.cat([torch.zeros_like(gone[:, :1]), gone[:, :-1]], dim=1)
+    shorter = torch.where(seen, ids.gather(1, order), words.pad)
+    return Edited(shorter, seen.to(mask.dtype), (behind_gap.gather(1, order) & seen).long())
+
+
+def _choose(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
+    """(B, L) booleans: each token that is no special one with probability `ratio`."""
+    special = torch.isin(ids, torch.tensor(words.special, device=ids.device))
+    return (torch.rand(ids.shape, device=ids.device) < ratio) & mask.bool() & ~special
+
+
+def _masked(ids: Tensor, chosen: Tensor, words: Vocabulary) -> Tensor:
+    lot = torch.rand(ids.shape, device=ids.device)
+    random = torch.randint(words.size, ids.shape, device=ids.device)
+    masked = torch.where(lot < _RANDOM, random, words.mask)
+    return torch.where(chosen & (lot < 1 - _KEPT), masked, ids)

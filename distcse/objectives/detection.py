@@ -1,0 +1,58 @@
+"""Errors of a discriminator that looks for edited tokens, as sums that workers add up (DiffCSE §3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Sums over this worker's tokens.
+
+    Attributes:
+        loss: Sum of the tokens' cross-entropies.
+        counts: (5,) tokens the mean is over; edited tokens, those of them found; kept tokens, those of them recognised.
+    """
+
+    loss: Tensor
+    counts: Tensor
+
+    def __add__(self, other: Detection) -> Detection:
+        return Detection(self.loss + other.loss, self.counts + other.counts)
+
+    def shares(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the mean loss, and of the accuracies on edited and kept tokens, in [0, 1]."""
+        total = self.counts.clone()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        positions, edited, _, kept, _ = total.clamp(min=1).unbind()
+        share = self.loss / positions
+        return share, {"edited_found": self.counts[2] / edited, "kept_found": self.counts[4] / kept}
+
+
+def detection(logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "all") -> Detection:
+    """(B, L, 2) logits, (B, L) labels (1 is edited) and mask -> sums.
+
+    Args:
+        logits: The discriminator's.
+        labels: What is to be found.
+        mask: 1 on tokens, 0 on padding.
+        reduction: `all` counts padding and [CLS] too, as the public code's mean does, to which its λ is tuned; `nonpad`
+            leaves padding out.
+    """
+    losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    seen = mask.bool()
+    loss = losses.sum() if reduction == "all" else losses[seen].sum()
+    positions = labels.numel() if reduction == "all" else int(seen.sum())
+    with torch.no_grad():
+        right = (logits.argmax(dim=2) == labels) & seen
+        edited = (labels == 1) & seen
+        kept = (labels == 0) & seen
+        sums = [edited.sum(), (right & edited).sum(), kept.sum(), (right & kept).sum()]
+        counts = torch.stack([edited.new_tensor(positions, dtype=torch.float32), *(s.float() for s in sums)])
+    return Detection(loss, counts)

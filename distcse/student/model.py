@@ -1,0 +1,117 @@
+"""What the student's engine trains: the encoder, its projection, and a discriminator where the recipe has one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distcse.corpus.collate import Tokens
+from distcse.detection import EditDetector, build_detector
+from distcse.encoder import Encoder, build_projection
+from distcse.objectives import Detection
+from distcse.recipe import DetectionSection, StudentSection
+
+
+class Passed(NamedTuple):
+    """One pass over this worker's rows."""
+
+    z1: Tensor
+    """(R, d) float32 first views: the streams' rows one after the other."""
+    z2: Tensor
+    """(R, d) float32 second views."""
+    found: Detection | None
+    """What the discriminator made of both views' sentences."""
+
+
+class StudentModel(nn.Module):
+    """Encoder and projection, two views of every sentence by one forward pass; perhaps a discriminator.
+
+    Args:
+        encoder: The student.
+        projection: The head between its vectors and the objective.
+        detector: What DiffCSE adds.
+        condition: Vector that the discriminator is told: `projected` or `pooled`.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        projection: nn.Module,
+        detector: EditDetector | None = None,
+        condition: str = "projected",
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.projection = projection
+        self.detector = detector
+        self.condition = condition
+
+    def forward(self, streams: Sequence[tuple[Tokens, int]]) -> Passed:
+        """Streams of (tokens, seed) -> views, and detection where there is a discriminator.
+
+        A stream is a part of the batch with dropout noise of its own, drawn from its seed alone. A run that goes on with
+        another number of workers deals the same streams to them and so draws the same noise. Both views of a stream are
+        one pass over twice its rows; both views of all streams are projected together, as batch norm wants.
+        """
+        views = [self._views(tokens, seed) for tokens, seed in streams]
+        first = torch.cat([pooled[: len(pooled) // 2] for pooled in views])
+        second = torch.cat([pooled[len(pooled) // 2 :] for pooled in views])
+        pooled = torch.cat([first, second])
+        projected = self.projection(pooled)
+        z1, z2 = projected.float().chunk(2)
+        told = projected if self.condition == "projected" else pooled
+        return Passed(z1, z2, None if self.detector is None else self._detect(streams, told))
+
+    def _detect(self, streams: Sequence[tuple[Tokens, int]], told: Tensor) -> Detection:
+        """Both views of each stream have edits of their own, drawn from the stream's seed."""
+        assert self.detector is not None
+        first, second = told.chunk(2)
+        found, done = [], 0
+        for tokens, seed in streams:
+            rows = slice(done, done + len(tokens.ids))
+            done = rows.stop
+            both = Tokens(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
+            with _noise(seed + 1, tokens.ids.device):
+                found.append(self.detector(both, torch.cat([first[rows], second[rows]])))
+        total: Detection = reduce(operator.add, found)
+        return total
+
+    def _views(self, tokens: Tokens, seed: int) -> Tensor:
+        device = tokens.ids.device
+        if not self.encoder.has_dropout:
+            pooled = self.encoder(tokens.ids, tokens.mask)
+            return torch.cat(
+                [pooled, pooled]
+            )  # without noise the second view is the first: half the work, same gradient
+        with _noise(seed, device):
+            both: Tensor = self.encoder(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
+        return both
+
+
+@contextmanager
+def _noise(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers drawn from a seed alone; the state before comes back."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def build_student(section: StudentSection, detection: DetectionSection | None = None) -> StudentModel:
+    """The student of a recipe; projection and discriminator's head fresh from the current random state."""
+    encoder = Encoder.from_section(section)
+    projection = build_projection(section.projection, encoder.dimension)
+    if detection is None or not detection.weight:
+        return StudentModel(encoder, projection)
+    detector = build_detector(detection, encoder, Encoder.from_section(section))
+    return StudentModel(encoder, projection, detector, detection.condition)
+
+
+def encoder_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a student model's weights those of its encoder, under the encoder's own names."""
+    return {name.removeprefix("encoder."): weight for name, weight in weights.items() if name.startswith("encoder.")}

@@ -1,0 +1,156 @@
+"""DiffCSE's and RankEncoder's numbers, on one worker and on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distcse.detection import Vocabulary, replaced
+from distcse.objectives import Objective, Views, build_objective, detection, gather_views
+from distcse.recipe import DetectionSection, InfoNCESection, ObjectiveSection, RankRegressionSection
+from distcse.teachers import RankSpace, rank_vectors
+from tests.workers import run_workers
+
+EXACT = {"abs": 2e-6}
+
+
+def unit(rows: Any) -> np.ndarray:
+    vectors = np.array(rows, dtype=np.float64)
+    result: np.ndarray = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return result
+
+
+def rtd_inputs(case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    names = ("input_ids", "attention_mask", "generator_argmax", "disc_logits", "h")
+    return tuple(torch.tensor(case["inputs"][name]) for name in names)
+
+
+def test_replaced_token_detection(oracles: dict[str, Any]) -> None:
+    case = oracles["rtd"]
+    ids, mask, filled, logits, h = rtd_inputs(case)
+    words = Vocabulary(size=2000, cls=case["params"]["cls_token"], pad=0, mask=103, special=(0, 101, 102))
+    edited = replaced(ids, mask, filled, words)
+    assert edited.ids.tolist() == case["expected"]["disc_input_ids"]
+    assert edited.labels.tolist() == case["expected"]["labels"]
+    found = detection(logits, edited.labels, edited.mask)
+    share, accuracies = found.shares()
+    assert share.item() == pytest.approx(case["expected"]["mean_all_positions"], **EXACT)
+    assert accuracies["edited_found"].item() == pytest.approx(case["expected"]["rep_acc"], **EXACT)
+    assert accuracies["kept_found"].item() == pytest.approx(case["expected"]["fix_acc"], **EXACT)
+    without_padding, _ = detection(logits, edited.labels, edited.mask, "nonpad").shares()
+    assert without_padding.item() == pytest.approx(case["expected"]["mean_nonpad"], **EXACT)
+    section = ObjectiveSection(
+        tau1=case["params"]["tau"],
+        consistency=None,
+        rank=None,
+        detection=DetectionSection(weight=case["params"]["lambda_weight"], generator="x"),
+    )
+    # Views of a sentence are neighbours in the public code: rows 0 and 2 are first views, 1 and 3 second.
+    loss, parts = build_objective(section)(gather_views(h[0::2], h[1::2]), None, found)
+    assert loss.item() == pytest.approx(case["expected"]["total_ref"], **EXACT)
+    assert parts["info_nce"].item() == pytest.approx(case["expected"]["infonce_mean"], **EXACT)
+
+
+def test_rank_vectors(oracles: dict[str, Any]) -> None:
+    case = oracles["rankencoder_g"]
+    similarities = np.array(case["inputs"]["sims"])
+    ranks = rank_vectors(similarities)
+    np.testing.assert_allclose(ranks, case["expected"]["g"], atol=1e-6)
+    np.testing.assert_allclose(ranks @ ranks.T, case["expected"]["inner"], atol=1e-6)
+    ties = oracles["rankencoder_ties"]  # by place, as the public code's training; scipy averages them
+    tied = rank_vectors(np.array(ties["inputs"]["sims"]))
+    assert (tied @ tied.T)[0, 1] == pytest.approx(ties["reference"]["cal_spr_corr_01"], abs=1e-6)
+
+
+def rank_objective(case: dict[str, Any], kind: str, bounds: tuple[float, float]) -> Objective:
+    regression = RankRegressionSection(weight=case["params"]["lambda_train"], lower=bounds[0], upper=bounds[1])
+    return build_objective(
+        ObjectiveSection(
+            tau1=case["params"]["tau"],
+            info_nce=InfoNCESection(),
+            consistency=None,
+            rank=None,
+            rank_regression=regression,
+            combine="hinge" if kind == "hinge" else "sum",
+        )
+    )
+
+
+def cases_of(case: dict[str, Any]) -> list[tuple[str, tuple[float, float], dict[str, float]]]:
+    found = []
+    for name, expected in case["expected"].items():
+        bounds, _, kind = name.partition("]_")
+        low, high = (float(part) for part in bounds.strip("[").split(","))
+        found.append((kind, (low, high), expected))
+    return found
+
+
+def lists_of(case: dict[str, Any]) -> np.ndarray:
+    space = RankSpace(unit(case["inputs"]["corpus"]).astype(np.float32))
+    return space.similarities(unit(case["inputs"]["E1_batch"]))
+
+
+def test_rank_regression(oracles: dict[str, Any]) -> None:
+    case = oracles["rankencoder_loss"]
+    lists = torch.from_numpy(lists_of(case))
+    np.testing.assert_allclose(lists, case["inputs"]["rank_spearman"], atol=1e-6)
+    z1, z2 = (torch.tensor(case["inputs"][name], dtype=torch.float64) for name in ("z1", "z2"))
+    assert len(cases_of(case)) == 8
+    for kind, bounds, expected in cases_of(case):
+        loss, parts = rank_objective(case, kind, bounds)(gather_views(z1, z2), lists)
+        assert parts["rank_regression"].item() == pytest.approx(expected["l_r"], **EXACT), (kind, bounds)
+        assert loss.item() == pytest.approx(expected["total"], **EXACT), (kind, bounds)
+
+
+def test_hinge_gives_its_gradient_to_the_larger_loss(oracles: dict[str, Any]) -> None:
+    case = oracles["rankencoder_loss"]
+    lists = torch.from_numpy(lists_of(case))
+    for weight, name in ((1e-6, "info_nce"), (1e6, "rank_regression")):
+        z1, z2 = (torch.tensor(case["inputs"][key], requires_grad=True) for key in ("z1", "z2"))
+        objective = rank_objective(case, "hinge", (0.5, 0.8))
+        objective.weights["rank_regression"] = weight
+        loss, _ = objective(gather_views(z1, z2), lists)
+        (both,) = torch.autograd.grad(loss, z1, retain_graph=True)
+        views = Views(z1, z2, z1, z2)
+        alone = objective.weights[name] * objective.terms[name](views, lists)
+        torch.testing.assert_close(both, torch.autograd.grad(alone, z1)[0])
+
+
+def _share_of_worker(case: dict[str, Any], rtd: dict[str, Any]) -> list[tuple[float, list[float]]]:
+    """In each of two workers: shares and gradients summed over workers."""
+    rank = dist.get_rank()
+    rows = slice(2 * rank, 2 * rank + 2)
+    lists = torch.from_numpy(lists_of(case))[rows]
+    answers = []
+    for kind, bounds, _ in cases_of(case):
+        z1, z2 = (torch.tensor(case["inputs"][key])[rows].requires_grad_() for key in ("z1", "z2"))
+        loss, _ = rank_objective(case, kind, bounds)(gather_views(z1, z2), lists)
+        loss.backward()
+        assert z1.grad is not None
+        answers.append((loss.item(), z1.grad.flatten().tolist()))
+    ids, mask, filled, logits, _ = rtd_inputs(rtd)
+    edited = replaced(ids, mask, filled, Vocabulary(2000, 101, 0, 103, (0, 101, 102)))
+    found = detection(logits[rows], edited.labels[rows], edited.mask[rows])
+    share, accuracies = found.shares()
+    answers.append((share.item(), [accuracies["edited_found"].item(), accuracies["kept_found"].item()]))
+    return answers
+
+
+def test_two_workers_have_the_loss_and_gradient_of_one(oracles: dict[str, Any]) -> None:
+    case, rtd = oracles["rankencoder_loss"], oracles["rtd"]
+    workers = run_workers(_share_of_worker, 2, case, rtd)
+    lists = torch.from_numpy(lists_of(case))
+    for number, (kind, bounds, expected) in enumerate(cases_of(case)):
+        assert sum(worker[number][0] for worker in workers) == pytest.approx(expected["total"], abs=1e-5)
+        z1, z2 = (torch.tensor(case["inputs"][key], requires_grad=True) for key in ("z1", "z2"))
+        rank_objective(case, kind, bounds)(gather_views(z1, z2), lists)[0].backward()
+        assert z1.grad is not None
+        gradient = [value for worker in workers for value in worker[number][1]]
+        assert gradient == pytest.approx(z1.grad.flatten().tolist(), abs=1e-5), (kind, bounds)
+    assert sum(worker[-1][0] for worker in workers) == pytest.approx(rtd["expected"]["mean_all_positions"], **EXACT)
+    assert sum(worker[-1][1][0] for worker in workers) == pytest.approx(rtd["expected"]["rep_acc"], **EXACT)
+    assert sum(worker[-1][1][1] for worker in workers) == pytest.approx(rtd["expected"]["fix_acc"], **EXACT)

@@ -1,0 +1,198 @@
+"""DiffCSE: edits by hand, the conditioned discriminator, and whole runs on one worker and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from distcse.corpus.collate import Tokens
+from distcse.detection import Vocabulary, build_detector, delete, insert, replace
+from distcse.encoder import Encoder
+from distcse.errors import EncoderError, RecipeError
+from distcse.events import Steps, Watch
+from distcse.recipe import DetectionSection
+from distcse.student.checkpoint import Checkpoints, load_state
+from distcse.student.model import build_student
+from distcse.student.run import run
+from tests.jobs import make_job, make_recipe, train
+from tests.models import make_encoder, make_masked_lm
+from tests.workers import run_workers
+
+WORDS = Vocabulary(size=50, cls=2, pad=0, mask=4, special=(0, 1, 2, 3, 4))
+IDS = torch.tensor([[2, 10, 11, 12, 13, 3], [2, 20, 21, 3, 0, 0]]).repeat(200, 1)
+MASK = (IDS != 0).long()
+
+
+def sevens(ids: Tensor, mask: Tensor) -> Tensor:
+    """A generator that knows one word."""
+    return torch.full_like(ids, 7)
+
+
+def test_replacement_masks_words_alone_and_labels_what_differs() -> None:
+    torch.manual_seed(0)
+    seen: list[Tensor] = []
+
+    def fill(ids: Tensor, mask: Tensor) -> Tensor:
+        seen.append(ids)
+        return sevens(ids, mask)
+
+    edited = replace(IDS, MASK, 0.4, WORDS, fill, masked_only=True)
+    (masked,) = seen
+    special = torch.isin(IDS, torch.tensor(WORDS.special))
+    assert torch.equal(masked[special], IDS[special])
+    share_masked = (masked[~special] == WORDS.mask).float().mean().item()
+    assert share_masked == pytest.approx(0.4 * 0.8, abs=0.04)  # 80 % masks, 10 % random, 10 % as they were
+    chosen = edited.ids[~special] == 7
+    assert chosen.float().mean().item() == pytest.approx(0.4, abs=0.04)
+    assert torch.equal(edited.labels, ((edited.ids != IDS) & MASK.bool()).long())
+    everywhere = replace(IDS, MASK, 0.4, WORDS, sevens, masked_only=False)
+    assert everywhere.ids[0].tolist() == [2, 7, 7, 7, 7, 7] and everywhere.labels[1].tolist() == [0, 1, 1, 1, 0, 0]
+
+
+def test_insertion_keeps_the_sentence_and_labels_what_is_new() -> None:
+    torch.manual_seed(0)
+    edited = insert(IDS, MASK, 0.5, WORDS, sevens)
+    assert torch.equal(edited.labels.bool(), edited.ids == 7)
+    for row, before, mask, labels in zip(edited.ids, IDS, edited.mask, edited.labels, strict=True):
+        assert row[(mask == 1) & (labels == 0)].tolist() == before[before != 0].tolist()
+        assert (row[mask == 0] == WORDS.pad).all() and mask.tolist() == sorted(mask.tolist(), reverse=True)
+    assert edited.labels.sum().item() == pytest.approx(0.5 * 6 * 200, rel=0.1)
+
+
+def test_deletion_labels_the_token_behind_the_gap() -> None:
+    torch.manual_seed(0)
+    edited = delete(IDS, MASK, 0.5, WORDS)
+    for row, before, mask, labels in zip(edited.ids, IDS, edited.mask, edited.labels, strict=True):
+        left, told = row[mask == 1].tolist(), labels[mask == 1].tolist()
+        places = [before.tolist().index(token) for token in left]
+        gaps = [int(place > 0 and place - 1 not in places) for place in places]
+        assert told == gaps and left[0] == WORDS.cls and 3 in left
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_the_sentences_vector_stands_in_slot_0(tiny: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    encoder = Encoder.load(tiny(kind), pooling="cls")
+    section = DetectionSection(operation="deletion", masking_ratio=0.5)
+    detector = build_detector(section, encoder, Encoder.load(tiny(kind), pooling="cls")).eval()
+    reference: Any = AutoModel.from_pretrained(tiny(kind)).eval()
+    ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing at all."], return_tensors="pt")
+    vectors = torch.randn(2, encoder.dimension)
+    from distcse.detection import Edited
+
+    found = detector._conditioned(Edited(ids["input_ids"], ids["attention_mask"], ids["input_ids"]), vectors)
+    # By hand: the embeddings, slot 0 replaced, through the encoder's layers.
+    embedded = reference.embeddings(input_ids=ids["input_ids"]).clone()
+    embedded[:, 0] = vectors
+    hidden = reference.encoder(embedded).last_hidden_state
+    torch.testing.assert_close(found, hidden, atol=1e-5, rtol=1e-4)
+    again = encoder(ids["input_ids"], ids["attention_mask"])
+    assert torch.isfinite(again).all()  # the hook is gone
+
+
+def test_the_vector_gets_a_gradient_and_the_generator_none(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    section = DetectionSection(generator=str(generator))
+    encoder = Encoder.load(tiny("bert"), pooling="cls")
+    detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls")).train()
+    ids = encoder.tokenizer(["A man is playing a guitar."] * 4, return_tensors="pt")
+    vectors = torch.randn(4, encoder.dimension, requires_grad=True)
+    share, accuracies = detector(Tokens(ids["input_ids"], ids["attention_mask"]), vectors).shares()
+    share.backward()
+    assert vectors.grad is not None and vectors.grad.norm() > 0
+    assert not any("generator" in name for name in detector.state_dict())
+    assert all(0 <= value <= 1 for value in accuracies.values())
+
+
+def test_generators_that_do_not_fit_are_refused(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="cls")
+    other = make_encoder(tmp_path / "other", "bert", sentences[:30])
+    for generator, told in (
+        (make_masked_lm(tmp_path / "foreign", other), "has another vocabulary than the student"),
+        (tiny("bert"), "lacks the weights of its masked-language-model head"),
+        (tmp_path / "nowhere", "nowhere"),
+    ):
+        with pytest.raises(EncoderError, match=told):
+            build_detector(DetectionSection(generator=str(generator)), encoder, encoder)
+    with pytest.raises(EncoderError, match="needs a BERT- or RoBERTa-shaped student"):
+        plain = Encoder.load(tiny("bert"), pooling="cls")
+        plain.backbone = torch.nn.Linear(2, 2)
+        build_detector(DetectionSection(operation="deletion"), encoder, plain)
+
+
+def diffcse(
+    folder: Path, tiny: Callable[..., Path], sentences: list[str], *knobs: str, generator: Path | None = None
+) -> Any:
+    generator = generator or make_masked_lm(folder / "generator", tiny("bert"))
+    return make_recipe(
+        folder,
+        tiny("bert"),
+        [tiny("roberta")],
+        sentences,
+        "student.pooling=cls",
+        "student.projection=batch_norm_mlp",
+        "objective.rank=null",
+        "objective.consistency=null",
+        f"objective.detection.generator={generator}",
+        "objective.detection.weight=0.05",
+        *knobs,
+    )
+
+
+@pytest.mark.parametrize("operation", ["replacement", "insertion", "deletion"])
+def test_diffcse_trains_and_leaves_the_encoder_alone(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], operation: str
+) -> None:
+    events: list[Any] = []
+    knobs = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
+    result = run(diffcse(tmp_path, tiny, sentences, *knobs), Watch(events.append))
+    steps = [event for event in events if isinstance(event, Steps)]
+    assert {"detection", "info_nce", "edited_found", "kept_found"} <= steps[0].losses.keys()
+    assert steps[-1].losses["detection"] < 0.8 * steps[0].losses["detection"]
+    saved = {file.name for file in result.directory.model.rglob("*.safetensors")}
+    assert saved == {"model.safetensors"}
+    parameters = sum(p.numel() for p in Encoder.load(result.directory.model).parameters())
+    assert parameters == sum(p.numel() for p in build_student(result.recipe.student).encoder.parameters())
+
+
+def _in_worker(job: Any, tables: Any) -> Any:
+    return train(job, tables)
+
+
+def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    weights = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        knobs = ("training.dropout_streams=2", "training.max_steps=6")
+        job, tables = make_job(diffcse(folder, tiny, sentences, *knobs, generator=generator))
+        if workers == 1:
+            train(job, tables)
+        else:
+            run_workers(_in_worker, 2, job, tables)
+        latest = Checkpoints(job.run).latest()
+        assert latest is not None
+        weights.append(load_state(latest).weights)
+    assert weights[0].keys() == weights[1].keys() and any(name.startswith("detector.") for name in weights[0])
+    assert not any("generator" in name for name in weights[0])
+    for name, tensor in weights[0].items():
+        # Softmax does not see a key's bias, batch norm not the last layer's: their gradients are rounding
+        if not name.endswith(("key.bias", "encoder.layer.1.output.LayerNorm.bias", "running_mean")):
+            torch.testing.assert_close(weights[1][name], tensor, atol=1e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_detection_without_generator_is_refused(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    with pytest.raises(RecipeError, match="operation replacement needs a generator"):
+        make_recipe(
+            tmp_path, tiny("bert"), [], sentences, "objective.detection.masking_ratio=0.2", "objective.rank=null"
+        )
