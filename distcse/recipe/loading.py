@@ -143,6 +143,9 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     corpus, storage, evaluation = recipe.corpus, recipe.storage, recipe.evaluation
     path = corpus.path
     cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
+    detection = recipe.objective.detection
+    if detection is not None:
+        detection = detection.model_copy(update={"generator": _absolute_folder(detection.generator)})
     return recipe.model_copy(
         update={
             "corpus": corpus.model_copy(
@@ -153,6 +156,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
             ),
             "storage": storage.model_copy(update={"runs": _absolute(storage.runs), "cache": _absolute(cache)}),
             "evaluation": evaluation.model_copy(update={"data": _absolute(evaluation.data)}),
+            "objective": recipe.objective.model_copy(update={"detection": detection}),
             "student": recipe.student.model_copy(update={"backbone": _absolute_folder(recipe.student.backbone)}),
             "teachers": recipe.teachers.model_copy(
                 update={

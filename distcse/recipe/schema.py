@@ -279,9 +279,9 @@ class EvaluationSection(Section):
 
     data: str | None = None
     """Folder with labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
-    dev: Literal["auto", "stsb", "agreement"] = "auto"
-    """Score that picks the best checkpoint: STS-B dev Spearman, or agreement with the teachers on held-out rows.
-    `auto` is `stsb` where `data` is given."""
+    dev: Literal["auto", "stsb", "agreement", "none"] = "auto"
+    """Score that picks the best checkpoint: STS-B dev Spearman, agreement with the teachers on held-out rows, or none: the
+    last one is taken. `auto` is `stsb` where `data` is given, else `agreement` where there are teachers."""
     held_out: Annotated[int, Field(ge=0)] = 512
     """Rows of the corpus that are never trained on and that `agreement` is measured on."""
     every: Annotated[int, Field(ge=1)] = 125
@@ -327,11 +327,13 @@ class Recipe(Section):
     """Where results and tables live."""
 
     @property
-    def dev_score(self) -> Literal["stsb", "agreement"]:
+    def dev_score(self) -> Literal["stsb", "agreement", "none"]:
         """What `evaluation.dev` comes to."""
-        if self.evaluation.dev == "auto":
-            return "stsb" if self.evaluation.data is not None else "agreement"
-        return self.evaluation.dev
+        if self.evaluation.dev != "auto":
+            return self.evaluation.dev
+        if self.evaluation.data is not None:
+            return "stsb"
+        return "agreement" if self.teachers.encoders else "none"
 
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
@@ -378,6 +380,10 @@ class Recipe(Section):
             raise ValueError(
                 "agreement needs teachers and evaluation.held_out of at least 3; "
                 "or score on labelled data: evaluation.data: FOLDER (with sts/stsb/dev.tsv.gz)"
+            )
+        if self.dev_score == "none" and self.evaluation.patience is not None:
+            raise ValueError(
+                "evaluation.patience needs a dev score; set evaluation.data: FOLDER, or write evaluation.patience: null"
             )
         if "docstring_retrieval" in final and self.corpus.docstrings is None:
             raise ValueError("evaluation.final has docstring_retrieval, which needs corpus.docstrings")

@@ -26,8 +26,12 @@ class DevSet:
     score: Callable[[Encoder], float]
 
     @classmethod
-    def of(cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]) -> DevSet:
-        """The dev set that the recipe names."""
+    def of(
+        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]
+    ) -> DevSet | None:
+        """The dev set that the recipe names; None where it names none."""
+        if recipe.dev_score == "none":
+            return None
         if recipe.dev_score == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
             return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel(encoder.encode), pairs))

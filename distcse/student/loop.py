@@ -119,7 +119,7 @@ class _Keeper:
         self,
         model: StudentModel,
         engine: Engine,
-        dev: DevSet,
+        dev: DevSet | None,
         checkpoints: Checkpoints,
         post: Callable[[Event], None],
         report: Report | None,
@@ -133,6 +133,8 @@ class _Keeper:
 
     def score(self, position: Position) -> Position:
         """The position with its dev score added. All workers encode: a sharded model needs each of them."""
+        if self._dev is None:
+            return position
         self._model.eval()
         score = from_first(self._dev.score(self._model.encoder))
         scored = Position(position.step, [*position.scores, (position.step, score)], position.finished)

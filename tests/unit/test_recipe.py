@@ -20,9 +20,23 @@ TABLE_9 = {
     "rankcse-listmle-roberta-large": ("list_mle", 3e-5, 0.025, None),
 }
 
+SIMCSE = {
+    "simcse-bert-base": (64, 3e-5),
+    "simcse-bert-large": (64, 1e-5),
+    "simcse-roberta-base": (512, 1e-5),
+    "simcse-roberta-large": (512, 3e-5),
+}
+DIFFCSE = {
+    "diffcse-bert-base": (64, 7e-6, 0.3, 0.005),
+    "diffcse-roberta-base": (64, 1e-5, 0.2, 0.005),
+    "diffcse-bert-base-transfer": (64, 2e-6, 0.15, 0.05),
+    "diffcse-roberta-base-transfer": (128, 3e-6, 0.15, 0.05),
+}
+
 
 def test_all_packaged_recipes_load() -> None:
-    assert set(packaged_recipes()) == {*TABLE_9, "quickstart", "minilm-3layer"}
+    others = {"quickstart", "minilm-3layer", "rankencoder-simcse-bert-base", "rankcse-in-rank-space"}
+    assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *others}
     for name in packaged_recipes():
         assert load_recipe(name).name == name
 
@@ -39,6 +53,24 @@ def test_table_9(name: str) -> None:
     assert recipe.objective.tau1 == 0.05
     weights = [teacher.alpha for teacher in recipe.teachers.encoders]
     assert weights[0] / sum(weights) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", SIMCSE)
+def test_simcse(name: str) -> None:
+    recipe = load_recipe(name)
+    training, terms = recipe.training, recipe.objective
+    assert (training.batch_size, training.lr, training.epochs, training.warmup) == (*SIMCSE[name], 1, 0)
+    assert terms.info_nce and terms.tau1 == 0.05 and not (terms.rank or terms.consistency or terms.detection)
+    assert recipe.dev_score == "none" and load_recipe(name, ["evaluation.data=x"]).dev_score == "stsb"
+
+
+@pytest.mark.parametrize("name", DIFFCSE)
+def test_diffcse(name: str) -> None:
+    recipe = load_recipe(name)
+    training, terms = recipe.training, recipe.objective
+    assert terms.detection is not None and recipe.student.projection == "batch_norm_mlp"
+    found = (training.batch_size, training.lr, terms.detection.masking_ratio, terms.detection.weight)
+    assert found == DIFFCSE[name] and training.epochs == 2
 
 
 def test_resolved_recipe_reads_back_unchanged(tmp_path: Path) -> None:
@@ -69,6 +101,8 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DISTCSE_CACHE", "here")
     (tmp_path / "model").mkdir()
+    generator = load_recipe("diffcse-bert-base", ["objective.detection.generator=model"]).objective.detection
+    assert generator is not None and generator.generator == str(tmp_path / "model")
     recipe = load_recipe("minilm-3layer", ["corpus.path=a.txt", "student.backbone=model"])
     assert recipe.corpus.path == str(tmp_path / "a.txt")
     assert recipe.student.backbone == str(tmp_path / "model")

@@ -252,3 +252,17 @@ def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: Ma
     assert [about.name for about in result.evaluation.models] == ["start", "student", "teacher 0", "teacher 1"]
     (score,) = result.evaluation.scores
     assert score.measure == "agreement" and score.values["student"] > score.values["start"]
+
+
+def test_simcse_needs_neither_teachers_nor_labels(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    knobs = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
+    events: list[Event] = []
+    result = run(make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "training.epochs=6"), Watch(events.append))
+    losses = [event.losses["info_nce"] for event in events if isinstance(event, Steps)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert result.evaluation is None and result.outcome.position.scores == []
+    assert (result.directory.model / "model.safetensors").exists()  # the last checkpoint's
+    with pytest.raises(RecipeError, match="patience needs a dev score"):
+        make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "evaluation.patience=2")
