@@ -11,7 +11,8 @@ from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_mod
 from distcse.errors import EvaluationError
 from distcse.evaluation.evaluation import About, Candidate
 from distcse.evaluation.exposure import Exposure
-from distcse.evaluation.models import PairScores, Progress, VectorModel
+from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
+from distcse.ranks import RankSpaceEncoder, is_rank_space
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,19 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
         about = About(name, source, "cross-encoder", "pair", scorer.max_length, _parameters(scorer))
         return Candidate(about, PairScores(scorer, on_progress), Exposure.read(folder))
+    if is_rank_space(folder):
+        ranker = RankSpaceEncoder.load(folder)
+        ranker.encoder.to(reading.device)
+        about = About(
+            name,
+            source,
+            f"rank space, λ = {ranker.weight:g}",
+            ranker.encoder.pooling,
+            ranker.encoder.max_length,
+            _parameters(ranker.encoder),
+        )
+        model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.precision, on_progress))
+        return Candidate(about, model, Exposure.read(folder))
     knobs: dict[str, Any] = {"max_length": reading.max_length, "trust_remote_code": reading.trust_remote_code}
     encoder = Encoder.load(folder, pooling=reading.pooling, **knobs).to(reading.device)
     return candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import EvaluationError
+from distcse.ranks import RankSpaceEncoder, numbered
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
@@ -42,12 +43,7 @@ class VectorModel:
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """The vectors of an encoder, as its folder says: with or without normalisation."""
-
-        def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-            told = None if on_progress is None else lambda done: on_progress(done, len(texts))
-            return encoder.encode(texts, precision=precision, on_progress=told)
-
-        return cls(encode)
+        return cls(encoding(encoder, precision, on_progress))
 
     def prepare(self, texts: Iterable[str]) -> None:
         """Encode those of the texts that are not known yet, in one pass: so that they are sorted by length together."""
@@ -90,6 +86,37 @@ class VectorModel:
         products = np.einsum("nd,nd->n", ours, theirs)
         cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
         return np.asarray(cosines.astype(np.float32), dtype=np.float64)
+
+
+def encoding(
+    encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None
+) -> Callable[[Sequence[str]], NDArray[np.float32]]:
+    """An encoder as a function of texts."""
+
+    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
+        told = None if on_progress is None else lambda done: on_progress(done, len(texts))
+        return encoder.encode(texts, precision=precision, on_progress=told)
+
+    return encode
+
+
+class RankSpaceModel(VectorModel):
+    """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder Eq. 7); its vectors are those of the encoder."""
+
+    def __init__(
+        self, ranker: RankSpaceEncoder, encode: Callable[[Sequence[str]], NDArray[np.floating]] | None = None
+    ) -> None:
+        super().__init__(encode or ranker.encoder.encode)
+        self._ranker = ranker
+
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
+        """(n,) scores; each sentence is ranked once."""
+        unique, left, right = numbered(first, second)
+        vectors = self.unit_vectors(unique)
+        begun = perf_counter()
+        scores = self._ranker.scores(vectors, left, right)
+        self.seconds += perf_counter() - begun
+        return scores
 
 
 class PairScores:

@@ -2,7 +2,7 @@
 
 from distcse.teachers.build import embed_shard, serving, table_of, uses_table
 from distcse.teachers.ensemble import ListSource, LocalSource, TeacherEnsemble
-from distcse.teachers.rank_space import RankSpace, RankSpaceTeacher, inner_products, rank_vectors
+from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher, Teacher
 
@@ -11,15 +11,12 @@ __all__ = [
     "ListSource",
     "LiveTeacher",
     "LocalSource",
-    "RankSpace",
     "RankSpaceTeacher",
     "TableIdentity",
     "TableTeacher",
     "Teacher",
     "TeacherEnsemble",
     "embed_shard",
-    "inner_products",
-    "rank_vectors",
     "serving",
     "table_of",
     "uses_table",

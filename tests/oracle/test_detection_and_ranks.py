@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from distcse.detection import Vocabulary, replaced
 from distcse.objectives import Objective, Views, build_objective, detection, gather_views
+from distcse.ranks import RankSpace, rank_vectors
 from distcse.recipe import DetectionSection, InfoNCESection, ObjectiveSection, RankRegressionSection
-from distcse.teachers import RankSpace, rank_vectors
 from tests.workers import run_workers
 
 EXACT = {"abs": 2e-6}

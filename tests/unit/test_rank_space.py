@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from distcse.errors import RecipeError
+from distcse.encoder import Encoder
+from distcse.errors import EncoderError, RecipeError
+from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
 from distcse.events import Steps, Watch
+from distcse.ranks import RankSpace, RankSpaceEncoder, inner_products, pair_similarities, rank_vectors
 from distcse.student.run import run
-from distcse.teachers import RankSpace, inner_products, rank_vectors, serving
+from distcse.teachers import serving
 from tests.jobs import make_job, make_recipe
 
 
@@ -95,3 +98,47 @@ def test_rank_lists_need_a_table_and_hinge_its_terms(
     ):
         with pytest.raises(RecipeError, match=told):
             make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs)
+
+
+def test_each_pair_is_scored_by_equation_7(oracles: dict[str, Any]) -> None:
+    case = oracles["rankencoder_inference"]
+    sentences = {name: np.array(case["inputs"][name], dtype=np.float32) for name in ("q0", "q1")}
+    vectors = np.stack([vector / np.linalg.norm(vector) for vector in sentences.values()])
+    for normalize, expected in ((True, "sim_cosine_ranks"), (False, "sim_unnormalised_corpus")):
+        ranker = RankSpaceEncoder(None, case["inputs"]["corpus"], case["params"]["lambda_inf"], normalize)  # type: ignore[arg-type]
+        (found,) = ranker.scores(vectors, np.array([0]), np.array([1]))
+        assert found == pytest.approx(case["expected"][expected], abs=2e-6)
+
+
+def test_an_encoder_with_references_is_stored_and_measured(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    ranker = RankSpaceEncoder.over(encoder, sentences[:200], weight=0.3)
+    first, second = sentences[:30], sentences[200:230]
+    scores = ranker.similarities(first, second)
+    left, right, references = (encoder.encode(texts, normalize=True) for texts in (first, second, sentences[:200]))
+    spearman = [spearmanr(references @ u, references @ v).statistic for u, v in zip(left, right, strict=True)]
+    np.testing.assert_allclose(scores, 0.3 * np.array(spearman) + 0.7 * (left * right).sum(axis=1), atol=1e-4)
+    ranker.save(tmp_path / "model")
+    np.testing.assert_allclose(RankSpaceEncoder.load(tmp_path / "model").similarities(first, second), scores, atol=1e-6)
+    with pytest.raises(EncoderError, match=r"has no distcse/ranks\.json"):
+        RankSpaceEncoder.load(tiny("bert"))
+    with pytest.raises(EncoderError, match="weight is 2"):
+        RankSpaceEncoder(encoder, references, weight=2)
+
+    tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], Protocol())
+    candidate = open_candidate("ranks", str(tmp_path / "model"), Reading())
+    result = evaluate([candidate], tasks)
+    assert result.models[0].kind == "rank space, λ = 0.3"
+    pairs = next(task.pairs for task in tasks.tasks if isinstance(task, StsTask) and task.name == "STS-B")
+    expected = 100 * spearmanr(ranker.similarities(pairs.first, pairs.second), pairs.gold).statistic
+    assert result.figure("sts", "STS-B", "all", "ranks") == pytest.approx(expected, abs=1e-3)
+
+
+def test_many_ranks_lie_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, vectors = RankSpace(unit(50, 8)), unit(20, 8, seed=1)
+    first, second = np.arange(10), np.arange(10, 20)
+    inside = pair_similarities(space, vectors, first, second)
+    monkeypatch.setattr("distcse.ranks.space._INSIDE", 100)
+    np.testing.assert_array_equal(pair_similarities(space, vectors, first, second), inside)

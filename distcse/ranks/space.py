@@ -1,0 +1,100 @@
+"""Rank space (Seonwoo et al. 2023): a sentence is the order in which it sees n reference sentences.
+
+Two sentences are alike as far as they order the references alike: the inner product of their unit rank vectors, which is
+Spearman's correlation of their similarities to the references (RankEncoder Eq. 3 and 4).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BYTES = 256 * 2**20
+"""Held at a time beside the references: similarities, order and ranks of a chunk of rows."""
+_BYTES_A_CELL = 4 + 8 + 4
+_INSIDE = 2**30
+"""Rank vectors of one call that are held in memory; more lie in a file."""
+
+
+def rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
+    """(m, n) similarities to n references -> (m, n) unit rank vectors g (Eq. 3), ascending ranks, ties by place.
+
+    One sort a row: ranks are written through its order. A permutation's mean and norm are constants, so nothing is reduced.
+    """
+    rows, references = similarities.shape
+    scale = math.sqrt(12 / (references * (references**2 - 1)))
+    places = ((np.arange(references) - (references - 1) / 2) * scale).astype(np.float32)
+    ranks = np.empty((rows, references), dtype=np.float32)
+    np.put_along_axis(ranks, np.argsort(similarities, axis=1), places[None, :], axis=1)
+    return ranks
+
+
+class RankSpace:
+    """n reference vectors, and the rank vectors of others among them.
+
+    Args:
+        references: (n, d) unit vectors, n ≥ 2; of another length they weigh in the order, as in the public code's inference.
+    """
+
+    def __init__(self, references: NDArray[np.float32]) -> None:
+        if len(references) < 2:
+            raise ValueError(f"{len(references)} references; an order needs two")
+        self._references = references
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """(m, d) unit vectors -> (m, n) unit rank vectors, a chunk of rows at a time; into `out` where it is given."""
+        ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
+        step = max(1, _BYTES // (_BYTES_A_CELL * len(self._references)))
+        for begin in range(0, len(vectors), step):
+            chunk = slice(begin, begin + step)
+            ranks[chunk] = rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T)
+        return ranks
+
+    def similarities(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
+        """(m, d) unit vectors -> (m, m) Spearman correlations of their similarities to the references."""
+        return inner_products(self.ranks(vectors))
+
+
+def inner_products(ranks: NDArray[np.float32], others: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """(m, n) and (k, n) unit rank vectors -> (m, k) similarities in [-1, 1], summed in float64 over chunks of references."""
+    others = ranks if others is None else others
+    total = np.zeros((len(ranks), len(others)))
+    step = max(1, _BYTES // (8 * (len(ranks) + len(others))))
+    for begin in range(0, ranks.shape[1], step):
+        chunk = slice(begin, begin + step)
+        total += ranks[:, chunk].astype(np.float64) @ others[:, chunk].T.astype(np.float64)
+    return np.asarray(np.clip(total, -1.0, 1.0), dtype=np.float32)
+
+
+def pair_similarities(
+    space: RankSpace, vectors: NDArray[np.floating], first: NDArray[np.int64], second: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """(p,) Spearman correlations of p pairs of rows of (m, d) unit vectors; each row is ranked once.
+
+    Rank vectors that would take more than a gibibyte lie in a temporary file.
+    """
+    with _room(len(vectors), len(space)) as ranks:
+        space.ranks(vectors, out=ranks)
+        found = np.empty(len(first))
+        step = max(1, _BYTES // (16 * len(space)))
+        for begin in range(0, len(first), step):
+            chunk = slice(begin, begin + step)
+            found[chunk] = np.einsum("pn,pn->p", ranks[first[chunk]], ranks[second[chunk]], dtype=np.float64)
+    return np.clip(found, -1.0, 1.0)
+
+
+@contextmanager
+def _room(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
+    if 4 * rows * references <= _INSIDE:
+        yield np.empty((rows, references), dtype=np.float32)
+        return
+    with tempfile.TemporaryFile() as file:
+        yield np.memmap(file, dtype=np.float32, mode="w+", shape=(rows, references))
