@@ -5,7 +5,7 @@ from distcse.evaluation.candidates import Reading, candidate_of, named, open_can
 from distcse.evaluation.catalogue import STSB_DEV, SUITES, Shelf, suites_named
 from distcse.evaluation.evaluation import About, Candidate, Evaluation, Score, evaluate
 from distcse.evaluation.exposure import Exposure
-from distcse.evaluation.models import PairScores, VectorModel
+from distcse.evaluation.models import Model, PairScores, VectorModel
 from distcse.evaluation.retrieval import Collection, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
 from distcse.evaluation.suites import OwnSet, Protocol, Tasks, collect
@@ -19,6 +19,7 @@ __all__ = [
     "Collection",
     "Evaluation",
     "Exposure",
+    "Model",
     "OwnSet",
     "PairScores",
     "Protocol",

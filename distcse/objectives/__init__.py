@@ -12,7 +12,7 @@ from distcse.objectives.detection import Detection, detection
 from distcse.objectives.info_nce import InfoNCE, info_nce
 from distcse.objectives.list_mle import ListMLE, list_mle
 from distcse.objectives.list_net import ListNet, list_net
-from distcse.objectives.lists import mix_lists, without_positive
+from distcse.objectives.lists import mix_lists, shuffle_groups, without_positive
 from distcse.objectives.objective import Objective, build_objective
 from distcse.objectives.rank_regression import RankRegression, squared_errors
 from distcse.objectives.views import Views, gather_views
@@ -35,6 +35,7 @@ __all__ = [
     "list_net",
     "mix_lists",
     "negative_entropy",
+    "shuffle_groups",
     "squared_errors",
     "without_positive",
 ]

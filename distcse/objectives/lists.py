@@ -24,6 +24,21 @@ def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
     return (share[:, None, None] * lists.to(share.dtype)).sum(dim=0)
 
 
+def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int) -> Tensor:
+    """(R, C) lists -> the same with neighbours in a row's order shuffled: noise on what a teacher cannot know (DistillCSE).
+
+    In each row the others than the sentence itself, in descending order, fall into groups of `group`; inside a group the
+    similarities change places at random. What is drawn depends on the seed and a row's place in the global batch alone.
+    """
+    rows, columns = lists.shape
+    drawn = torch.rand(columns, columns, generator=torch.Generator().manual_seed(seed))[offset : offset + rows]
+    own = torch.arange(offset, offset + rows, device=lists.device)[:, None]
+    order = lists.scatter(1, own, torch.inf).argsort(dim=1, descending=True, stable=True)  # itself first, alone
+    groups = (torch.arange(columns, device=lists.device) - 1).div(group, rounding_mode="floor")
+    shuffled = (groups + drawn.to(lists.device)).argsort(dim=1)
+    return torch.empty_like(lists).scatter_(1, order, lists.gather(1, order.gather(1, shuffled)))
+
+
 def without_positive(matrix: Tensor, offset: int) -> Tensor:
     """(R, C) -> (R, C - 1): row i without its own column `offset + i`.
 

@@ -82,8 +82,28 @@ class StudentSection(EncoderSection):
         return self
 
 
+class EndpointSection(Section):
+    """An OpenAI-compatible embeddings endpoint."""
+
+    url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")]
+    """Its base, such as http://host:8080/v1; `/embeddings` is asked. The teacher's `backbone` is the model's name there."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, where one is needed; the key itself is in no recipe."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Sentences of one request."""
+    connections: Annotated[int, Field(ge=1)] = 4
+    """Requests under way at a time."""
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds to wait for an answer."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """Attempts after a lost connection or an answer such as 429 or 503, the pause doubling from half a second."""
+
+
 class TeacherSection(EncoderSection):
-    """One frozen teacher."""
+    """One frozen teacher: an encoder, a cross-encoder (its folder says so), or an endpoint."""
+
+    endpoint: EndpointSection | None = None
+    """Where the teacher is asked over HTTP instead of being loaded."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
@@ -102,7 +122,7 @@ class TeachersSection(Section):
     """The teachers; none leaves the rank term without lists."""
     mode: Literal["auto", "table", "live"] = "auto"
     """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is
-    `table` wherever the rows are fixed."""
+    `table` wherever the rows are fixed. A cross-encoder has no vectors and always runs live."""
     builders: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
     builder_gpus: Annotated[float, Field(ge=0)] = 0
@@ -113,6 +133,8 @@ class TeachersSection(Section):
     """Steps whose lists travel as one object; the next block is always asked for ahead."""
     shard_rows: Annotated[int, Field(ge=1)] = 8192
     """Rows of one table shard: what is lost at most when a builder is killed."""
+    shuffle_groups: Annotated[int, Field(ge=2)] | None = None
+    """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
     """Tokens in one frozen forward pass."""
 

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distcse.corpus import Corpus, split_held_out
 from distcse.corpus.docstrings import held_out_documentation
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import (
     SUITES,
+    About,
     AgreementTask,
     Candidate,
     Collection,
     Evaluation,
     Exposure,
+    Model,
     Protocol,
+    Reading,
     RetrievalTask,
     Tasks,
     VectorModel,
     candidate_of,
     collect,
     evaluate,
+    open_candidate,
 )
 from distcse.events import Listener, Stage
-from distcse.recipe import Recipe
+from distcse.objectives import mix_lists
+from distcse.recipe import Recipe, TeacherSection
+from distcse.teachers import open_embedder, scores_pairs
 
 _RETRIEVAL_SIZE = 1000
 _CHUNK = 1 << 16
@@ -79,8 +85,7 @@ def final_scores(
     ]
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        encoder = Encoder.from_section(section).to(_device())
-        candidates.append(candidate_of(name, section.backbone, encoder, _known(section.backbone)))
+        candidates.append(_teacher(name, section))
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in wanted:
         tasks.tasks.append(_docstrings(recipe))
@@ -93,10 +98,29 @@ def final_scores(
 def _agreement(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
     _, held_out = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
     texts = corpus.texts(held_out)
-    alphas = np.array([teacher.alpha for teacher in recipe.teachers.encoders])
-    vectors = [cast(VectorModel, teacher.model).unit_vectors(texts) for teacher in teachers]
-    lists = sum(alpha * (v @ v.T) for alpha, v in zip(alphas / alphas.sum(), vectors, strict=True))
-    return AgreementTask(texts, np.asarray(lists))
+    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+    lists = np.stack([_lists(teacher.model, texts) for teacher in teachers])
+    return AgreementTask(texts, mix_lists(torch.from_numpy(lists), alphas).numpy())
+
+
+def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
+    """(n, n) similarities of n texts."""
+    if isinstance(teacher, VectorModel):
+        vectors = teacher.unit_vectors(texts)
+        return vectors @ vectors.T
+    pairs = [(one, other) for one in texts for other in texts]
+    scores = teacher.similarities([one for one, _ in pairs], [other for _, other in pairs])
+    return scores.reshape(len(texts), -1).astype(np.float32)
+
+
+def _teacher(name: str, section: TeacherSection) -> Candidate:
+    if section.endpoint is not None:
+        about = About(name, section.endpoint.url, "endpoint", "unknown", section.max_length or 0, 0)
+        return Candidate(about, VectorModel(open_embedder(section).encode))
+    if scores_pairs(section):
+        reading = Reading(None, section.max_length, _device(), "fp32", section.trust_remote_code)
+        return open_candidate(name, section.backbone, reading)
+    return candidate_of(name, section.backbone, Encoder.from_section(section).to(_device()), _known(section.backbone))
 
 
 def _docstrings(recipe: Recipe) -> RetrievalTask:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder
 from distcse.events import Watch
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.student.loop import Outcome, fit
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LiveTeacher, LocalSource, embed_shard, serving
+from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
 
 
 class House(Protocol):
@@ -46,7 +45,7 @@ class InProcess:
         missing: Sequence[int],
         on_rows: Callable[[int], None],
     ) -> None:
-        encoder = Encoder.from_section(teacher).eval()
+        encoder = open_embedder(teacher)
         done = 0
         for shard in missing:
             done += embed_shard(encoder, teacher, corpus, table, shard, section.tokens_per_batch)
@@ -58,7 +57,7 @@ class InProcess:
             LocalSource(
                 serving(teacher, table, job.recipe.seed)
                 if table is not None
-                else LiveTeacher(Encoder.from_section(teacher), corpus, teacher.precision, section.tokens_per_batch)
+                else live(teacher, corpus, section.tokens_per_batch)
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]

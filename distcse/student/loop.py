@@ -69,7 +69,9 @@ def fit(job: Job, sources: Sequence[ListSource], watch: Watch, report: Report | 
     teachers = None
     if sources and objective.needs_lists:
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        teachers = TeacherEnsemble(sources, alphas, plan.sampler.block, plan.places, steps, recipe.teachers.block_steps)
+        teachers = TeacherEnsemble(
+            sources, alphas, plan.sampler.block, plan.places, steps, recipe.teachers.block_steps, plan.shuffle
+        )
     keeper = _Keeper(model, engine, dev, checkpoints, watch.post, report)
     if latest is None:
         position = keeper.score(position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
 from distcse.recipe import Recipe, TrainingSection
+
+_LISTS = -1
+"""Stream of the noise on lists, beside those of the views."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Plan:
     def __init__(self, job: Job, rank: int, workers: int) -> None:
         training = job.recipe.training
         self._seed = job.recipe.seed
+        self._shuffle_group = job.recipe.teachers.shuffle_groups
         self._tokens = TokenTable.open(job.tokens)
         self.corpus = Corpus.open(job.corpus)
         train_rows, self.held_out = split_held_out(len(self.corpus), job.recipe.evaluation.held_out, job.recipe.seed)
@@ -46,6 +51,12 @@ class Plan:
         """This worker's places in every global batch."""
         self._streams = max(1, (training.dropout_streams or workers) // workers)
         self._first_stream = rank * self._streams
+
+    @property
+    def shuffle(self) -> tuple[int, Callable[[int], int]] | None:
+        """Group and seeds of the noise on teachers' lists, the same for all workers; None without noise."""
+        group = self._shuffle_group
+        return None if group is None else (group, lambda step: noise_seed(self._seed, step, _LISTS))
 
     @property
     def rows(self) -> int:

@@ -104,10 +104,11 @@ def _prepare_tables(
     recipe: Recipe, corpus: Corpus, cache: Path, house: House, watch: Watch
 ) -> list[EmbeddingTable | None]:
     section = recipe.teachers
-    if not uses_table(section):
-        return [None] * len(section.encoders)
     tables: list[EmbeddingTable | None] = []
     for number, teacher in enumerate(section.encoders):
+        if not uses_table(section, teacher):
+            tables.append(None)
+            continue
         table = table_of(teacher, corpus, cache, section.shard_rows)
         stage = f"teacher {number}"
         missing = table.missing_shards()

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ray.util import ActorPool
 
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.teachers.build import embed_shard, serving
+from distcse.teachers.build import embed_shard
+from distcse.teachers.opening import live, open_embedder, serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import LiveTeacher, Teacher
+from distcse.teachers.teacher import Teacher
 
 _NEVER_GIVE_UP = {"max_restarts": -1, "max_task_retries": -1}
 
@@ -35,7 +35,7 @@ class ShardBuilder:
     ) -> None:
         _use_assigned_threads()
         self._teacher = teacher
-        self._encoder = Encoder.from_section(teacher).to(_device()).eval()
+        self._encoder = open_embedder(teacher)
         self._corpus = Corpus.open(corpus)
         self._table = EmbeddingTable(table, identity)
         self._tokens_per_batch = tokens_per_batch
@@ -128,9 +128,7 @@ def _table_teacher(teacher: TeacherSection, table: EmbeddingTable, seed: int) ->
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:
-    return lambda: LiveTeacher(
-        Encoder.from_section(teacher).to(_device()).eval(), Corpus.open(corpus), teacher.precision, tokens_per_batch
-    )
+    return lambda: live(teacher, Corpus.open(corpus), tokens_per_batch)
 
 
 def _fitting_builders(section: TeachersSection) -> int:
@@ -147,7 +145,3 @@ def _run_token() -> str:
 
 def _use_assigned_threads() -> None:
     torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

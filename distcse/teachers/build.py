@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder, model_fingerprint, resolve_model
-from distcse.recipe import TeacherSection, TeachersSection
-from distcse.teachers.rank_space import RankSpaceTeacher
+from distcse.recipe import TeacherSection
+from distcse.teachers.opening import fingerprint
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import TableTeacher, Teacher
+from distcse.teachers.teacher import Embedder
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
     """The table that holds this teacher's vectors of this corpus, complete or not."""
     identity = TableIdentity(
-        model=model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code)),
+        model=fingerprint(teacher),
         corpus=corpus.fingerprint,
         rows=len(corpus),
         pooling=teacher.pooling,
@@ -30,7 +27,7 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
 
 
 def embed_shard(
-    encoder: Encoder, teacher: TeacherSection, corpus: Corpus, table: EmbeddingTable, shard: int, tokens_per_batch: int
+    encoder: Embedder, teacher: TeacherSection, corpus: Corpus, table: EmbeddingTable, shard: int, tokens_per_batch: int
 ) -> int:
     """Embed one shard's rows and store it. Returns the number of rows that went through the teacher."""
     rows = table.shard_range(shard)
@@ -39,17 +36,3 @@ def embed_shard(
     )
     table.write_shard(shard, vectors)
     return len(rows)
-
-
-def serving(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Teacher:
-    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities."""
-    if teacher.space == "cosine":
-        return TableTeacher(table)
-    rows = table.identity.rows
-    drawn = np.random.default_rng(seed).permutation(rows)[: teacher.references]
-    return RankSpaceTeacher(table, np.sort(drawn))
-
-
-def uses_table(section: TeachersSection) -> bool:
-    """`auto` takes the table: a corpus's rows are fixed, so their vectors never change."""
-    return section.mode in ("auto", "table")

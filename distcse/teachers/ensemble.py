@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.objectives import mix_lists
+from distcse.objectives import mix_lists, shuffle_groups
 from distcse.teachers.teacher import Teacher
 
 Lists = NDArray[np.float32]
@@ -58,6 +58,7 @@ class TeacherEnsemble:
         rows: This worker's places in each global batch.
         steps: First step and the step after the last.
         block_steps: Steps in one block, at most; long lists make smaller blocks (32 MiB a teacher).
+        shuffle: Neighbours in a list's order that change places at random, and the seed of a step; None leaves lists alone.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TeacherEnsemble:
         rows: slice,
         steps: range,
         block_steps: int = 32,
+        shuffle: tuple[int, Callable[[int], int]] | None = None,
     ) -> None:
         if len(sources) != len(weights) or not sources:
             raise ValueError(f"{len(sources)} teachers and {len(weights)} weights; give one weight a teacher")
@@ -76,6 +78,7 @@ class TeacherEnsemble:
         self._batches = batches
         self._rows = rows
         self._steps = steps
+        self._shuffle = shuffle
         self._block_steps = self._fitting(block_steps) if steps else 1
         self._blocks = [self._ask(steps.start)] if steps else []
         self.waited = 0.0
@@ -92,7 +95,11 @@ class TeacherEnsemble:
         answers = [answer.result() for answer in block.answers]
         self.waited += time.perf_counter() - began
         of_step = np.stack([answer[step - block.first] for answer in answers])
-        return mix_lists(torch.from_numpy(of_step), self._weights)
+        mixed = mix_lists(torch.from_numpy(of_step), self._weights)
+        if self._shuffle is None:
+            return mixed
+        group, seed_of = self._shuffle
+        return shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0)
 
     def _ask(self, first: int) -> _Block:
         columns = self._batches(first, min(self._block_steps, self._steps.stop - first))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder
 from distcse.teachers.table import EmbeddingTable
 
 
@@ -20,6 +20,22 @@ class Teacher(Protocol):
 
         `rows` picks the R places of each batch whose lists are wanted: one worker's share.
         """
+        ...
+
+
+class Embedder(Protocol):
+    """An encoder, or something that answers like one."""
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_tokens: int = ...,
+        normalize: bool | None = ...,
+        precision: str = ...,
+        on_progress: Callable[[int], None] | None = ...,
+    ) -> NDArray[np.float32]:
+        """(n,) texts -> (n, d) vectors."""
         ...
 
 
@@ -38,7 +54,7 @@ class TableTeacher:
 class LiveTeacher:
     """Runs the frozen encoder for every list: for text that changes, or a corpus seen once."""
 
-    def __init__(self, encoder: Encoder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
+    def __init__(self, encoder: Embedder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
         self._encoder = encoder
         self._corpus = corpus
         self._precision = precision

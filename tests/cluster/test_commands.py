@@ -83,7 +83,7 @@ def test_alone_it_starts_ray_and_leaves_a_model(recipe_file: Path) -> None:
     for told in ("corpus", "tokens", "teacher 0", "dev ", "steps/s", "left"):
         assert told in done.stderr
     assert "\x1b[" not in done.stderr and "Traceback" not in done.stderr
-    for told in ("agreement", "student", "model   ", "SentenceTransformer("):
+    for told in ("Agreement", "student", "model   ", "report  ", "SentenceTransformer("):
         assert told in done.stdout
     model = Path(next(line for line in done.stdout.splitlines() if line.startswith("model   ")).split()[1])
     card = (model / "README.md").read_text()

@@ -1,0 +1,67 @@
+"""Teachers from a recipe: what embeds a corpus, what serves lists from a table, what answers live."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from distcse.corpus import Corpus
+from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
+from distcse.errors import TeacherError
+from distcse.recipe import TeacherSection, TeachersSection
+from distcse.teachers.endpoint import Endpoint
+from distcse.teachers.pairs import PairTeacher
+from distcse.teachers.rank_space import RankSpaceTeacher
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import Embedder, LiveTeacher, TableTeacher, Teacher
+
+
+def open_embedder(teacher: TeacherSection) -> Embedder:
+    """A teacher that gives vectors: an encoder on the best device here, or an endpoint."""
+    if teacher.endpoint is not None:
+        return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
+    return Encoder.from_section(teacher).to(_device()).eval()
+
+
+def scores_pairs(teacher: TeacherSection) -> bool:
+    """Whether a teacher is a cross-encoder, which has no vectors and no table."""
+    if teacher.endpoint is not None:
+        return False
+    return is_cross_encoder(resolve_model(teacher.backbone, teacher.trust_remote_code))
+
+
+def uses_table(section: TeachersSection, teacher: TeacherSection) -> bool:
+    """`auto` takes the table: a corpus's rows are fixed, so their vectors never change."""
+    return section.mode in ("auto", "table") and not scores_pairs(teacher)
+
+
+def fingerprint(teacher: TeacherSection) -> str:
+    """What decides a teacher's vectors: a model's files, or an endpoint's address and model name."""
+    if teacher.endpoint is not None:
+        named = f"{teacher.endpoint.url}\0{teacher.backbone}"
+        return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+    return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
+
+
+def serving(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Teacher:
+    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities."""
+    if teacher.space == "cosine":
+        return TableTeacher(table)
+    drawn = np.random.default_rng(seed).permutation(table.identity.rows)[: teacher.references]
+    return RankSpaceTeacher(table, np.sort(drawn))
+
+
+def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teacher:
+    """What runs a teacher for every list."""
+    if scores_pairs(teacher):
+        if teacher.space == "rank":
+            raise TeacherError(f"teacher {teacher.backbone} is a cross-encoder: it has no vectors, so no rank space")
+        scorer = CrossEncoder.load(teacher.backbone, teacher.max_length, teacher.trust_remote_code)
+        return PairTeacher(scorer.to(_device()).eval(), corpus, tokens_per_batch)
+    return LiveTeacher(open_embedder(teacher), corpus, teacher.precision, tokens_per_batch)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

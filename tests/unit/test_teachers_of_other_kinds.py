@@ -1,0 +1,212 @@
+"""Teachers that are no table of one's own encoder: an HTTP endpoint, a cross-encoder, noise on lists; and all together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.corpus import Corpus
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.errors import RecipeError, TeacherError
+from distcse.events import Steps, Watch
+from distcse.objectives import shuffle_groups
+from distcse.recipe import EndpointSection
+from distcse.student.run import Result, run
+from distcse.teachers import Endpoint, PairTeacher
+from tests.jobs import make_recipe
+from tests.models import make_cross_encoder, make_masked_lm
+
+
+class Server(ThreadingHTTPServer):
+    """An embeddings endpoint in front of a real encoder, which can be told to fail."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.encoder = encoder
+        self.lock = threading.Lock()
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.failures: list[int] = []
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append(body)
+            self.server.keys.append(self.headers.get("Authorization"))
+            status = self.server.failures.pop(0) if self.server.failures else 200
+            vectors = self.server.encoder.encode(body["input"])
+        rows = [{"index": n, "embedding": v.tolist()} for n, v in enumerate(vectors)][::-1]  # in no order
+        answer = self.server.answer({"data": rows}) if status == 200 else {"error": "busy"}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *told: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tiny: Callable[..., Path]) -> Iterator[Server]:
+    with Server(Encoder.load(tiny("roberta", width=64), pooling="mean")) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def test_an_endpoint_answers_like_its_encoder(
+    server: Server, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    section = EndpointSection(url=server.url, batch=7, connections=3, key_variable="MY_KEY")
+    done: list[int] = []
+    found = Endpoint("name", section, prompt="query: ").encode(sentences[:50], normalize=True, on_progress=done.append)
+    expected = server.encoder.encode([f"query: {text}" for text in sentences[:50]], normalize=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert len(server.asked) == 8 and {body["model"] for body in server.asked} == {"name"} and done[-1] == 50
+    assert max(len(body["input"]) for body in server.asked) == 7 and set(server.keys) == {"Bearer secret"}
+
+
+def test_an_endpoint_is_asked_again_when_it_is_busy(server: Server, sentences: list[str]) -> None:
+    server.failures = [503, 429]
+    section = EndpointSection(url=server.url, connections=1, retries=3)
+    assert Endpoint("name", section).encode(sentences[:3]).shape == (3, 64)
+    assert len(server.asked) == 3
+
+
+def test_what_an_endpoint_does_wrong_is_told(server: Server, sentences: list[str]) -> None:
+    section = EndpointSection(url=server.url, connections=1, retries=1)
+    server.failures = [401]
+    with pytest.raises(TeacherError, match=r'teacher name at http://.*/v1 answers 401: \{"error": "busy"\}'):
+        Endpoint("name", section).encode(sentences[:2])
+    server.failures = [503, 503]
+    with pytest.raises(TeacherError, match="answers 503"):
+        Endpoint("name", section).encode(sentences[:2])
+    server.answer = lambda answer: {"data": answer["data"][:1]}
+    with pytest.raises(TeacherError, match="no list of 2 embeddings"):
+        Endpoint("name", section).encode(sentences[:2])
+    nobody = EndpointSection(url="http://127.0.0.1:9", retries=0)
+    with pytest.raises(TeacherError, match="cannot be reached after 0 retries"):
+        Endpoint("name", nobody).encode(sentences[:2])
+
+
+def test_an_endpoint_fills_a_table_once(
+    server: Server, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    knobs = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Watch())
+    scores = result.outcome.position.scores
+    assert scores[-1][1] > scores[0][1]
+    assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
+    texts = sum(len(body["input"]) for body in server.asked)
+    server.asked.clear()
+    run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Watch())
+    again = sum(len(body["input"]) for body in server.asked)
+    assert texts >= len(sentences) and again <= 64  # the held-out rows of the final scores alone
+
+
+def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")))
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences)
+    corpus = Corpus.prepare(recipe.corpus, tmp_path / "cache")
+    columns = np.array([[3, 1, 4, 2], [9, 8, 7, 6]])
+    lists = PairTeacher(scorer, corpus, 512).similarities(columns, slice(1, 3))
+    assert lists.shape == (2, 2, 4)
+    expected = scorer.score([(sentences[1], sentences[n]) for n in (3, 1, 4, 2)])
+    np.testing.assert_allclose(lists[0, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_neighbours_change_places_in_their_groups(offset: int) -> None:
+    lists = torch.rand(4, 10, generator=torch.Generator().manual_seed(1))
+    noisy = shuffle_groups(lists, 3, seed=5, offset=offset)
+    assert torch.equal(shuffle_groups(lists, 3, seed=5, offset=offset), noisy)
+    assert not torch.equal(shuffle_groups(lists, 3, seed=6, offset=offset), noisy)
+    for row in range(4):
+        assert noisy[row, offset + row] == lists[row, offset + row]
+        others = [n for n in range(10) if n != offset + row]
+        order = sorted(others, key=lambda n: -lists[row, n].item())
+        for begin in range(0, 9, 3):
+            group = order[begin : begin + 3]
+            assert sorted(noisy[row, group].tolist()) == sorted(lists[row, group].tolist())
+    assert not torch.equal(noisy, lists)
+    whole = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))  # two workers draw what one draws
+    halves = [shuffle_groups(whole[:3], 2, 7, 0), shuffle_groups(whole[3:], 2, 7, 3)]
+    assert torch.equal(torch.cat(halves), shuffle_groups(whole, 2, 7, 0))
+
+
+def trained(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
+    events: list[Any] = []
+    result = run(recipe, Watch(events.append))
+    return result, [event.losses for event in events if isinstance(event, Steps)]
+
+
+def improves(result: Result) -> bool:
+    scores = result.outcome.position.scores
+    return scores[-1][1] > scores[0][1] + 1
+
+
+def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    knobs = [f"teachers.encoders.{n}.{knob}" for n in (0, 1) for knob in ("space=rank", "references=200")]
+    teachers = [tiny("roberta"), tiny("minilm")]
+    result, losses = trained(
+        make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs, "objective.rank.form=list_mle")
+    )
+    assert improves(result) and losses[-1]["rank"] < losses[0]["rank"]
+
+
+def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    teachers = [tiny("roberta", width=64), tiny("minilm"), tiny("distilbert")]
+    knobs = ("teachers.encoders.2.space=rank", "teachers.encoders.2.references=150", "teachers.shuffle_groups=4")
+    result, _ = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs))
+    assert improves(result)
+
+
+def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    knobs = (
+        "student.projection=batch_norm_mlp",
+        f"objective.detection.generator={generator}",
+        "objective.rank_regression.weight=0.5",
+        "objective.rank_regression.lower=-1",
+        "training.epochs=5",
+    )
+    result, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs))
+    parts = {"info_nce", "consistency", "rank", "rank_regression", "detection"}
+    assert improves(result) and parts <= losses[-1].keys()
+
+
+def test_a_cross_encoder_and_an_encoder_teach_together(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
+    knobs = ("evaluation.held_out=16", "training.max_steps=30", "training.batch_size=8")
+    result, _ = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta"), cross], sentences, *knobs))
+    assert improves(result)
+    assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"
+    with pytest.raises(TeacherError, match="is a cross-encoder: it has no vectors, so no rank space"):
+        trained(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.space=rank"))
+
+
+def test_an_endpoints_url_is_checked(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    with pytest.raises(RecipeError, match=r"teachers\.encoders\.0\.endpoint\.url"):
+        make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "teachers.encoders.0.endpoint.url=host:80")
