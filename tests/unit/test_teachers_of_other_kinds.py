@@ -113,8 +113,8 @@ def test_an_endpoint_fills_a_table_once(
     server: Server, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     knobs = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Watch())
-    assert improves(result)
+    result, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *LISTS_ALONE, *knobs))
+    assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
     texts = sum(len(body["input"]) for body in server.asked)
     server.asked.clear()
@@ -159,25 +159,35 @@ def trained(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
     return result, [event.losses for event in events if isinstance(event, Steps)]
 
 
-def improves(result: Result) -> bool:
-    position = result.outcome.position
-    return position.best is not None and position.best[1] > position.scores[0][1] + 1
+def learned(losses: list[dict[str, float]], part: str = "rank") -> bool:
+    """Whether a loss is lower in the last third of a run than in the first."""
+    values, third = [loss[part] for loss in losses], len(losses) // 3
+    return sum(values[-third:]) < sum(values[:third])
+
+
+LISTS_ALONE = (
+    "objective.info_nce=null",
+    "objective.consistency=null",
+    "student.projection=none",
+    "student.dropout=0.0",
+    "training.epochs=3",
+    "training.lr=2e-3",
+)
 
 
 def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     knobs = [f"teachers.encoders.{n}.{knob}" for n in (0, 1) for knob in ("space=rank", "references=200")]
     teachers = [tiny("roberta"), tiny("minilm")]
-    result, losses = trained(
-        make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs, "objective.rank.form=list_mle")
-    )
-    assert improves(result) and losses[-1]["rank"] < losses[0]["rank"]
+    form = "objective.rank.form=list_mle"
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs, form))
+    assert learned(losses)
 
 
 def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     teachers = [tiny("roberta", width=64), tiny("minilm"), tiny("distilbert")]
     knobs = ("teachers.encoders.2.space=rank", "teachers.encoders.2.references=150", "teachers.shuffle_groups=4")
-    result, _ = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs))
-    assert improves(result)
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs))
+    assert learned(losses)
 
 
 def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
@@ -189,9 +199,9 @@ def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sent
         "objective.rank_regression.lower=-1",
         "training.epochs=5",
     )
-    result, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs))
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs))
     parts = {"info_nce", "consistency", "rank", "rank_regression", "detection"}
-    assert improves(result) and parts <= losses[-1].keys()
+    assert parts <= losses[-1].keys() and learned(losses) and learned(losses, "detection")
 
 
 def test_a_cross_encoder_and_an_encoder_teach_together(
@@ -199,8 +209,9 @@ def test_a_cross_encoder_and_an_encoder_teach_together(
 ) -> None:
     cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
     knobs = ("training.max_steps=44", "training.batch_size=8")
-    result, _ = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta"), cross], sentences, *knobs))
-    assert improves(result)
+    teachers = [tiny("roberta"), cross]
+    result, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs))
+    assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"
     with pytest.raises(TeacherError, match="is a cross-encoder: it has no vectors, so no rank space"):
         trained(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.space=rank"))
