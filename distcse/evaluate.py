@@ -49,7 +49,14 @@ def _main(options: argparse.Namespace) -> None:
             lambda name, done: view.show(Stage(f"{name} fits", done, None, "done")),
         )
         tasks = collect(options.data, suites, own, protocol)
-        reading = Reading(options.pooling, options.max_length, device, options.precision, options.trust_remote_code)
+        reading = Reading(
+            pooling=options.pooling,
+            max_length=options.max_length,
+            device=device,
+            precision=options.precision,
+            trust_remote_code=options.trust_remote_code,
+            prompt=options.prompt,
+        )
         candidates = [open_candidate(name, source, reading, _told(name, view.show)) for name, source in models.items()]
         settings = {
             "STS": options.aggregate,
@@ -127,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
     )
     parser.add_argument("--pooling", help="for folders that do not say how they pool")
+    parser.add_argument("--prompt", default="", help="put before every sentence, or a template with {sentence} in it")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")

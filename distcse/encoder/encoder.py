@@ -18,12 +18,13 @@ from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, 
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
+from distcse.encoder.prompts import SENTENCE, is_template, prompted
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, Pooling, StudentSection
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg"
+_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 
 
 class Encoder(nn.Module):
@@ -34,7 +35,7 @@ class Encoder(nn.Module):
         tokenizer: Its fast tokenizer.
         pooling: How token vectors become one.
         max_length: Tokens kept of a sentence, special tokens included.
-        prompt: Text put before every sentence.
+        prompt: Text put before every sentence, or a template with `{sentence}` in it.
         normalize: Whether `encode` and readers of the saved folder give unit vectors.
     """
 
@@ -84,6 +85,11 @@ class Encoder(nn.Module):
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)
         max_length = length_limit(section, layout, tokenizer, backbone)
+        if pooling == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
+            raise EncoderError(
+                f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
+                f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
+            )
         return cls(backbone, tokenizer, pooling, max_length, section.prompt or layout.prompt, layout.normalize)
 
     @property
@@ -105,15 +111,19 @@ class Encoder(nn.Module):
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
         all_layers = self.pooling in NEEDS_ALL_LAYERS
         output = self.backbone(input_ids=ids, attention_mask=mask, output_hidden_states=all_layers)
-        return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask)
+        marked = ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
+        return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask, marked)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, cut to `max_length`; the prompt is put before."""
+        """Token ids of each text in its prompt, cut to `max_length`."""
         if not texts:
             return []
-        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
         encoded = self.tokenizer(
-            prompted, truncation=True, max_length=self.max_length, padding=False, return_attention_mask=False
+            prompted(self.tokenizer, texts, self.prompt, self.max_length),
+            truncation=True,
+            max_length=self.max_length,
+            padding=False,
+            return_attention_mask=False,
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
@@ -158,6 +168,8 @@ class Encoder(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""
+        if self.pooling == "mask" or is_template(self.prompt):
+            raise EncoderError("a template, or pooling at [MASK], has no place in the sentence-transformers layout")
         with replacing(Path(path)) as folder:
             self.backbone.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length

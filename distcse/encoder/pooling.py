@@ -12,7 +12,7 @@ from distcse.recipe import Pooling
 NEEDS_ALL_LAYERS = ("first_last_avg", "last_two_avg")
 
 
-def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor) -> Tensor:
+def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, marked: Tensor | None = None) -> Tensor:
     """(B, L, H) hidden states and a (B, L) mask -> (B, H) float32 vectors; padding never counts.
 
     Args:
@@ -21,6 +21,7 @@ def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor) -> Tensor
         hidden_states: The embedding layer's output and every layer's, or the last layer's alone where `kind` needs no
             more.
         mask: 1 at tokens, 0 at padding, on either side.
+        marked: (B, L) where [MASK] stands, for `mask`, which takes the first of them (PromptBERT).
 
     `first_last_avg` takes hidden_states[1] as the first layer, as today's SimCSE does; older copies took the embedding
     layer, which gives other numbers (princeton-nlp/SimCSE issue 285).
@@ -35,7 +36,10 @@ def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor) -> Tensor
     if kind == "max":
         return tokens.masked_fill(mask[..., None] == 0, torch.finfo(tokens.dtype).min).amax(dim=1)
     places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    if kind == "cls":
+    if kind == "mask":
+        assert marked is not None
+        chosen = marked.to(torch.uint8).argmax(dim=1)
+    elif kind == "cls":
         chosen = places.masked_fill(mask == 0, mask.shape[1]).amin(dim=1)
     else:
         chosen = places.masked_fill(mask == 0, -1).amax(dim=1)

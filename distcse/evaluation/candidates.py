@@ -25,6 +25,7 @@ class Reading:
         device: Where models run.
         precision: `fp32`, or `bf16` / `fp16` autocast.
         trust_remote_code: Run code that a model folder brings.
+        prompt: Text before every sentence, or a template with `{sentence}` in it; empty follows the folder.
     """
 
     pooling: str | None = None
@@ -32,6 +33,7 @@ class Reading:
     device: str = "cpu"
     precision: str = "fp32"
     trust_remote_code: bool = False
+    prompt: str = ""
 
 
 def named(models: Sequence[str]) -> dict[str, str]:
@@ -75,7 +77,11 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         )
         model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.precision, on_progress))
         return Candidate(about, model, Exposure.read(folder))
-    knobs: dict[str, Any] = {"max_length": reading.max_length, "trust_remote_code": reading.trust_remote_code}
+    knobs: dict[str, Any] = {
+        "max_length": reading.max_length,
+        "trust_remote_code": reading.trust_remote_code,
+        "prompt": reading.prompt,
+    }
     encoder = Encoder.load(folder, pooling=reading.pooling, **knobs).to(reading.device)
     return candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
-Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg"]
+Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 Precision = Literal["fp32", "bf16"]
 Temperature = Annotated[float, Field(gt=0, le=10)]
@@ -56,7 +56,7 @@ class EncoderSection(Section):
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = None
     """Tokens kept of a sentence, special tokens included; null reads it from the folder."""
     prompt: str = ""
-    """Text put before every sentence."""
+    """Text put before every sentence, or a template with `{sentence}` in it."""
     trust_remote_code: bool = False
     """Let the folder's own Python code run. Only for models you have read."""
 
@@ -74,6 +74,15 @@ class StudentSection(EncoderSection):
     """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of the backbone in training; null keeps the backbone's own."""
+
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> StudentSection:
+        if self.pooling == "mask" or "{sentence}" in self.prompt:
+            raise ValueError(
+                "pooling mask and templates are for teachers: the saved model's layout has no place for them; "
+                "write another pooling, or a prompt without {sentence}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _layers_ascend(self) -> StudentSection:

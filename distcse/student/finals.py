@@ -118,7 +118,7 @@ def _teacher(name: str, section: TeacherSection) -> Candidate:
         about = About(name, section.endpoint.url, "endpoint", "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
-        reading = Reading(None, section.max_length, _device(), "fp32", section.trust_remote_code)
+        reading = Reading(max_length=section.max_length, device=_device(), trust_remote_code=section.trust_remote_code)
         return open_candidate(name, section.backbone, reading)
     return candidate_of(name, section.backbone, Encoder.from_section(section).to(_device()), _known(section.backbone))
 

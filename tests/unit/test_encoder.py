@@ -319,3 +319,25 @@ def test_a_failed_save_leaves_the_old_model(tiny: Callable[..., Path], tmp_path:
         encoder.save(tmp_path / "model")
     same(Encoder.load(tmp_path / "model").encode(TEXTS), before)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_template_is_pooled_at_its_mask(tiny: Callable[..., Path], sentences: list[str], tmp_path: Path) -> None:
+    template = 'A child reads about "{sentence}" is [MASK].'
+    encoder = Encoder.load(tiny("bert"), pooling="mask", prompt=template, max_length=40)
+    texts = [*sentences[:5], " ".join(sentences[:8])]
+    ids = encoder.token_ids(texts)
+    mask_id, tail = encoder.tokenizer.mask_token_id, ids[0][-4:]
+    assert all(len(row) <= 40 and row.count(mask_id) == 1 and row[-4:] == tail for row in ids)  # the long one too
+    assert len(ids[-1]) >= 38
+    vectors = encoder.encode(texts)
+    with torch.no_grad():
+        hidden = encoder.eval().backbone(torch.tensor([ids[0]])).last_hidden_state[0]
+    torch.testing.assert_close(torch.from_numpy(vectors[0]), hidden[ids[0].index(mask_id)], atol=1e-5, rtol=1e-4)
+    with pytest.raises(EncoderError, match="has no place in the sentence-transformers layout"):
+        encoder.save(tmp_path / "model")
+    with pytest.raises(EncoderError, match=r"pooling mask wants a prompt with \[MASK\] in it"):
+        Encoder.load(tiny("bert"), pooling="mask")
+    with pytest.raises(EncoderError, match="takes all of 8 tokens"):
+        Encoder.load(tiny("bert"), pooling="mask", prompt=template, max_length=8).encode(["A man."])
+    with pytest.raises(ValueError, match="are for teachers"):
+        StudentSection(backbone="x", pooling="mask")
