@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import matplotlib as mpl
 import numpy as np
@@ -180,6 +181,7 @@ def _plane(evaluation: Evaluation) -> Picture | None:
         axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
         axes.set_ylabel("alignment (lower is closer)")
+        cast(Figure, axes.figure).draw_without_rendering()  # only then are the points where they will be
         _name_points(axes, points[::-1])
 
     note = "STS-B test. Hollow points are from DiffCSE's paper, BERT-base."
