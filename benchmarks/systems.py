@@ -124,7 +124,7 @@ def make_generator(options: argparse.Namespace, steps: int = 400, batch: int = 6
     collator = DataCollatorForLanguageModeling(encoder.tokenizer, mlm_probability=0.15)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     model.train()
-    for step in range(steps):
+    for step in range(min(steps, len(corpus) // batch)):
         texts = corpus.texts(range(step * batch, (step + 1) * batch))
         inputs = collator([{"input_ids": ids} for ids in encoder.token_ids(texts)])
         with torch.autocast("cpu", torch.bfloat16):
