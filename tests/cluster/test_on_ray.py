@@ -20,6 +20,7 @@ from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.directory import RunDirectory
 from distcse.student.run import run
 from tests.jobs import make_recipe
+from tests.models import make_cross_encoder, make_masked_lm
 
 pytestmark = pytest.mark.cluster
 
@@ -129,6 +130,34 @@ def test_live_teachers_give_what_tables_give(recipe_with: MakeRecipe) -> None:
     table = run(recipe_with("training.workers=0", "training.max_steps=6"), Watch())
     pairs = zip(live.outcome.position.scores, table.outcome.position.scores, strict=True)
     assert all(a == pytest.approx(b, abs=0.5) for (_, a), (_, b) in pairs)
+
+
+@pytest.mark.slow
+def test_every_kind_of_teacher_and_detection_on_two_workers(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A cross-encoder, a teacher in rank space with shuffled lists, and DiffCSE, beside RankCSE's three terms."""
+    scorer = make_cross_encoder(tmp_path / "scorer", tiny("bert"))
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    knobs = (
+        f"teachers.encoders.0.backbone={scorer}",
+        "teachers.encoders.1.space=rank",
+        "teachers.encoders.1.references=100",
+        "teachers.shuffle_groups=4",
+        "student.projection=batch_norm_mlp",
+        f"objective.detection.generator={generator}",
+        "objective.rank_regression.weight=0.5",
+        "objective.rank_regression.lower=-1",
+        "training.max_steps=6",
+    )
+    events: list[Event] = []
+    workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
+    on_ray = run(recipe_with(*knobs, *workers), Watch(events.append))
+    assert rows_embedded(events) == [on_ray.rows]  # a cross-encoder has no table
+    here = run(recipe_with(*knobs, "training.workers=0"), Watch())
+    # Batch norm takes the constant out of what reaches it: that bias moves by rounding alone.
+    same = {n: t for n, t in weights(here.directory).items() if not n.endswith(("LayerNorm.bias", "running_mean"))}
+    assert_close(same, weights(on_ray.directory))
 
 
 def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:

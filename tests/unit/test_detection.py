@@ -19,6 +19,7 @@ from distcse.events import Steps, Watch
 from distcse.recipe import DetectionSection
 from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.model import build_student
+from distcse.student.plan import Job
 from distcse.student.run import run
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_encoder, make_masked_lm
@@ -178,9 +179,38 @@ def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Pat
             train(job, tables)
         else:
             run_workers(_in_worker, 2, job, tables)
-        latest = Checkpoints(job.run).latest()
-        assert latest is not None
-        weights.append(load_state(latest).weights)
+        weights.append(_latest_weights(job))
+    _assert_same_learning(weights)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_learns_what_the_plain_engine_does(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], stage: int
+) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    weights = []
+    for engine in (("training.engine=plain",), ("training.engine=deepspeed", f"training.zero_stage={stage}")):
+        folder = tmp_path / engine[0].split("=")[1]
+        folder.mkdir()
+        job, tables = make_job(
+            diffcse(
+                folder, tiny, sentences, "training.max_steps=6", "training.log_every=2", *engine, generator=generator
+            )
+        )
+        if stage:
+            assert train(job, tables, stop_after=2).interrupted
+        train(job, tables)
+        weights.append(_latest_weights(job))
+    _assert_same_learning(weights)
+
+
+def _latest_weights(job: Job) -> dict[str, torch.Tensor]:
+    latest = Checkpoints(job.run).latest()
+    assert latest is not None
+    return load_state(latest).weights
+
+
+def _assert_same_learning(weights: list[dict[str, torch.Tensor]]) -> None:
     assert weights[0].keys() == weights[1].keys() and any(name.startswith("detector.") for name in weights[0])
     assert not any("generator" in name for name in weights[0])
     for name, tensor in weights[0].items():
