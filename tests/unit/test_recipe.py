@@ -32,11 +32,17 @@ DIFFCSE = {
     "diffcse-bert-base-transfer": (64, 2e-6, 0.15, 0.05),
     "diffcse-roberta-base-transfer": (128, 3e-6, 0.15, 0.05),
 }
+RANK_ENCODER = {
+    "rankencoder-bert-base": (64, 3e-5, "hinge", 0.8, 100_000),
+    "rankencoder-simcse-bert-base": (64, 3e-5, "sum", 0.9999, 100_000),
+    "rankencoder-promptbert-bert-base": (256, 1e-5, "hinge", 0.8, 10_000),
+    "rankencoder-sncse-bert-base": (128, 1e-5, "sum", 0.9999, 10_000),
+}
 
 
 def test_all_packaged_recipes_load() -> None:
-    others = {"quickstart", "minilm-3layer", "rankencoder-simcse-bert-base", "rankcse-in-rank-space"}
-    assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *others}
+    others = {"quickstart", "minilm-3layer", "rankcse-in-rank-space"}
+    assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *RANK_ENCODER, *others}
     for name in packaged_recipes():
         assert load_recipe(name).name == name
 
@@ -71,6 +77,16 @@ def test_diffcse(name: str) -> None:
     assert terms.detection is not None and recipe.student.projection == "batch_norm_mlp"
     found = (training.batch_size, training.lr, terms.detection.masking_ratio, terms.detection.weight)
     assert found == DIFFCSE[name] and training.epochs == 2
+
+
+@pytest.mark.parametrize("name", RANK_ENCODER)
+def test_rank_encoder(name: str) -> None:
+    recipe = load_recipe(name)
+    training, terms, teacher = recipe.training, recipe.objective, recipe.teachers.encoders[0]
+    term = terms.rank_regression
+    assert term is not None and (term.weight, term.lower) == (0.05, 0.5) and teacher.space == "rank"
+    found = (training.batch_size, training.lr, terms.combine, term.upper, teacher.references)
+    assert found == RANK_ENCODER[name] and recipe.seed == 61507
 
 
 def test_resolved_recipe_reads_back_unchanged(tmp_path: Path) -> None:
