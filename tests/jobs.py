@@ -13,7 +13,8 @@ from distcse.events import Event, Watch
 from distcse.recipe import Recipe, load_recipe
 from distcse.student.directory import RunDirectory
 from distcse.student.houses import InProcess
-from distcse.student.loop import Outcome, fit
+from distcse.student.lists import fit
+from distcse.student.loop import Outcome
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, serving, table_of
 

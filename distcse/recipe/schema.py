@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -248,8 +248,8 @@ class ObjectiveSection(Section):
     """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
 
 
-class TrainingSection(Section):
-    """The student's loop: batch, optimiser, schedule, workers."""
+class LoopSection(Section):
+    """How weights are moved: batch, optimiser, schedule, engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Sentences of a step over all workers: also the length of every list."""
@@ -273,6 +273,19 @@ class TrainingSection(Section):
     """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
+    log_every: Annotated[int, Field(ge=1)] = 10
+    """Steps between two reports of loss and rate."""
+
+    @model_validator(mode="after")
+    def _stage_has_its_engine(self) -> Self:
+        if self.zero_stage and self.engine == "plain":
+            raise ValueError("zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0")
+        return self
+
+
+class TrainingSection(LoopSection):
+    """The student's loop, and the workers that run it."""
+
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the same loop in this process, without Ray."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
@@ -284,8 +297,6 @@ class TrainingSection(Section):
     another number of workers names one number for both (a multiple of each)."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
-    log_every: Annotated[int, Field(ge=1)] = 10
-    """Steps between two reports of loss and rate."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSection:
@@ -300,8 +311,6 @@ class TrainingSection(Section):
                 f"dropout_streams is {self.dropout_streams}, which is no multiple of workers {self.workers}; "
                 f"write a multiple of {self.workers}"
             )
-        if self.zero_stage and self.engine == "plain":
-            raise ValueError("zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0")
         return self
 
 

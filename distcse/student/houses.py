@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from distcse.corpus import Corpus
 from distcse.events import Watch
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.student.loop import Outcome, fit
+from distcse.student.lists import fit
+from distcse.student.loop import Outcome
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
 

@@ -16,7 +16,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from distcse.errors import DistcseError, RunError
 from distcse.events import Event, Watch
 from distcse.student.cluster import resources_per_worker
-from distcse.student.loop import Outcome, fit
+from distcse.student.lists import fit
+from distcse.student.loop import Outcome
 from distcse.student.plan import Job
 
 _PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")

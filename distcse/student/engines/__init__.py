@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from distcse.errors import RunError
-from distcse.recipe import TrainingSection
+from distcse.recipe import LoopSection
 from distcse.student.checkpoint import TrainingState
 from distcse.student.engines.engine import Engine
 from distcse.student.engines.plain import PlainEngine
@@ -15,7 +15,7 @@ from distcse.student.engines.plain import PlainEngine
 __all__ = ["Engine", "PlainEngine", "make_engine"]
 
 
-def make_engine(model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> Engine:
+def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: TrainingState | None) -> Engine:
     """The engine the recipe asks for; `auto` is DeepSpeed where it is installed.
 
     Args:

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from distcse.recipe import TrainingSection
+from distcse.recipe import LoopSection
 from distcse.student.checkpoint import TrainingState
-from distcse.student.model import Passed
 
 
 class Engine(Protocol):
@@ -18,8 +17,8 @@ class Engine(Protocol):
 
     device: torch.device
 
-    def forward(self, *inputs: Any) -> Passed:
-        """The student model's views, under the engine's precision."""
+    def forward(self, inputs: Any) -> Any:
+        """The model's answer, under the engine's precision."""
         ...
 
     def backward(self, share: Tensor) -> None:
@@ -44,6 +43,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], training: TrainingSection) -> torch.optim.AdamW:
+def make_adamw(parameters: Iterable[nn.Parameter], training: LoopSection) -> torch.optim.AdamW:
     """AdamW with the papers' constants (β = .9, .999; ε = 1e-8), fused: on a CPU 4 times faster than the default loop."""
     return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.recipe import TrainingSection
+from distcse.recipe import LoopSection
 from distcse.student.checkpoint import TrainingState
 from distcse.student.engines.engine import make_adamw, trained_parameters
-from distcse.student.model import Passed
 from distcse.student.workers import add_over_workers, world_size
 
 
 class PlainEngine:
     """PyTorch alone: AdamW, clipping, accumulation, gradients averaged by one all-reduce."""
 
-    def __init__(self, model: nn.Module, training: TrainingSection, restored: TrainingState | None) -> None:
+    def __init__(self, model: nn.Module, training: LoopSection, restored: TrainingState | None) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.to(self.device)
         self._training = training
@@ -29,13 +28,12 @@ class PlainEngine:
         if restored is not None:
             self._restore(restored)
 
-    def forward(self, *inputs: Any) -> Passed:
+    def forward(self, inputs: Any) -> Any:
         autocast = (
             torch.autocast(self.device.type, torch.bfloat16) if self._training.precision == "bf16" else nullcontext()
         )
         with autocast:
-            passed: Passed = self._model(*inputs)
-        return passed
+            return self._model(inputs)
 
     def backward(self, share: Tensor) -> None:
         # Averaging over workers divides by their number, accumulation by its own: both are undone or done here, once.

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distcse.recipe import TrainingSection
+from distcse.recipe import LoopSection
 from distcse.student.checkpoint import TrainingState
 from distcse.student.engines.engine import make_adamw, trained_parameters
-from distcse.student.model import Passed
 from distcse.student.workers import world_size
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedEngine:
     """Wraps `deepspeed.initialize`. Needs torch.distributed up; opens a group of one where there is none."""
 
-    def __init__(self, model: nn.Module, training: TrainingSection, rows: int, restored: TrainingState | None) -> None:
+    def __init__(self, model: nn.Module, training: LoopSection, rows: int, restored: TrainingState | None) -> None:
         self._owns_group = _open_group_of_one()
         deepspeed = _quiet_deepspeed()
         self._deepspeed = deepspeed
@@ -41,9 +40,8 @@ class DeepSpeedEngine:
         if restored is not None:
             self._restore(restored)
 
-    def forward(self, *inputs: Any) -> Passed:
-        passed: Passed = self._engine(*inputs)
-        return passed
+    def forward(self, inputs: Any) -> Any:
+        return self._engine(inputs)
 
     def backward(self, share: Tensor) -> None:
         # DeepSpeed averages over workers; shares add up. It divides by the accumulation itself.
@@ -118,7 +116,7 @@ class DeepSpeedEngine:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _config(training: TrainingSection, rows: int) -> dict[str, Any]:
+def _config(training: LoopSection, rows: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": training.gradient_accumulation,

@@ -1,0 +1,56 @@
+"""What the loop carries out, step by step: a model, what goes into it, and what is made of its answer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Lesson(Protocol):
+    """One training: every worker has its own, over its own rows. All of it is a function of the step."""
+
+    steps: int
+    """Steps of the whole training."""
+    rows: int
+    """Rows of a batch on this worker."""
+    patience: int | None
+    """Scores without a new best after which to stop; None never stops early."""
+    scores_start: bool
+    """Whether the model as it began is scored too, and may be the best."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    def begin(self, first: int) -> None:
+        """Told the first step before it comes: what is asked of others can be asked ahead."""
+        ...
+
+    def inputs(self, step: int, device: torch.device) -> Any:
+        """What the model's forward takes in a step: this worker's rows."""
+        ...
+
+    def loss(self, step: int, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the loss of the global batch, and of each of its parts, from the model's answer."""
+        ...
+
+    def is_scored(self, done: int) -> bool:
+        """Whether a score and a checkpoint follow when so many steps are done; after the last they always do."""
+        ...
+
+    @property
+    def score_name(self) -> str | None:
+        """What the score is called; None where there is none, and the last checkpoint is the best."""
+        ...
+
+    def score(self) -> float:
+        """The dev score of the model as it is, higher is better; called in evaluation mode, by every worker."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for others since the training began."""
+        ...

@@ -1,0 +1,101 @@
+"""What a student learns from lists: two views of a batch of sentences, and how alike the teachers find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distcse.events import Watch
+from distcse.objectives import build_objective, gather_views
+from distcse.student.checkpoint import Checkpoints
+from distcse.student.dev import DevSet
+from distcse.student.loop import Outcome, finished, learn
+from distcse.student.model import Passed, build_student
+from distcse.student.plan import Job, Plan
+from distcse.student.workers import rank, world_size
+from distcse.teachers import ListSource, TeacherEnsemble
+
+
+class ListLesson:
+    """A recipe's terms on a recipe's text (see `Lesson`).
+
+    Args:
+        job: The run.
+        plan: This worker's rows.
+        sources: The teachers, in the recipe's order.
+    """
+
+    scores_start = True
+
+    def __init__(self, job: Job, plan: Plan, sources: Sequence[ListSource]) -> None:
+        self._recipe = job.recipe
+        self._plan = plan
+        self._sources = sources
+        self._objective = build_objective(job.recipe.objective)
+        self._teachers: TeacherEnsemble | None = None
+        torch.manual_seed(job.recipe.seed)
+        self.model = build_student(job.recipe.student, job.recipe.objective.detection)
+        self.steps = plan.steps
+        self.rows = plan.rows
+        self.patience = job.recipe.evaluation.patience
+
+    def begin(self, first: int) -> None:
+        if not self._sources or not self._objective.needs_lists:
+            return
+        section, plan = self._recipe.teachers, self._plan
+        alphas = [teacher.alpha for teacher in section.encoders]
+        steps = range(first, plan.steps)
+        self._teachers = TeacherEnsemble(
+            self._sources, alphas, plan.sampler.block, plan.places, steps, section.block_steps, plan.shuffle
+        )
+
+    def inputs(self, step: int, device: torch.device) -> Any:
+        return self._plan.streams(step, device)
+
+    def loss(self, step: int, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
+        views = gather_views(answer.z1, answer.z2)
+        lists = self._teachers.lists(step).to(answer.z1.device) if self._teachers else None
+        share, parts = self._objective(views, lists, answer.found)
+        return share, parts
+
+    def is_scored(self, done: int) -> bool:
+        return done % self._recipe.evaluation.every == 0
+
+    @cached_property
+    def _dev(self) -> DevSet | None:
+        return DevSet.of(self._recipe, self._plan.corpus, self._plan.held_out, self._sources)
+
+    @property
+    def score_name(self) -> str | None:
+        return self._dev.name if self._dev else None
+
+    def score(self) -> float:
+        assert self._dev is not None
+        return self._dev.score(self.model.encoder)
+
+    @property
+    def waited(self) -> float:
+        return self._teachers.waited if self._teachers else 0.0
+
+
+def fit(
+    job: Job, sources: Sequence[ListSource], watch: Watch, report: Callable[[dict[str, float]], None] | None = None
+) -> Outcome:
+    """Train the student of `job` to its end, from its latest checkpoint where it has one; see `learn`.
+
+    Args:
+        job: The run.
+        sources: The teachers, in the recipe's order.
+        watch: Hears events from the first worker, and may wish the run to stop at the next report.
+        report: Called by every worker after every dev score.
+    """
+    plan = Plan(job, rank(), world_size())
+    checkpoints = Checkpoints(job.run)
+    position = finished(checkpoints)
+    if position is not None:
+        return Outcome(position, plan.steps, 0.0, 0.0)
+    return learn(ListLesson(job, plan, sources), job.recipe.training, checkpoints, watch, report)
