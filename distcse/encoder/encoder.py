@@ -21,7 +21,7 @@ from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
-from distcse.recipe import EncoderSection, Pooling, StudentSection
+from distcse.recipe import EncoderSection, Pooling, TrainedSection
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
@@ -77,10 +77,10 @@ class Encoder(nn.Module):
             raise EncoderError(
                 f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}"
             )
-        dropout = section.dropout if isinstance(section, StudentSection) else None
+        dropout = section.dropout if isinstance(section, TrainedSection) else None
         length_told = section.max_length or layout.max_length
         backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told)
-        if isinstance(section, StudentSection) and section.layers is not None:
+        if isinstance(section, TrainedSection) and section.layers is not None:
             keep_layers(backbone, section.layers)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)

@@ -23,7 +23,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
     beyond = [index for index in layers if index >= depth]
     if beyond:
         raise EncoderError(
-            f"student.layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
+            f"layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
         )
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
@@ -45,6 +45,4 @@ def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.Mo
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return parent, name, child
-    raise EncoderError(
-        f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave student.layers null"
-    )
+    raise EncoderError(f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave layers null")

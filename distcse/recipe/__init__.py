@@ -1,6 +1,15 @@
 """The recipe: every knob of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
-from distcse.recipe.loading import load_recipe, packaged_recipes, recipe_yaml
+from distcse.recipe.loading import load_recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.recipe.mutual import (
+    BiSection,
+    CrossSection,
+    GroupSection,
+    MiningSection,
+    MutualRecipe,
+    MutualSection,
+    PairsSection,
+)
 from distcse.recipe.schema import (
     ConsistencySection,
     CorpusSection,
@@ -20,19 +29,27 @@ from distcse.recipe.schema import (
     StudentSection,
     TeacherSection,
     TeachersSection,
+    TrainedSection,
     TrainingSection,
 )
 
 __all__ = [
+    "BiSection",
     "ConsistencySection",
     "CorpusSection",
+    "CrossSection",
     "DetectionSection",
     "EncoderSection",
     "EndpointSection",
     "EvaluationSection",
+    "GroupSection",
     "InfoNCESection",
     "LoopSection",
+    "MiningSection",
+    "MutualRecipe",
+    "MutualSection",
     "ObjectiveSection",
+    "PairsSection",
     "Pooling",
     "Projection",
     "RankRegressionSection",
@@ -42,8 +59,10 @@ __all__ = [
     "StudentSection",
     "TeacherSection",
     "TeachersSection",
+    "TrainedSection",
     "TrainingSection",
     "load_recipe",
     "packaged_recipes",
+    "read_recipe",
     "recipe_yaml",
 ]

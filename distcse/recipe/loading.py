@@ -1,4 +1,4 @@
-"""From a recipe's name or file, and overrides, to one validated `Recipe`; and back to YAML."""
+"""From a recipe's name or file, and overrides, to one validated recipe; and back to YAML."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from distcse.errors import RecipeError
 from distcse.recipe.complaints import explain, nearest
-from distcse.recipe.schema import Recipe
+from distcse.recipe.mutual import MutualRecipe
+from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 
 Document = dict[str, Any]
+R = TypeVar("R", Recipe, MutualRecipe)
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,23 +55,39 @@ def packaged_recipes() -> list[str]:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a student that learns from lists; see `read_recipe`."""
+    recipe = read_recipe(name, overrides)
+    if isinstance(recipe, MutualRecipe):
+        raise RecipeError(f"recipe {name} is one of mutual distillation; it has groups, and no student of its own")
+    return recipe
+
+
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualRecipe:
     """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, validate.
 
-    Relative paths in it are taken from the current directory and made absolute, because a Ray worker's current
-    directory is its own. Raises `RecipeError` with the key, the value, and the nearest valid key or allowed range.
+    A document with `groups` is a recipe of mutual distillation. Relative paths are taken from the current directory and
+    made absolute, because a Ray worker's current directory is its own.
+
+    Raises:
+        RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     document = _read(name)
     for override in overrides:
         _apply(document, override)
+    if "groups" in document:
+        return _mutual_with_absolute_paths(_validated(MutualRecipe, document, name))
+    return _with_absolute_paths(_validated(Recipe, document, name))
+
+
+def _validated(kind: type[R], document: Document, name: str) -> R:
     try:
-        recipe = Recipe.model_validate(document)
+        return kind.model_validate(document)
     except ValidationError as invalid:
-        raise RecipeError(explain(invalid, Recipe, document, source=name)) from None
-    return _with_absolute_paths(recipe)
+        raise RecipeError(explain(invalid, kind, document, source=name)) from None
 
 
-def recipe_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every knob with its value; `load_recipe` reads it back unchanged."""
+def recipe_yaml(recipe: Recipe | MutualRecipe) -> str:
+    """The resolved recipe as YAML, every knob with its value; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -140,22 +158,14 @@ def _index(place: list[Any], key: str, path: str) -> int:
 
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
-    corpus, storage, evaluation = recipe.corpus, recipe.storage, recipe.evaluation
-    path = corpus.path
-    cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
     detection = recipe.objective.detection
     if detection is not None:
         detection = detection.model_copy(update={"generator": _absolute_folder(detection.generator)})
     return recipe.model_copy(
         update={
-            "corpus": corpus.model_copy(
-                update={
-                    "path": [_absolute(p) for p in path] if isinstance(path, list) else _absolute(path),
-                    "dataset": _absolute_folder(corpus.dataset),
-                }
-            ),
-            "storage": storage.model_copy(update={"runs": _absolute(storage.runs), "cache": _absolute(cache)}),
-            "evaluation": evaluation.model_copy(update={"data": _absolute(evaluation.data)}),
+            "corpus": _found_corpus(recipe.corpus),
+            "storage": _found_storage(recipe.storage),
+            "evaluation": recipe.evaluation.model_copy(update={"data": _absolute(recipe.evaluation.data)}),
             "objective": recipe.objective.model_copy(update={"detection": detection}),
             "student": recipe.student.model_copy(update={"backbone": _absolute_folder(recipe.student.backbone)}),
             "teachers": recipe.teachers.model_copy(
@@ -168,6 +178,43 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
             ),
         }
     )
+
+
+def _mutual_with_absolute_paths(recipe: MutualRecipe) -> MutualRecipe:
+    pairs, evaluation = recipe.pairs, recipe.evaluation
+    mine = pairs.mine
+    if mine is not None:
+        mine = mine.model_copy(update={"corpus": _found_corpus(mine.corpus)})
+    dev = evaluation.dev if evaluation.dev in ("stsb", "none") else _absolute(evaluation.dev)
+    return recipe.model_copy(
+        update={
+            "pairs": pairs.model_copy(update={"path": _absolute_paths(pairs.path), "mine": mine}),
+            "groups": [
+                group.model_copy(
+                    update={
+                        "backbone": _absolute_folder(group.backbone),
+                        "cross_backbone": _absolute_folder(group.cross_backbone),
+                    }
+                )
+                for group in recipe.groups
+            ],
+            "evaluation": evaluation.model_copy(update={"data": _absolute(evaluation.data), "dev": dev}),
+            "storage": _found_storage(recipe.storage),
+        }
+    )
+
+
+def _found_corpus(corpus: CorpusSection) -> CorpusSection:
+    return corpus.model_copy(update={"path": _absolute_paths(corpus.path), "dataset": _absolute_folder(corpus.dataset)})
+
+
+def _found_storage(storage: StorageSection) -> StorageSection:
+    cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
+    return storage.model_copy(update={"runs": _absolute(storage.runs), "cache": _absolute(cache)})
+
+
+def _absolute_paths(path: str | list[str] | None) -> str | list[str | None] | None:
+    return [_absolute(one) for one in path] if isinstance(path, list) else _absolute(path)
 
 
 def _absolute(path: str | None) -> str | None:

@@ -61,22 +61,20 @@ class EncoderSection(Section):
     """Let the folder's own Python code run. Only for models you have read."""
 
 
-class StudentSection(EncoderSection):
-    """The encoder that is trained."""
+class TrainedSection(EncoderSection):
+    """An encoder that learns and is saved."""
 
     pooling: Pooling | None = "cls"
-    """Pooling of the student; it is saved with the model."""
+    """Its pooling; it is saved with the model."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
     """Tokens kept of a sentence in training and in the saved model."""
-    projection: Projection = "tanh_mlp"
-    """Head between the pooled vector and the objective. In training only; never saved."""
     layers: list[Annotated[int, Field(ge=0)]] | None = None
     """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of the backbone in training; null keeps the backbone's own."""
 
     @model_validator(mode="after")
-    def _can_be_saved(self) -> StudentSection:
+    def _can_be_saved(self) -> Self:
         if self.pooling == "mask" or "{sentence}" in self.prompt:
             raise ValueError(
                 "pooling mask and templates are for teachers: the saved model's layout has no place for them; "
@@ -85,10 +83,17 @@ class StudentSection(EncoderSection):
         return self
 
     @model_validator(mode="after")
-    def _layers_ascend(self) -> StudentSection:
+    def _layers_ascend(self) -> Self:
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers):
             raise ValueError(f"layers must be ascending and distinct, such as [0, 2, 4]; got {self.layers}")
         return self
+
+
+class StudentSection(TrainedSection):
+    """The encoder that learns from lists."""
+
+    projection: Projection = "tanh_mlp"
+    """Head between the pooled vector and the objective. In training only; never saved."""
 
 
 class EndpointSection(Section):
@@ -252,7 +257,7 @@ class LoopSection(Section):
     """How weights are moved: batch, optimiser, schedule, engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences of a step over all workers: also the length of every list."""
+    """Sentences (or pairs) of a step over all workers: also the length of every list."""
     epochs: Annotated[float, Field(gt=0)] = 4
     """Passes over the corpus; a fraction is allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
