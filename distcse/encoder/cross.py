@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import refuse_pickled_weights, replacing, written_json
-from distcse.encoder.loading import load_tokenizer, position_limit
+from distcse.encoder.layers import keep_layers
+from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, set_dropout
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
 
@@ -40,24 +43,9 @@ class CrossEncoder(nn.Module):
         Raises:
             EncoderError: Nothing there, no safetensors, a head that is missing or has several labels.
         """
-        from transformers import AutoModelForSequenceClassification
-
         folder = resolve_model(str(path), trust_remote_code)
-        refuse_pickled_weights(folder)
-        try:
-            model, told = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                dtype=torch.float32,
-            )
-        except (OSError, ValueError, KeyError, ImportError) as refused:
-            raise EncoderError(
-                f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
-            ) from refused
-        if told["missing_keys"]:
-            lacking = sorted(told["missing_keys"])
+        model, lacking = _load_scorer(folder, trust_remote_code, max_length)
+        if lacking:
             raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
         if model.config.num_labels != 1:
             raise EncoderError(
@@ -67,10 +55,58 @@ class CrossEncoder(nn.Module):
         limits = [max_length, tokenizer.model_max_length, position_limit(model)]
         return cls(model.eval(), tokenizer, min(limit for limit in limits if limit))
 
+    @classmethod
+    def fresh(
+        cls,
+        path: str | Path,
+        max_length: int,
+        layers: Sequence[int] | None = None,
+        dropout: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> CrossEncoder:
+        """A cross-encoder that is to be trained: an encoder's weights under a head from the current random state.
+
+        Raises:
+            EncoderError: The folder does not load, or lacks weights of its encoder.
+        """
+        folder = resolve_model(str(path), trust_remote_code)
+        model, lacking = _load_scorer(folder, trust_remote_code, max_length, labels=1, dropout=dropout)
+        prefix = f"{model.base_model_prefix}."
+        lost = [key for key in lacking if key.startswith(prefix) and "pooler." not in key]
+        if lost:
+            raise EncoderError(f"{folder} lacks {len(lost)} weights, such as {lost[0]}; they would be random")
+        if layers is not None:
+            keep_layers(model.base_model, layers)
+        positions = position_limit(model)
+        if positions is not None and max_length > positions:
+            raise EncoderError(
+                f"{path}: cross.max_length is {max_length}; allowed: at most {positions}, the backbone's positions"
+            )
+        return cls(model, load_tokenizer(folder, trust_remote_code), max_length)
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.parameters()).device
+
+    def forward(self, ids: Tensor, mask: Tensor, kinds: Tensor | None = None) -> Tensor:
+        """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits."""
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if kinds is not None:
+            inputs["token_type_ids"] = kinds
+        logits: Tensor = self.model(**inputs).logits[:, 0]
+        return logits
+
+    def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Token ids of each pair, cut to `max_length`, and token types where the tokenizer has them."""
+        encoded = self.tokenizer(
+            [first for first, _ in pairs],
+            [second for _, second in pairs],
+            truncation="longest_first",
+            max_length=self.max_length,
+            padding=False,
+        )
+        return encoded["input_ids"], encoded.get("token_type_ids")
 
     def score(
         self,
@@ -82,19 +118,17 @@ class CrossEncoder(nn.Module):
         """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient."""
         if not pairs:
             return np.empty(0)
-        encoded = self.tokenizer([first for first, _ in pairs], [second for _, second in pairs], **self._cut())
-        ids = encoded["input_ids"]
-        kinds = encoded.get("token_type_ids")
+        ids, kinds = self.token_ids(pairs)
         logits, done = np.empty(len(pairs)), 0
         was_training = self.training
         self.eval()
         with torch.no_grad():
             for places in by_length(ids, batch_tokens):
                 tokens, mask = padded([ids[place] for place in places], self.tokenizer.pad_token_id or 0, self.device)
-                inputs = {"input_ids": tokens, "attention_mask": mask}
+                sides = None
                 if kinds is not None:
-                    inputs["token_type_ids"] = padded([kinds[place] for place in places], 0, self.device)[0]
-                logits[places] = self.model(**inputs).logits[:, 0].double().cpu().numpy()
+                    sides = padded([kinds[place] for place in places], 0, self.device)[0]
+                logits[places] = self(tokens, mask, sides).double().cpu().numpy()
                 done += len(places)
                 if on_progress is not None:
                     on_progress(done)
@@ -108,11 +142,54 @@ class CrossEncoder(nn.Module):
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
 
-    def _cut(self) -> dict[str, Any]:
-        return {"truncation": "longest_first", "max_length": self.max_length, "padding": False}
-
 
 def is_cross_encoder(folder: Path) -> bool:
     """Whether a model folder says that it classifies sequences."""
     named = written_json(folder / "config.json").get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in named)
+
+
+def _load_scorer(
+    folder: Path,
+    trust_remote_code: bool,
+    max_length: int | None,
+    labels: int | None = None,
+    dropout: float | None = None,
+) -> tuple[Any, list[str]]:
+    """A sequence classifier in float32, and the names of weights that the folder lacks."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    refuse_pickled_weights(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if labels is not None:
+            config.num_labels = labels
+        if dropout is not None:
+            set_dropout(config, dropout)
+        with _silent_report():
+            model, told = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                dtype=torch.float32,
+                attn_implementation=attention_of(max_length),
+            )
+    except (OSError, ValueError, KeyError, ImportError) as refused:
+        raise EncoderError(
+            f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
+        ) from refused
+    return model, sorted(told["missing_keys"])
+
+
+@contextmanager
+def _silent_report() -> Iterator[None]:
+    """Transformers warns of weights that are fresh; here they are meant to be, or are refused by name."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

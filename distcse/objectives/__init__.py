@@ -14,6 +14,7 @@ from distcse.objectives.list_mle import ListMLE, list_mle
 from distcse.objectives.list_net import ListNet, list_net
 from distcse.objectives.lists import mix_lists, shuffle_groups, without_positive
 from distcse.objectives.objective import Objective, build_objective
+from distcse.objectives.pseudo_labels import bce_soft, mse_cosine
 from distcse.objectives.rank_regression import RankRegression, squared_errors
 from distcse.objectives.views import Views, gather_views
 
@@ -26,6 +27,7 @@ __all__ = [
     "Objective",
     "RankRegression",
     "Views",
+    "bce_soft",
     "build_objective",
     "detection",
     "gather_views",
@@ -34,6 +36,7 @@ __all__ = [
     "list_mle",
     "list_net",
     "mix_lists",
+    "mse_cosine",
     "negative_entropy",
     "shuffle_groups",
     "squared_errors",

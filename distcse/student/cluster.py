@@ -23,6 +23,13 @@ _LOCAL_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
+_ALLOCATOR = {
+    # glibc hands large blocks back to the kernel after every step and faults them in again: up to 5 times the step.
+    "MALLOC_MMAP_THRESHOLD_": "2147483648",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+}
+_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
+
 
 @contextmanager
 def cluster(cpus: int | None = None) -> Iterator[None]:
@@ -79,6 +86,11 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
                 f"{', or use teachers.mode=table' if serving else ''}"
             )
     return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment variables of a training worker: what the allocator needs, and this process's own where they matter."""
+    return {**_ALLOCATOR, **{name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}}
 
 
 def _set_local_environment() -> None:

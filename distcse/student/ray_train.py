@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,41 +13,12 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from distcse.errors import DistcseError, RunError
-from distcse.events import Event, Watch
-from distcse.student.cluster import resources_per_worker
+from distcse.events import Watch
+from distcse.student.board import open_board, relay, watch_of
+from distcse.student.cluster import resources_per_worker, worker_environment
 from distcse.student.lists import fit
 from distcse.student.loop import Outcome
 from distcse.student.plan import Job
-
-_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
-
-_ALLOCATOR = {
-    # glibc hands large blocks back to the kernel after every step and faults them in again: up to 5 times the step.
-    "MALLOC_MMAP_THRESHOLD_": "2147483648",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-}
-
-
-class Board:
-    """An actor between the first worker and the driver: events one way, the wish to stop the other."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._stop = False
-
-    def post(self, event: Event) -> bool:
-        """Take an event; answers whether the run shall stop."""
-        self._events.append(event)
-        return self._stop
-
-    def take(self) -> list[Event]:
-        """Events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def stop(self) -> None:
-        """Wish the run to stop at its next report."""
-        self._stop = True
 
 
 def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outcome:
@@ -60,7 +30,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
         watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
     """
     resources = resources_per_worker(job.recipe)
-    board = ray.remote(num_cpus=0)(Board).remote()
+    board = open_board()
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job, "servers": [list(pool) for pool in servers], "board": board},
@@ -75,7 +45,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
             name=f"train-{time.time_ns()}",
             storage_path=str(job.run / "ray"),
             failure_config=FailureConfig(max_failures=job.recipe.training.max_failures),
-            worker_runtime_env={"env_vars": {**_ALLOCATOR, **_own_environment()}},
+            worker_runtime_env={"env_vars": worker_environment()},
         ),
     )
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
@@ -83,9 +53,9 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
     running = thread.submit(trainer.fit)
     try:
         while not running.done():
-            _relay(board, watch)
+            relay(board, watch)
             time.sleep(0.2)
-        _relay(board, watch)
+        relay(board, watch)
         returned = running.result().return_value
     except ray.train.TrainingFailedError as failed:
         raise _explained(failed) from failed
@@ -109,28 +79,11 @@ def _worker(config: dict[str, Any]) -> Outcome | RunError:
     torch.set_num_threads(max(1, int(cpus)))
     rank = ray.train.get_context().get_world_rank()
     sources = [RemoteSource(pool[rank % len(pool)]) for pool in config["servers"]]
-    board = config["board"]
-    answers: list[Any] = []
-
-    def post(event: Event) -> None:
-        answers.append(board.post.remote(event))
-
-    def stop_wished() -> bool:
-        ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
-        return any(ray.get(ready))
-
     try:
-        return fit(config["job"], sources, Watch(post, stop_wished), report=ray.train.report)
+        return fit(config["job"], sources, watch_of(config["board"]), report=ray.train.report)
     except RunError as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
-
-
-def _relay(board: Any, watch: Watch) -> None:
-    if watch.stop_wished():
-        board.stop.remote()
-    for event in ray.get(board.take.remote()):
-        watch.post(event)
 
 
 def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
@@ -146,10 +99,6 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
     return RunError(
         f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
     )
-
-
-def _own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
 
 
 def _quiet() -> None:

@@ -1,0 +1,58 @@
+"""The line between workers and the driver: events one way, the wish to stop the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from distcse.events import Event, Watch
+
+
+class Board:
+    """An actor between the first worker and the driver."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._stop = False
+
+    def post(self, event: Event) -> bool:
+        """Take an event; answers whether the run shall stop."""
+        self._events.append(event)
+        return self._stop
+
+    def take(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stop(self) -> None:
+        """Wish the run to stop at its next report."""
+        self._stop = True
+
+
+def open_board() -> Any:
+    """A board on the cluster; `ray.kill` it when it is no longer needed."""
+    return ray.remote(num_cpus=0)(Board).remote()
+
+
+def relay(board: Any, watch: Watch) -> None:
+    """In the driver: pass on what was posted since the last call, and the wish to stop."""
+    if watch.stop_wished():
+        board.stop.remote()
+    for event in ray.get(board.take.remote()):
+        watch.post(event)
+
+
+def watch_of(board: Any) -> Watch:
+    """In a worker: a watch that posts to the board, and hears of the wish to stop by the answers; it never waits."""
+    answers: list[Any] = []
+
+    def post(event: Event) -> None:
+        answers.append(board.post.remote(event))
+
+    def stop_wished() -> bool:
+        ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
+        return any(ray.get(ready))
+
+    return Watch(post, stop_wished)
