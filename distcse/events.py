@@ -51,7 +51,26 @@ class Note:
     warning: bool = False
 
 
-Event = Stage | Steps | DevScore | Note
+@dataclass(frozen=True)
+class Doing:
+    """What a group of a mutual distillation has begun to do."""
+
+    phase: str
+    activity: str
+    """preparing, training, scoring, waiting, finished or dropped."""
+    waiting_for: list[str] = field(default_factory=list)
+    """Groups whose scores are not there yet."""
+
+
+@dataclass(frozen=True)
+class InGroup:
+    """An event of one group of several that work side by side."""
+
+    group: str
+    event: Stage | Steps | DevScore | Note | Doing
+
+
+Event = Stage | Steps | DevScore | Note | Doing | InGroup
 Listener = Callable[[Event], None]
 
 

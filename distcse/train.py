@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from distcse.errors import DistcseError, RecipeError
-from distcse.recipe import load_recipe, packaged_recipes, recipe_yaml
+from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
+
+if TYPE_CHECKING:
+    from distcse.student.directory import RunDirectory
 
 INTERRUPTED = 130
 
@@ -32,25 +36,29 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is None and options.recipe is None:
         raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
     if options.print_recipe:
-        sys.stdout.write(recipe_yaml(load_recipe(options.recipe or f"{options.resume}/recipe.yaml", options.overrides)))
+        sys.stdout.write(recipe_yaml(read_recipe(options.recipe or f"{options.resume}/recipe.yaml", options.overrides)))
         return 0
 
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
     if options.resume is None:
-        recipe, resumed = load_recipe(options.recipe, options.overrides), None
-        from distcse.student.run import run
+        recipe, resumed = read_recipe(options.recipe, options.overrides), None
     else:
         from distcse.student.directory import RunDirectory
-        from distcse.student.run import run
 
         overrides = [options.recipe, *options.overrides] if options.recipe else options.overrides
         resumed, recipe = RunDirectory.reopen(options.resume.absolute(), overrides)
+    if isinstance(recipe, MutualRecipe):
+        return _train_groups(recipe, resumed)
+    return _train_student(recipe, resumed)
 
+
+def _train_student(recipe: Recipe, resumed: RunDirectory | None) -> int:
     from distcse.events import Watch
     from distcse.report.card import write_card
     from distcse.report.history import read_run
     from distcse.report.page import write_pages
     from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
+    from distcse.student.run import run
 
     stop = _StopOnSignal()
     with open_view() as view, stop:
@@ -72,6 +80,29 @@ def _main(options: argparse.Namespace) -> int:
     ]
     print_lines(lines)
     return INTERRUPTED if result.outcome.interrupted else 0
+
+
+def _train_groups(recipe: MutualRecipe, resumed: RunDirectory | None) -> int:
+    from distcse.events import Watch
+    from distcse.mutual import run_mutual
+    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
+
+    stop = _StopOnSignal()
+    with open_view() as view, stop:
+        result = run_mutual(recipe, Watch(view.show, stop.wished), resumed)
+    if result.evaluation is not None:
+        print_remarks(result.evaluation)
+        print_evaluation(result.evaluation)
+    lines = [""]
+    for best in result.best:
+        dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
+        lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
+    lines += [f"dropped  {group}: {why}" for group, why in result.dropped.items()]
+    lines.append(f"run     {result.directory.path}")
+    if result.interrupted:
+        lines.append(f"resume  python -m distcse.train --resume {result.directory.path}")
+    print_lines(lines)
+    return INTERRUPTED if result.interrupted else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,8 +62,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     folder = resolve_model(str(path), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
-        about = About(name, source, "cross-encoder", "pair", scorer.max_length, _parameters(scorer))
-        return Candidate(about, PairScores(scorer, on_progress), Exposure.read(folder))
+        return scorer_of(name, source, scorer, Exposure.read(folder), on_progress)
     if is_rank_space(folder):
         ranker = RankSpaceEncoder.load(folder)
         ranker.encoder.to(reading.device)
@@ -97,6 +96,14 @@ def candidate_of(
     """A candidate of an encoder that is loaded already."""
     about = About(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _parameters(encoder))
     return Candidate(about, VectorModel.of(encoder, precision, on_progress), exposure)
+
+
+def scorer_of(
+    name: str, source: str, encoder: CrossEncoder, exposure: Exposure, on_progress: Progress | None = None
+) -> Candidate:
+    """A candidate of a cross-encoder that is loaded already."""
+    about = About(name, source, "cross-encoder", "pair", encoder.max_length, _parameters(encoder))
+    return Candidate(about, PairScores(encoder, on_progress), exposure)
 
 
 def _parameters(model: Any) -> int:

@@ -145,4 +145,17 @@ class PairScores:
         return np.array([self._known[pair] for pair in pairs])
 
 
-Model = VectorModel | PairScores
+class Ensemble:
+    """The mean of several models' predictions (Trans-Encoder, Table 5): of cosines, or of probabilities."""
+
+    def __init__(self, members: Sequence[Model]) -> None:
+        self.seconds = 0.0
+        """Nothing of its own: the members are asked, and what they know they are not asked again."""
+        self._members = members
+
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
+        """(n,) means over the members."""
+        return np.asarray(np.mean([member.similarities(first, second) for member in self._members], axis=0))
+
+
+Model = VectorModel | PairScores | Ensemble

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distcse.evaluation import Evaluation
-from distcse.events import DevScore, Event, Stage, Steps
+from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps
 from distcse.report.grids import Grid, grids, legend
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -39,17 +40,27 @@ class PlainView:
         self._began = time.monotonic()
 
     def show(self, event: Event) -> None:
+        if isinstance(event, InGroup):
+            self._show(event.event, event.group)
+        else:
+            self._show(event, "")
+
+    def _show(self, event: Event, group: str) -> None:
         if isinstance(event, Stage):
             self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds is told once, at its end
             if event.finished or self._due(event.name):
                 self._line(_stage_line(event))
         elif isinstance(event, Steps):
-            if event.step == event.total or self._due("steps"):
-                self._line(f"train     step {event.step}/{event.total}  {_steps_line(event)}  {_left(event)} left")
+            if event.step == event.total or self._due(f"steps {group}"):
+                rest = f"{_steps_line(event)}  {_left(event)} left"
+                self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
         elif isinstance(event, DevScore):
-            self._line(f"dev       {_dev_line(event)}")
-        else:
-            self._line(("warning   " if event.warning else "") + event.text)
+            self._line(f"{group or 'dev':<9} {_dev_line(event)}")
+        elif isinstance(event, Doing):
+            self._line(f"{group:<9} {_doing_line(event)}")
+        elif isinstance(event, Note):
+            told = f"{group:<9} {event.text}" if group else event.text
+            self._line(("warning   " if event.warning else "") + told)
 
     def _due(self, name: str) -> bool:
         now = time.monotonic()
@@ -64,6 +75,13 @@ class PlainView:
         )
 
 
+@dataclass
+class _GroupState:
+    phase: str = ""
+    note: str = ""
+    dev: str = ""
+
+
 class LiveView:
     """A bar for the stage at work, finished stages above it."""
 
@@ -71,24 +89,48 @@ class LiveView:
         self._console = console
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
+        self._groups: dict[str, _GroupState] = {}
 
     def show(self, event: Event) -> None:
-        if isinstance(event, Stage):
+        if isinstance(event, InGroup):
+            self._in_group(event.group, event.event)
+        elif isinstance(event, Stage):
             self._stage(event)
         elif isinstance(event, Steps):
             self._advance("train", event.step, event.total, _steps_line(event))
             if event.step == event.total:
                 self._end("train")
         elif isinstance(event, DevScore):
-            self._console.print(f"dev       {_dev_line(event)}", markup=False, highlight=False)
-        else:
-            style = "yellow" if event.warning else None
-            self._console.print(event.text, style=style, markup=False, highlight=False)
+            self._print(f"dev       {_dev_line(event)}")
+        elif isinstance(event, Note):
+            self._print(event.text, event.warning)
+
+    def _in_group(self, group: str, event: Event) -> None:
+        """A bar a group, all of them one under the other: its phase, its steps, its dev score, or whom it waits for."""
+        state = self._groups.setdefault(group, _GroupState())
+        if isinstance(event, Doing):
+            state.phase, state.note, state.dev = event.phase, _doing_line(event), ""
+            if event.activity in ("finished", "dropped"):
+                self._end(group)
+                self._print(f"{group:<9} {_doing_line(event)}")
+            else:
+                self._advance(group, 0, None, state.note)
+        elif isinstance(event, Steps):
+            note = f"{state.note}  loss {event.losses['loss']:.4f}  {1 / event.seconds:.2f} steps/s{state.dev}"
+            self._advance(group, event.step, event.total, note)
+        elif isinstance(event, DevScore):
+            state.dev = f"  dev {event.score:.2f} (best {event.best:.2f})"
+            self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
+        elif isinstance(event, Note):
+            self._print(f"{group:<9} {event.text}", event.warning)
+
+    def _print(self, text: str, warning: bool = False) -> None:
+        self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False)
 
     def _stage(self, event: Stage) -> None:
         if event.finished:
             self._end(event.name)
-            self._console.print(_stage_line(event), markup=False, highlight=False)
+            self._print(_stage_line(event))
         else:
             self._advance(event.name, event.done, event.total, event.unit)
 
@@ -184,6 +226,11 @@ def _left(event: Steps) -> str:
     seconds = int((event.total - event.step) * event.seconds)
     hours, rest = divmod(seconds, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _doing_line(event: Doing) -> str:
+    waiting = f" for {', '.join(event.waiting_for)}" if event.waiting_for else ""
+    return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
 
 
 def _dev_line(event: DevScore) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import time
 from dataclasses import asdict
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event
-from distcse.recipe import Recipe, load_recipe, recipe_yaml
+from distcse.events import Event, InGroup
+from distcse.recipe import MutualRecipe, Recipe, read_recipe, recipe_yaml
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 
@@ -45,6 +46,22 @@ _MAY_CHANGE = (
 )
 """Knobs that a resumed run may set anew: none of them changes what is learned."""
 
+_MAY_CHANGE_IN_GROUPS = (
+    "groups.cpus_per_worker",
+    "groups.gpus_per_worker",
+    "bi.engine",
+    "bi.zero_stage",
+    "bi.log_every",
+    "cross.engine",
+    "cross.zero_stage",
+    "cross.log_every",
+    "mutual.on_failure",
+    "mutual.max_failures",
+    "evaluation.final",
+    "storage.cache",
+)
+_PLACE = re.compile(r"\.\d+\.")
+
 
 class RunDirectory:
     """Paths of one run and the few files that are written once."""
@@ -55,7 +72,7 @@ class RunDirectory:
         self.evaluation = path / "evaluation.json"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunDirectory:
+    def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
         stem = Path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         for attempt in range(1, 1000):
@@ -73,19 +90,20 @@ class RunDirectory:
         raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
 
     @classmethod
-    def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe]:
+    def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe | MutualRecipe]:
         """An earlier run and its recipe, with overrides that do not change what is learned."""
         stored = path / "recipe.yaml"
         if not stored.is_file():
             raise RunError(
                 f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
             )
-        before, after = load_recipe(str(stored)), load_recipe(str(stored), overrides)
+        before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
+        allowed = _MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
-        if forbidden := [key for key in changed if not key.startswith(_MAY_CHANGE)]:
+        if forbidden := [key for key in changed if not _PLACE.sub(".", key).startswith(allowed)]:
             raise RecipeError(
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
-                f"A resumed run may change: {', '.join(_MAY_CHANGE)}"
+                f"A resumed run may change: {', '.join(allowed)}"
             )
         return cls(path), after
 
@@ -111,7 +129,10 @@ class RunDirectory:
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl."""
-        line = {"time": round(time.time(), 3), "event": type(event).__name__, **asdict(event)}
+        group = {}
+        if isinstance(event, InGroup):
+            group, event = {"group": event.group}, event.event
+        line = {"time": round(time.time(), 3), "event": type(event).__name__, **group, **asdict(event)}
         with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -121,6 +142,9 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
         keys = before.keys() | after.keys()
         inner = (_differences(before.get(k), after.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return set().union(*inner)
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        inside = (_differences(b, a, f"{path}.{place}") for place, (b, a) in enumerate(zip(before, after, strict=True)))
+        return set().union(*inside)
     return set() if before == after else {path}
 
 

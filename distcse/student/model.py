@@ -77,7 +77,7 @@ class StudentModel(nn.Module):
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
             both = Tokens(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
-            with _noise(seed + 1, tokens.ids.device):
+            with noise(seed + 1, tokens.ids.device):
                 found.append(self.detector(both, torch.cat([first[rows], second[rows]])))
         total: Detection = reduce(operator.add, found)
         return total
@@ -89,13 +89,13 @@ class StudentModel(nn.Module):
             return torch.cat(
                 [pooled, pooled]
             )  # without noise the second view is the first: half the work, same gradient
-        with _noise(seed, device):
+        with noise(seed, device):
             both: Tensor = self.encoder(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
         return both
 
 
 @contextmanager
-def _noise(seed: int, device: torch.device) -> Iterator[None]:
+def noise(seed: int, device: torch.device) -> Iterator[None]:
     """Random numbers drawn from a seed alone; the state before comes back."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

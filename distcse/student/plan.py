@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
-from distcse.recipe import Recipe, TrainingSection
+from distcse.recipe import LoopSection, Recipe
 
 _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
@@ -75,7 +75,7 @@ class Plan:
         ]
 
 
-def total_steps(training: TrainingSection, steps_per_epoch: int) -> int:
+def total_steps(training: LoopSection, steps_per_epoch: int) -> int:
     """Steps of the whole run. Only whole updates count, so that no batch's gradient is left unused."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     if training.max_steps is not None:

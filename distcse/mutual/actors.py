@@ -1,0 +1,206 @@
+"""A group on Ray: a placement group, in it training workers, and beside each of them a scorer that shares its resources."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from distcse.errors import DistcseError, RunError
+from distcse.events import Note, Watch
+from distcse.mutual.ledger import Scores
+from distcse.mutual.phases import Phase
+from distcse.mutual.work import Bench, Scorer, Trained, Worker
+from distcse.recipe import MutualRecipe
+from distcse.student.board import open_board, relay, watch_of
+from distcse.student.cluster import worker_environment
+
+_PERIOD = 0.2
+
+
+class TrainingActor:
+    """One training worker of a group."""
+
+    def __init__(self, bench: Bench, rank: int, workers: int, cpus: float) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(cpus)))
+        self._rank, self._workers = rank, workers
+        self._worker = Worker(bench)
+
+    def address(self) -> str:
+        """Where the others find the first worker."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def join(self, address: str) -> None:
+        """Open the process group of the group's workers; one alone needs none."""
+        if self._workers == 1:
+            return
+        import os
+
+        import torch
+        import torch.distributed as dist
+
+        os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://{address}", rank=self._rank, world_size=self._workers)
+
+    def prepare(self, phase: Phase) -> None:
+        """See `Worker.prepare`."""
+        self._worker.prepare(phase)
+
+    def train(self, phase: Phase, labels: Scores, board: Any) -> Trained | None:
+        """See `Worker.train`."""
+        return self._worker.train(phase, labels, watch_of(board))
+
+
+class ScoringActor:
+    """One scorer of a group."""
+
+    def __init__(self, bench: Bench, cpus: float) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(cpus)))
+        self._scorer = Scorer(bench)
+
+    def score(self, phase: Phase, part: int, parts: int) -> Scores:
+        """See `Scorer.score`."""
+        return self._scorer.score(phase, part, parts)
+
+
+class GroupOnRay:
+    """See `Group`.
+
+    Args:
+        bench: The group's part of the run.
+        watch: Hears its events.
+        resources: CPUs and GPUs of one worker, which its scorer uses when it does not train.
+    """
+
+    def __init__(self, bench: Bench, watch: Watch, resources: Mapping[str, float]) -> None:
+        self.name = bench.group.name
+        self._bench, self._watch, self._resources = bench, watch, dict(resources)
+        self._failures = 0
+        self._place: PlacementGroup = placement_group([self._resources] * bench.group.workers, strategy="PACK")
+        self._trainers: list[Any] = []
+        self._scorers: list[Any] = []
+
+    def prepare(self, phase: Phase) -> None:
+        self._open()
+        for trainer in self._trainers:
+            trainer.prepare.remote(phase)
+
+    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+        told = ray.put(labels)
+        trained: Trained | None = self._persist(phase, lambda: self._train(phase, told))
+        return trained
+
+    def score(self, phase: Phase) -> Scores:
+        scores: Scores = self._persist(phase, lambda: self._score(phase))
+        return scores
+
+    def close(self) -> None:
+        self._kill()
+        remove_placement_group(self._place)
+
+    def _train(self, phase: Phase, labels: Any) -> Trained | None:
+        board = open_board()
+        try:
+            answers = [trainer.train.remote(phase, labels, board) for trainer in self._trainers]
+            waiting = answers
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
+                relay(board, self._watch)
+                ray.get(done)  # a worker that is lost leaves the others waiting for it
+            trained: Trained | None = ray.get(answers[0])
+            return trained
+        finally:
+            ray.kill(board)
+
+    def _score(self, phase: Phase) -> Scores:
+        parts = [scorer.score.remote(phase, part, len(self._scorers)) for part, scorer in enumerate(self._scorers)]
+        return np.concatenate(ray.get(parts))
+
+    def _persist(self, phase: Phase, work: Any) -> Any:
+        """Do something, again with new actors when one was lost; a mistake of the user's is told as it is."""
+        while True:
+            try:
+                self._open()
+                return work()
+            except RayTaskError as failed:
+                cause = failed.cause
+                raise cause if isinstance(cause, DistcseError) else _told(self.name, phase, failed) from failed
+            except RayActorError as lost:
+                self._failures += 1
+                self._kill()
+                if self._failures > self._bench.recipe.mutual.max_failures:
+                    raise RunError(
+                        f"group {self.name} lost a worker {self._failures} times, the last time in {phase.name}: "
+                        f"{str(lost).splitlines()[0]}; --resume goes on from its last checkpoint"
+                    ) from lost
+                self._watch.post(Note(f"lost a worker in {phase.name}; started again from its last checkpoint", True))
+
+    def _open(self) -> None:
+        if self._trainers:
+            return
+        ray.get(self._place.ready())
+        cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
+        number = self._bench.group.workers
+        for rank in range(number):
+            beside = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
+            common = {
+                "scheduling_strategy": beside,
+                "num_gpus": gpus / 2,
+                "runtime_env": {"env_vars": worker_environment()},
+            }
+            trainer = ray.remote(TrainingActor).options(num_cpus=cpus, **common)
+            scorer = ray.remote(ScoringActor).options(num_cpus=0, **common)
+            self._trainers.append(trainer.remote(self._bench, rank, number, cpus))
+            self._scorers.append(scorer.remote(self._bench, cpus))
+        address = ray.get(self._trainers[0].address.remote())
+        ray.get([trainer.join.remote(address) for trainer in self._trainers])
+
+    def _kill(self) -> None:
+        for actor in (*self._trainers, *self._scorers):
+            ray.kill(actor)
+        self._trainers, self._scorers = [], []
+
+
+def resources_of(recipe: MutualRecipe) -> list[dict[str, float]]:
+    """CPUs and GPUs of a worker of each group.
+
+    Raises:
+        RunError: The cluster can never give them to all groups at the same time.
+    """
+    has = ray.cluster_resources()
+    workers = sum(group.workers for group in recipe.groups)
+    fits_gpu = has.get("GPU", 0.0) >= workers
+    even = max(0.1, int(10 * has.get("CPU", 0.0) / workers) / 10)
+    wants: list[dict[str, float]] = []
+    for group in recipe.groups:
+        gpus = float(fits_gpu) if group.gpus_per_worker is None else group.gpus_per_worker
+        wants.append({"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})})
+    for kind in ("CPU", "GPU"):
+        asked = _sum(kind, wants, [group.workers for group in recipe.groups])
+        if asked > has.get(kind, 0.0) + 1e-9:
+            raise RunError(
+                f"the groups need {asked:g} {kind}s at the same time, the cluster has {has.get(kind, 0.0):g}; lower "
+                f"groups.N.{kind.lower()}s_per_worker or groups.N.workers, or write ray: false to run them in turns"
+            )
+    return wants
+
+
+def _sum(kind: str, wants: Sequence[Mapping[str, float]], workers: Sequence[int]) -> float:
+    return sum(want.get(kind, 0.0) * number for want, number in zip(wants, workers, strict=True))
+
+
+def _told(group: str, phase: Phase, failed: RayTaskError) -> RunError:
+    return RunError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")

@@ -1,0 +1,43 @@
+"""The labelled pairs that pick the best of a phase and the best cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.errors import EvaluationError
+from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, read_table, sts_score
+from distcse.recipe import MutualRecipe
+from distcse.student.dev import labelled_dev
+
+
+@dataclass(frozen=True)
+class DevPairs:
+    """One number for anything that scores pairs, higher is better."""
+
+    name: str
+    score: Callable[[PairModel], float]
+
+    @classmethod
+    def of(cls, recipe: MutualRecipe) -> DevPairs | None:
+        """What the recipe names; None where it names none.
+
+        Raises:
+            EvaluationError: No such file, or it has neither scores nor labels.
+        """
+        dev = recipe.evaluation.dev
+        if dev == "none":
+            return None
+        if dev == "stsb":
+            pairs = labelled_dev(Path(str(recipe.evaluation.data)))
+            return cls(STSB_DEV.name, lambda model: sts_score(model, pairs))
+        table = read_table(Path(dev))
+        name = f"{Path(dev).parent.name} {Path(dev).name.split('.')[0]}"
+        if "score" in table.columns:
+            scored = ScoredPairs.of(name, table)
+            return cls(f"{name}, Spearman", lambda model: sts_score(model, scored))
+        if "label" in table.columns:
+            task = PairTask.of(name, table)
+            return cls(f"{name}, AUC", lambda model: task.measure(model).figures["auc"].value)
+        raise EvaluationError(f"{dev}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")

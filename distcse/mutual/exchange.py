@@ -1,0 +1,104 @@
+"""Where the groups meet: each posts its scores and goes on when the labels are there. Scores alone cross between groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from distcse.mutual.labels import combine
+from distcse.mutual.ledger import Ledger, Scores
+from distcse.mutual.phases import Phase
+from distcse.mutual.work import Trained
+from distcse.recipe import MutualRecipe
+
+
+class Ended(Exception):
+    """Another group cannot go on, and the run ends with it; nothing of its own to tell."""
+
+
+class Exchange:
+    """A meeting point of threads, one a group, over the run's ledger.
+
+    Args:
+        recipe: How scores are combined, and when cycles end.
+        ledger: Where everything posted is kept.
+    """
+
+    def __init__(self, recipe: MutualRecipe, ledger: Ledger) -> None:
+        self._recipe = recipe
+        self._ledger = ledger
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def post(self, group: str, phase: Phase, scores: Scores, trained: Trained | None) -> None:
+        """A group's scores of a phase. Those of the last group make the labels."""
+        with self._changed:
+            self._ledger.post(group, phase, scores, trained)
+            self._agree(phase)
+            self._changed.notify_all()
+
+    def missing(self, phase: Phase) -> list[str]:
+        """Groups whose scores of a phase are waited for."""
+        with self._changed:
+            there = self._ledger.posted(phase)
+            return [name for name in self._members() if name not in there]
+
+    def labels(self, phase: Phase) -> Scores | None:
+        """The labels of a phase, once all groups posted; None where no phase follows it.
+
+        Raises:
+            Ended: The run ends because of another group.
+        """
+        with self._changed:
+            while True:
+                if self._ended:
+                    raise Ended
+                if (labels := self._ledger.labels(phase)) is not None:
+                    stopped = self._ledger.stopped_after
+                    return None if stopped is not None and stopped <= phase else labels
+                self._changed.wait()
+
+    def drop(self, group: str, why: str) -> None:
+        """Go on without a group; labels that waited for it alone are made of what is there."""
+        with self._changed:
+            self._ledger.drop(group, why)
+            for number in range(2 * self._recipe.mutual.cycles + 1):
+                self._agree(Phase(number))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Wake all who wait: nothing follows."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _members(self) -> list[str]:
+        return [group.name for group in self._recipe.groups if group.name not in self._ledger.dropped]
+
+    def _agree(self, phase: Phase) -> None:
+        members, there = self._members(), self._ledger.posted(phase)
+        if self._ledger.labels(phase) is not None or not members or any(name not in there for name in members):
+            return
+        weights = {group.name: group.weight for group in self._recipe.groups}
+        scores = [self._ledger.scores(name, phase) for name in members]
+        labels = combine(scores, [weights[name] for name in members], self._recipe.mutual, phase.kind == "bi")
+        if phase.ends_cycle and self._is_enough(phase, members):
+            self._ledger.stop(phase)
+        self._ledger.agree(phase, members, labels)
+
+    def _is_enough(self, phase: Phase, members: Sequence[str]) -> bool:
+        """Whether no formulation of any group had a new best in the last `patience` cycles."""
+        patience = self._recipe.mutual.patience
+        if patience is None or phase.cycle <= patience:
+            return False
+        recent = phase.number - 2 * patience
+        for name in members:
+            for parity in (0, 1):
+                scores = {
+                    number: self._ledger.posted(Phase(number))[name]["dev"]
+                    for number in range(1, phase.number + 1)
+                    if number % 2 == parity and name in self._ledger.posted(Phase(number))
+                }
+                if max(scores, key=lambda number: (scores[number], -number)) > recent:
+                    return False
+        return True

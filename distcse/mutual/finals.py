@@ -1,0 +1,79 @@
+"""The scores at the end: starts, bi-encoders, cross-encoders and their ensembles, on text that may have been learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from distcse.encoder import CrossEncoder, Encoder, resolve_model
+from distcse.evaluation import (
+    SUITES,
+    About,
+    Candidate,
+    Ensemble,
+    Evaluation,
+    Exposure,
+    Protocol,
+    Tasks,
+    candidate_of,
+    collect,
+    evaluate,
+    scorer_of,
+)
+from distcse.events import Listener, Stage
+from distcse.mutual.pairs import Pairs
+from distcse.mutual.phases import Kind
+from distcse.recipe import MutualRecipe
+
+
+def wanted_tasks(recipe: MutualRecipe) -> Tasks:
+    """The labelled sets of the end, read at the beginning; none where there is no data."""
+    wanted = recipe.evaluation.final
+    if wanted is None:
+        wanted = ["sts"] if recipe.evaluation.data else []
+    suites = [suite for suite in SUITES if suite in wanted]
+    return collect(Path(str(recipe.evaluation.data)), suites, [], Protocol()) if suites else Tasks()
+
+
+def final_scores(
+    recipe: MutualRecipe, tasks: Tasks, pairs: Pairs, best: Sequence[tuple[str, Kind, Path]], post: Listener
+) -> Evaluation | None:
+    """Measure every group's start and best models, and for each formulation the ensemble of all groups.
+
+    What the models were trained on is compared with every test set and noted in their folders: figures on sets whose
+    sentences were among the pairs are transductive, and are marked so in every table and card.
+    """
+    exposure = Exposure.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+    for _, _, model in best:
+        exposure.write(model)
+    if not tasks.tasks:
+        return None
+    post(
+        Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=f"compared with {len(tasks.tasks)} sets")
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    candidates = []
+    left = {name for name, _, _ in best}
+    for group in recipe.groups:
+        if group.name in left:
+            encoder = Encoder.from_section(group).to(device)
+            known = Exposure.read(resolve_model(group.backbone))
+            candidates.append(candidate_of(f"{group.name} start", group.backbone, encoder, known))
+    for kind in ("bi", "cross"):
+        ours = []
+        for name, made, model in best:
+            if made != kind:
+                continue
+            title = f"{name} {kind}"
+            if kind == "bi":
+                ours.append(candidate_of(title, str(model), Encoder.load(model).to(device), exposure))
+            else:
+                ours.append(scorer_of(title, str(model), CrossEncoder.load(model).to(device), exposure))
+        candidates += ours
+        if len(ours) > 1:
+            about = About(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
+            candidates.append(Candidate(about, Ensemble([one.model for one in ours]), exposure))
+    settings = {"STS": "all", "device": device, "precision": "fp32"}
+    return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=post)

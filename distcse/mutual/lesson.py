@@ -1,0 +1,201 @@
+"""One phase of one group as a lesson for the loop: a formulation, its pairs, and the labels that the groups agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from distcse.corpus import BatchSampler, collate
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.evaluation import PairModel, PairScores, VectorModel
+from distcse.mutual.dev import DevPairs
+from distcse.mutual.pairs import Pairs
+from distcse.objectives import bce_soft, mse_cosine
+from distcse.recipe import LoopSection
+from distcse.student.model import noise
+from distcse.student.plan import noise_seed, total_steps
+
+Row = NDArray[np.int32]
+
+
+class PairBatch(NamedTuple):
+    """This worker's pairs of a step, as one formulation reads them."""
+
+    ids: Tensor
+    mask: Tensor
+    kinds: Tensor | None
+    """Token types, for cross-encoders that have them."""
+    seed: int
+    """Of the dropout noise."""
+
+
+class BiPairs(nn.Module):
+    """Both sentences of each pair by one forward pass."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """2B sentences, the first ones before the second ones -> (B, d) and (B, d) vectors."""
+        with _noise(self, batch):
+            vectors = self.encoder(batch.ids, batch.mask)
+        first, second = vectors.chunk(2)
+        return first, second
+
+
+class CrossPairs(nn.Module):
+    """Each pair as one text."""
+
+    def __init__(self, encoder: CrossEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, batch: PairBatch) -> Tensor:
+        """B pairs -> (B,) logits."""
+        with _noise(self, batch):
+            logits: Tensor = self.encoder(batch.ids, batch.mask, batch.kinds)
+        return logits
+
+
+def _noise(model: nn.Module, batch: PairBatch) -> AbstractContextManager[None]:
+    return noise(batch.seed, batch.ids.device)
+
+
+class BiTokens:
+    """Token ids of pairs, each sentence once."""
+
+    def __init__(self, encoder: Encoder, pairs: Pairs) -> None:
+        unique = {text: place for place, text in enumerate(dict.fromkeys([*pairs.first, *pairs.second]))}
+        self._rows: list[Row] = [np.array(ids, dtype=np.int32) for ids in encoder.token_ids(list(unique))]
+        self._first = np.array([unique[text] for text in pairs.first])
+        self._second = np.array([unique[text] for text in pairs.second])
+        self._pad = encoder.tokenizer.pad_token_id or 0
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
+        """Pairs at these rows."""
+        sentences = [*self._first[rows], *self._second[rows]]
+        tokens = collate([self._rows[sentence] for sentence in sentences], self._pad).to(device)
+        return PairBatch(tokens.ids, tokens.mask, None, seed)
+
+    def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(n,) labels of pairs -> labels of rows."""
+        return labels
+
+
+class CrossTokens:
+    """Token ids of pairs as a cross-encoder reads them, in one order or both: rows n to 2n - 1 are turned round."""
+
+    def __init__(self, encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> None:
+        found = [encoder.token_ids(list(pairs.both()))]
+        if both_orders:
+            found.append(encoder.token_ids([(second, first) for first, second in pairs.both()]))
+        self._orders = len(found)
+        self._rows: list[Row] = [np.array(row, dtype=np.int32) for ids, _ in found for row in ids]
+        self._kinds = _rows([kinds for _, kinds in found])
+        self._pad = encoder.tokenizer.pad_token_id or 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
+        """Pairs at these rows."""
+        tokens = collate([self._rows[row] for row in rows], self._pad).to(device)
+        kinds = None if self._kinds is None else collate([self._kinds[row] for row in rows], 0).ids.to(device)
+        return PairBatch(tokens.ids, tokens.mask, kinds, seed)
+
+    def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(n,) labels of pairs -> labels of rows."""
+        return np.tile(labels, self._orders)
+
+
+def _rows(kinds: Sequence[list[list[int]] | None]) -> list[Row] | None:
+    given = [one for one in kinds if one is not None]
+    return [np.array(row, dtype=np.int32) for one in given for row in one] if given else None
+
+
+class PairLesson:
+    """See `Lesson`. The model as it began is not scored: the best of a phase is one that learned in it.
+
+    Args:
+        encoder: What is trained.
+        tokens: Its pairs.
+        labels: (n,) labels of the pairs.
+        section: The recipe's part for this formulation.
+        dev: What picks the best; None takes the last.
+        every: Steps of an epoch between two scores.
+        seed: Of order and noise in this phase.
+        rank: This worker's number.
+        workers: How many there are.
+    """
+
+    scores_start = False
+    patience: int | None = None
+    waited = 0.0
+
+    def __init__(
+        self,
+        encoder: Encoder | CrossEncoder,
+        tokens: BiTokens | CrossTokens,
+        labels: NDArray[np.float32],
+        section: LoopSection,
+        dev: DevPairs | None,
+        every: int,
+        seed: int,
+        rank: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
+        self._tokens = tokens
+        self._labels = torch.from_numpy(tokens.labels(labels))
+        self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
+        self._dev, self._every, self._seed, self._rank = dev, every, seed, rank
+        self._batch_size = section.batch_size
+        self.rows = section.batch_size // workers
+        self.steps = total_steps(section, self._sampler.steps_per_epoch)
+
+    def begin(self, first: int) -> None:
+        """Nothing is asked of others."""
+
+    def inputs(self, step: int, device: torch.device) -> PairBatch:
+        seed = noise_seed(self._seed, step, self._rank)
+        return self._tokens.batch(self._mine(step), seed, device)
+
+    def loss(self, step: int, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = self._labels[torch.from_numpy(self._mine(step))]
+        if isinstance(answer, Tensor):
+            errors = bce_soft(answer, labels.to(answer.device))
+        else:
+            first, second = answer
+            errors = mse_cosine(first, second, labels.to(first.device))
+        share = errors.sum() / self._batch_size
+        return share, {"loss": share.detach()}
+
+    def is_scored(self, done: int) -> bool:
+        in_epoch = done % self._sampler.steps_per_epoch
+        return in_epoch % self._every == 0
+
+    @property
+    def score_name(self) -> str | None:
+        return self._dev.name if self._dev else None
+
+    def score(self) -> float:
+        assert self._dev is not None
+        return self._dev.score(pair_model(self.model.encoder))
+
+    def _mine(self, step: int) -> NDArray[np.int64]:
+        return self._sampler.batch(step)[self._rank * self.rows : (self._rank + 1) * self.rows]
+
+
+def pair_model(encoder: Encoder | CrossEncoder) -> PairModel:
+    """An encoder as something that scores pairs: raw cosines, or sigmoid outputs."""
+    return VectorModel.of(encoder) if isinstance(encoder, Encoder) else PairScores(encoder)

@@ -1,0 +1,144 @@
+"""Sentence pairs out of raw text: neighbours by vectors, in stated bands of similarity; neighbours by words; and strangers.
+
+Trans-Encoder learns from a task's own pairs, the test pairs among them. With mined pairs no test set is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder
+from distcse.errors import CorpusError, RunError
+from distcse.events import Listener, Stage
+from distcse.mutual.pairs import Pairs, chosen
+from distcse.recipe import MiningSection, MutualRecipe
+
+_STREAM = 2**31 + 1
+_FLAT_UP_TO = 200_000
+_LISTS_PROBED = 32
+
+Found = NDArray[np.int64]
+"""(m, 2) row ids of m pairs, the lower one first."""
+
+
+def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
+    """As many different pairs as the recipe wants, each kind its share; a kind that has too few leaves the rest to the others.
+
+    Raises:
+        RunError: A library of the extra `mining` is not installed.
+        CorpusError: Too few pairs in all.
+    """
+    section = recipe.pairs.mine
+    assert section is not None
+    corpus = Corpus.prepare(section.corpus, Path(recipe.storage.cache))
+    texts = corpus.texts(range(len(corpus)))
+    first_of = {text: row for row, text in reversed(list(enumerate(texts)))}
+    texts = list(first_of)  # each sentence once: its own double is no neighbour
+    if len(texts) < 2:
+        raise CorpusError(f"the corpus has {len(texts)} different sentences; pairs want two")
+    random = np.random.Generator(np.random.PCG64([recipe.seed, _STREAM]))
+    pools: list[tuple[float, Found]] = []
+    if any(band.share for band in section.bands):
+        pools += _bands(recipe, section, texts, post)
+    if section.bm25_share:
+        pools.append((section.bm25_share, _by_words(texts, section.neighbours, post)))
+    if section.random_share:
+        pools.append((section.random_share, _strangers(len(texts), section.pairs, random)))
+    rows = _drawn(pools, section.pairs, random)
+    return chosen([(texts[one], texts[other]) for one, other in rows.tolist()], recipe)
+
+
+def _bands(
+    recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], post: Listener
+) -> list[tuple[float, Found]]:
+    """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
+    encoder = Encoder.from_section(recipe.groups[0])
+    vectors = encoder.encode(
+        texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
+    )
+    cosines, neighbours = _nearest(vectors, section.neighbours)
+    rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
+    pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
+    there = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
+    found = []
+    for band in section.bands:
+        inside = there & (flat >= band.low) & (flat < band.high)
+        one = _once(pairs[inside])
+        note = f"{len(one):,} neighbours of cosine {band.low:g} to {band.high:g}"
+        post(Stage("mining", len(one), len(one), "pairs", finished=True, note=note))
+        found.append((band.share, one))
+    return found
+
+
+def _nearest(vectors: NDArray[np.float32], neighbours: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """(n, k) cosines and row ids of the nearest sentences, the sentence itself among them; exact in up to 200,000."""
+    try:
+        import faiss
+    except ImportError:
+        raise RunError('pairs.mine needs faiss; pip install "distcse[mining]"') from None
+    count, width = vectors.shape
+    if count <= _FLAT_UP_TO:
+        index: Any = faiss.IndexFlatIP(width)
+    else:
+        lists = int(4 * np.sqrt(count))
+        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.train(vectors[:: max(1, count // (64 * lists))])
+        index.nprobe = _LISTS_PROBED
+    index.add(vectors)
+    cosines, rows = index.search(vectors, min(neighbours + 1, count))
+    return cosines, rows
+
+
+def _by_words(texts: Sequence[str], neighbours: int, post: Listener) -> Found:
+    """Pairs of sentences that share telling words (BM25)."""
+    try:
+        import bm25s
+    except ImportError:
+        raise RunError(
+            'pairs.mine.bm25_share needs bm25s; pip install "distcse[mining]", or write bm25_share=0'
+        ) from None
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
+    index = bm25s.BM25()
+    index.index(tokens, show_progress=False)
+    rows, scores = index.retrieve(tokens, k=min(neighbours + 1, len(texts)), show_progress=False)
+    ours = np.repeat(np.arange(len(texts)), rows.shape[1])
+    pairs = np.stack([ours, rows.ravel().astype(np.int64)], axis=1)
+    found = _once(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
+    post(Stage("mining", len(found), len(found), "pairs", finished=True, note=f"{len(found):,} neighbours by BM25"))
+    return found
+
+
+def _strangers(sentences: int, pairs: int, random: np.random.Generator) -> Found:
+    drawn = random.integers(0, sentences, size=(2 * pairs, 2))
+    return _once(drawn[drawn[:, 0] != drawn[:, 1]])
+
+
+def _once(pairs: NDArray[np.int64]) -> Found:
+    """Each pair once, whichever sentence came first."""
+    return np.unique(np.sort(pairs, axis=1), axis=0)
+
+
+def _drawn(pools: Sequence[tuple[float, Found]], wanted: int, random: np.random.Generator) -> Found:
+    """Different pairs from all pools by their shares; what one lacks the others give."""
+    orders = [pool[random.permutation(len(pool))] for _, pool in pools]
+    shares = np.array([share for share, _ in pools])
+    taken: dict[tuple[int, int], None] = {}
+    used = [0] * len(orders)
+    while len(taken) < wanted and any(used[n] < len(order) and shares[n] for n, order in enumerate(orders)):
+        open_ = np.array([share if used[n] < len(orders[n]) else 0.0 for n, share in enumerate(shares)])
+        lacking = wanted - len(taken)
+        for number, share in enumerate(open_ / open_.sum()):
+            take = orders[number][used[number] : used[number] + int(np.ceil(share * lacking))]
+            used[number] += len(take)
+            room = wanted - len(taken)
+            new = dict.fromkeys(pair for pair in map(tuple, take.tolist()) if pair not in taken)
+            taken.update(dict.fromkeys(list(new)[:room]))
+    return np.array(list(taken), dtype=np.int64).reshape(-1, 2)

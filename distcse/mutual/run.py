@@ -1,0 +1,222 @@
+"""One run of self- or mutual distillation: pairs, groups side by side, cycles, and the best of each formulation."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.encoder import Encoder
+from distcse.errors import DistcseError, RunError
+from distcse.evaluation import Evaluation
+from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
+from distcse.mutual.dev import DevPairs
+from distcse.mutual.exchange import Ended, Exchange
+from distcse.mutual.finals import final_scores, wanted_tasks
+from distcse.mutual.group import Group, GroupHere
+from distcse.mutual.ledger import Ledger
+from distcse.mutual.pairs import Pairs, read_pairs
+from distcse.mutual.phases import Kind, Phase, last_phase
+from distcse.mutual.work import Bench, Trained
+from distcse.recipe import MutualRecipe
+from distcse.student.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best model of one formulation of one group, over all cycles."""
+
+    group: str
+    kind: Kind
+    phase: Phase
+    dev: float | None
+    model: Path
+
+
+@dataclass(frozen=True)
+class MutualResult:
+    """What a run leaves behind."""
+
+    recipe: MutualRecipe
+    directory: RunDirectory
+    best: list[Best]
+    dropped: dict[str, str]
+    """Groups that could not go on, and why."""
+    pairs: int
+    interrupted: bool
+    evaluation: Evaluation | None
+
+
+def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None = None) -> MutualResult:
+    """Carry out a recipe, or go on with a run that was interrupted or killed.
+
+    Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
+    labels. Raises a `DistcseError` that names what to mend.
+    """
+    DevPairs.of(recipe)
+    tasks = wanted_tasks(recipe)
+    for group in recipe.groups:
+        Encoder.from_section(group)
+    directory = resume or RunDirectory.create(recipe)
+    watch = Watch(_logged(directory, watch.post), watch.stop_wished)
+    watch.post(Note(f"run directory {directory.path}"))
+    pairs = _pairs(recipe, directory.path, watch)
+    directory.record(pairs.fingerprint)
+    ledger = Ledger(directory.path)
+    ledger.begin(pairs.fingerprint)
+    with _groups(recipe, directory.path, watch) as groups:
+        interrupted = _side_by_side(recipe, groups, ledger, watch)
+    best, evaluation = [], None
+    if not interrupted:
+        best = _best(recipe, directory.path, ledger)
+        evaluation = final_scores(recipe, tasks, pairs, [(one.group, one.kind, one.model) for one in best], watch.post)
+        if evaluation is not None:
+            evaluation.write(directory.evaluation)
+    return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
+
+
+def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
+    file = run / "pairs.parquet"
+    if not file.exists():
+        if recipe.pairs.mine is None:
+            pairs = read_pairs(recipe)
+        else:
+            from distcse.mutual.mining import mine_pairs
+
+            pairs = mine_pairs(recipe, watch.post)
+        pairs.write(file)
+    pairs = Pairs.read(file)
+    watch.post(Stage("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs"))
+    return pairs
+
+
+@contextmanager
+def _groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Group]]:
+    benches = [Bench(recipe, number, run) for number in range(len(recipe.groups))]
+    watches = [_in_group(watch, bench.group.name) for bench in benches]
+    if not recipe.ray:
+        turn = threading.Lock()
+        yield [GroupHere(bench, own, turn) for bench, own in zip(benches, watches, strict=True)]
+        return
+    try:
+        from distcse.student.cluster import cluster
+    except ImportError as missing:
+        raise RunError(f'{missing}; pip install "ray[train,default]", or write ray=false') from None
+    with cluster():
+        from distcse.mutual.actors import GroupOnRay, resources_of
+
+        wants = resources_of(recipe)
+        groups: list[Group] = []
+        try:
+            for bench, own, want in zip(benches, watches, wants, strict=True):
+                groups.append(GroupOnRay(bench, own, want))
+            yield groups
+        finally:
+            for group in groups:
+                group.close()
+
+
+def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, watch: Watch) -> bool:
+    """A thread a group, until all are through; whether they were asked to stop before."""
+    exchange = Exchange(recipe, ledger)
+    stops = [False] * len(groups)
+
+    def follow(number: int) -> None:
+        group = groups[number]
+        own = _in_group(watch, group.name)
+        try:
+            stops[number] = not _through(recipe, group, ledger, exchange, own)
+            if stops[number]:
+                exchange.end()
+        except Ended:
+            stops[number] = True
+        except DistcseError as failed:
+            if recipe.mutual.on_failure == "stop" or len(ledger.dropped) == len(groups) - 1:
+                exchange.end()
+                raise
+            own.post(Note(f"dropped: {failed}", warning=True))
+            own.post(Doing("", "dropped"))
+            exchange.drop(group.name, str(failed))
+        except BaseException:
+            exchange.end()
+            raise
+
+    at_work = [number for number, group in enumerate(groups) if group.name not in ledger.dropped]
+    with ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group") as threads:
+        following = [threads.submit(follow, number) for number in at_work]
+    for future in following:
+        future.result()
+    return any(stops)
+
+
+def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Exchange, watch: Watch) -> bool:
+    """Take a group through all phases that it has not been through; False when the run was asked to stop."""
+    last = last_phase(recipe.mutual.cycles)
+    for number in range(last.number + 1):
+        phase = Phase(number)
+        if group.name in ledger.posted(phase):
+            continue
+        trained: Trained | None = None
+        if number:
+            watch.post(Doing(phase.name, "preparing"))
+            group.prepare(phase)
+            before = Phase(number - 1)
+            if missing := exchange.missing(before):
+                watch.post(Doing(phase.name, "waiting", missing))
+            labels = exchange.labels(before)
+            if labels is None:
+                break
+            watch.post(Doing(phase.name, "training"))
+            trained = group.train(phase, labels)
+            if trained is None:
+                return False
+        watch.post(Doing(phase.name, "scoring"))
+        exchange.post(group.name, phase, group.score(phase), trained)
+    watch.post(Doing("", "finished"))
+    return True
+
+
+def _best(recipe: MutualRecipe, run: Path, ledger: Ledger) -> list[Best]:
+    """The best cycle of each formulation of each group by dev score (the last one without), copied to `models/`."""
+    found: list[Best] = []
+    kinds: tuple[Kind, ...] = ("bi", "cross")
+    for number, group in enumerate(recipe.groups):
+        if group.name in ledger.dropped:
+            continue
+        bench = Bench(recipe, number, run)
+        phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]
+        for kind in kinds:
+            scored = {
+                p: ledger.posted(p)[group.name]["dev"]
+                for p in phases
+                if group.name in ledger.posted(p) and p.kind == kind
+            }
+            best = max(scored, key=lambda p: (scored[p] if scored[p] is not None else p.number, -p.number))
+            target = run / "models" / group.name / kind
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(bench.folder(best) / "model", target)
+            found.append(Best(group.name, kind, best, scored[best], target))
+    return found
+
+
+def _in_group(watch: Watch, name: str) -> Watch:
+    def post(event: Event) -> None:
+        watch.post(event if isinstance(event, InGroup) else InGroup(name, event))
+
+    return Watch(post, watch.stop_wished)
+
+
+def _logged(directory: RunDirectory, post: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Events of several threads, one after the other."""
+    lock = threading.Lock()
+
+    def log_and_post(event: Event) -> None:
+        with lock:
+            directory.log(event)
+            post(event)
+
+    return log_and_post

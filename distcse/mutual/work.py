@@ -1,0 +1,201 @@
+"""What one group does in one phase, wherever it does it: train a formulation, score the pairs with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.errors import EncoderError, RunError
+from distcse.events import Watch
+from distcse.mutual.dev import DevPairs
+from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
+from distcse.mutual.pairs import Pairs
+from distcse.mutual.phases import Kind, Phase
+from distcse.recipe import GroupSection, LoopSection, MutualRecipe
+from distcse.student.checkpoint import Checkpoints, load_position, load_state
+from distcse.student.loop import learn
+from distcse.student.plan import noise_seed
+from distcse.student.workers import rank, wait_for_all, world_size
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a phase leaves behind."""
+
+    model: str
+    """Folder of the best model of the phase."""
+    step: int
+    dev: float | None
+    """Its dev score; None where nothing picks."""
+    steps: int
+    """Steps of the phase."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that a group's worker or scorer is told; the folder is on storage that every one of them sees."""
+
+    recipe: MutualRecipe
+    number: int
+    """Of the group, in the recipe."""
+    run: Path
+
+    @property
+    def group(self) -> GroupSection:
+        """The group's part of the recipe."""
+        return self.recipe.groups[self.number]
+
+    @property
+    def pairs_file(self) -> Path:
+        """The run's pairs."""
+        return self.run / "pairs.parquet"
+
+    def folder(self, phase: Phase) -> Path:
+        """Where a phase of this group is kept."""
+        return self.run / "groups" / self.group.name / phase.name
+
+    def section(self, kind: Kind) -> LoopSection:
+        """How this formulation is trained."""
+        return self.recipe.bi if kind == "bi" else self.recipe.cross
+
+    def seed(self, phase: Phase) -> int:
+        """Of fresh weights, order and noise in a phase: another for every group and phase."""
+        return noise_seed(self.recipe.seed, phase.number, self.number) % 2**31
+
+
+class Worker:
+    """A group's training worker: one of several that train together, or the only one."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._tokens: dict[Kind, BiTokens | CrossTokens] = {}
+
+    def prepare(self, phase: Phase) -> None:
+        """What can be done before the labels are there: the pairs tokenised, dev pairs read."""
+        if phase.kind not in self._tokens:
+            encoder = self._start(phase)
+            self._tokens[phase.kind] = (
+                BiTokens(encoder, self._pairs)
+                if isinstance(encoder, Encoder)
+                else CrossTokens(encoder, self._pairs, self._bench.recipe.cross.both_orders)
+            )
+        _ = self._dev
+
+    def train(self, phase: Phase, labels: NDArray[np.float32], watch: Watch) -> Trained | None:
+        """Train a formulation from its start, or go on from its last checkpoint; None when the run was asked to stop.
+
+        The phase's best model is left in its folder, beside what is told of it; checkpoints go when it is there.
+
+        Raises:
+            RunError: A loss is not finite.
+        """
+        bench, kind = self._bench, phase.kind
+        folder = bench.folder(phase)
+        if (done := _told(folder)) is not None:
+            return done
+        self.prepare(phase)
+        encoder = self._start(phase)
+        lesson = PairLesson(
+            encoder,
+            self._tokens[kind],
+            labels,
+            bench.section(kind),
+            self._dev,
+            bench.recipe.evaluation.every,
+            bench.seed(phase),
+            rank(),
+            world_size(),
+        )
+        checkpoints = Checkpoints(folder)
+        outcome = learn(lesson, bench.section(kind), checkpoints, watch)
+        if outcome.interrupted:
+            return None
+        if rank() == 0:
+            _keep_best(self._start(phase), checkpoints, folder, outcome.steps)
+        wait_for_all()
+        return _told(folder)
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        return Pairs.read(self._bench.pairs_file)
+
+    @cached_property
+    def _dev(self) -> DevPairs | None:
+        return DevPairs.of(self._bench.recipe)
+
+    def _start(self, phase: Phase) -> Encoder | CrossEncoder:
+        """What a phase begins with; fresh weights are drawn from the phase's seed."""
+        torch.manual_seed(self._bench.seed(phase))
+        group, cross = self._bench.group, self._bench.recipe.cross
+        before = Phase(phase.number - 1)
+        follows = self._bench.recipe.mutual.initialisation == "sequential" and before.number > 0
+        model = str(self._bench.folder(before) / "model") if follows else None
+        layers = None if follows else group.layers
+        if phase.kind == "bi":
+            update = {"backbone": model or group.backbone, "layers": layers}
+            return Encoder.from_section(group.model_copy(update=update))
+        source = model or group.cross_backbone or group.backbone
+        return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
+
+
+class Scorer:
+    """Scores pairs with the best model of a phase."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._pairs = Pairs.read(bench.pairs_file)
+
+    def score(self, phase: Phase, part: int = 0, parts: int = 1) -> NDArray[np.float32]:
+        """Scores of one part of the pairs, in one order: raw cosines, or sigmoid outputs.
+
+        Raises:
+            EncoderError: A score is not finite.
+        """
+        model = self._model(phase).to("cuda" if torch.cuda.is_available() else "cpu")
+        begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
+        mine = self._pairs[begin:end]
+        scores = pair_model(model).similarities(mine.first, mine.second).astype(np.float32)
+        if broken := int((~np.isfinite(scores)).sum()):
+            group = self._bench.group.name
+            raise EncoderError(f"group {group}, {phase.name}: {broken:,} of {len(scores):,} scores are no numbers")
+        return scores
+
+    def _model(self, phase: Phase) -> Encoder | CrossEncoder:
+        if not phase.number:
+            return Encoder.from_section(self._bench.group)
+        folder = self._bench.folder(phase) / "model"
+        if phase.kind == "cross":
+            return CrossEncoder.load(folder)
+        return Encoder.load(folder)
+
+
+def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder: Path, steps: int) -> None:
+    best = checkpoints.best() or checkpoints.latest()
+    if best is None:
+        raise RunError(f"{folder} has no checkpoint")
+    position = load_position(best)
+    weights = load_state(best).weights
+    encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
+    encoder.eval().save(folder / "model")
+    dev = dict(position.scores).get(position.step)
+    told = Trained(str(folder / "model"), position.step, dev, steps)
+    beside = folder / f".trained.{os.getpid()}"
+    beside.write_text(json.dumps(asdict(told)))
+    os.replace(beside, folder / "trained.json")
+    shutil.rmtree(folder / "checkpoints")
+
+
+def _told(folder: Path) -> Trained | None:
+    file = folder / "trained.json"
+    if not file.is_file():
+        return None
+    return replace(Trained(**json.loads(file.read_text())), model=str(folder / "model"))

@@ -1,0 +1,47 @@
+"""Small mutual distillations: tiny models, pairs of a few sentences, a labelled dev file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distcse.recipe import MutualRecipe, read_recipe
+
+
+def make_mutual_recipe(folder: Path, models: dict[str, Path], sentences: Sequence[str], *overrides: str) -> MutualRecipe:
+    """A recipe in a file of its own, the pairs it learns from, and dev pairs scored by the words they share."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(1)
+    pairs = [(draw.choice(sentences), draw.choice(sentences)) for _ in range(90)]
+    _table(folder / "pairs.tsv", ["sentence1", "sentence2"], pairs[:60])
+    _table(folder / "dev.tsv", ["score", "sentence1", "sentence2"], [(_shared(*pair), *pair) for pair in pairs[60:]])
+    document: dict[str, Any] = {
+        "name": "small",
+        "pairs": {"path": str(folder / "pairs.tsv")},
+        "groups": [
+            {"name": name, "backbone": str(model), "pooling": "mean", "max_length": 16} for name, model in models.items()
+        ],
+        "bi": {"batch_size": 16, "epochs": 2, "lr": 1e-3, "engine": "plain", "log_every": 2},
+        "cross": {"batch_size": 16, "lr": 1e-3, "max_length": 32, "engine": "plain", "log_every": 2},
+        "mutual": {"cycles": 2},
+        "evaluation": {"dev": str(folder / "dev.tsv"), "every": 2},
+        "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
+        "ray": False,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(document))
+    recipe = read_recipe(str(file), overrides)
+    assert isinstance(recipe, MutualRecipe)
+    return recipe
+
+
+def _table(file: Path, header: list[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    file.write_text("".join("\t".join(map(str, row)) + "\n" for row in [header, *rows]), encoding="utf-8")
+
+
+def _shared(one: str, other: str) -> int:
+    return len(set(one.split()) & set(other.split()))
