@@ -12,7 +12,9 @@ import yaml
 from distcse.recipe import MutualRecipe, read_recipe
 
 
-def make_mutual_recipe(folder: Path, models: dict[str, Path], sentences: Sequence[str], *overrides: str) -> MutualRecipe:
+def make_mutual_recipe(
+    folder: Path, models: dict[str, Path], sentences: Sequence[str], *overrides: str
+) -> MutualRecipe:
     """A recipe in a file of its own, the pairs it learns from, and dev pairs scored by the words they share."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(1)
@@ -23,7 +25,8 @@ def make_mutual_recipe(folder: Path, models: dict[str, Path], sentences: Sequenc
         "name": "small",
         "pairs": {"path": str(folder / "pairs.tsv")},
         "groups": [
-            {"name": name, "backbone": str(model), "pooling": "mean", "max_length": 16} for name, model in models.items()
+            {"name": name, "backbone": str(model), "pooling": "mean", "max_length": 16}
+            for name, model in models.items()
         ],
         "bi": {"batch_size": 16, "epochs": 2, "lr": 1e-3, "engine": "plain", "log_every": 2},
         "cross": {"batch_size": 16, "lr": 1e-3, "max_length": 32, "engine": "plain", "log_every": 2},

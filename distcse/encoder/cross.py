@@ -187,9 +187,12 @@ def _load_scorer(
 def _silent_report() -> Iterator[None]:
     """Transformers warns of weights that are fresh; here they are meant to be, or are refused by name."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_nothing)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

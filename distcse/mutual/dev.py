@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distcse.errors import EvaluationError
 from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, read_table, sts_score
+from distcse.evaluation.tables import file_of
 from distcse.recipe import MutualRecipe
 from distcse.student.dev import labelled_dev
 
@@ -32,12 +33,23 @@ class DevPairs:
         if dev == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
             return cls(STSB_DEV.name, lambda model: sts_score(model, pairs))
-        table = read_table(Path(dev))
-        name = f"{Path(dev).parent.name} {Path(dev).name.split('.')[0]}"
+        file = Path(dev) if Path(dev).is_absolute() else _file_of(recipe, dev)
+        table = read_table(file)
+        name = f"{file.parent.name} {file.name.split('.')[0]}"
         if "score" in table.columns:
             scored = ScoredPairs.of(name, table)
             return cls(f"{name}, Spearman", lambda model: sts_score(model, scored))
         if "label" in table.columns:
             task = PairTask.of(name, table)
             return cls(f"{name}, AUC", lambda model: task.measure(model).figures["auc"].value)
-        raise EvaluationError(f"{dev}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
+        raise EvaluationError(f"{file}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
+
+
+def _file_of(recipe: MutualRecipe, name: str) -> Path:
+    folder = Path(str(recipe.evaluation.data)) / "pairs" / name
+    file = file_of(folder, "dev")
+    if file is None:
+        raise EvaluationError(
+            f"evaluation.dev is {name!r}, but {folder} holds no dev table; give a file: evaluation.dev=FILE.tsv"
+        )
+    return file

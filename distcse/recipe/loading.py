@@ -185,7 +185,7 @@ def _mutual_with_absolute_paths(recipe: MutualRecipe) -> MutualRecipe:
     mine = pairs.mine
     if mine is not None:
         mine = mine.model_copy(update={"corpus": _found_corpus(mine.corpus)})
-    dev = evaluation.dev if evaluation.dev in ("stsb", "none") else _absolute(evaluation.dev)
+    dev = _absolute(evaluation.dev) if os.sep in evaluation.dev or "." in evaluation.dev else evaluation.dev
     return recipe.model_copy(
         update={
             "pairs": pairs.model_copy(update={"path": _absolute_paths(pairs.path), "mine": mine}),

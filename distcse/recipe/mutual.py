@@ -159,8 +159,9 @@ class MutualEvaluationSection(Section):
     data: str | None = None
     """Folder with labelled sets, as for all recipes."""
     dev: str = "stsb"
-    """What picks the best checkpoint of a phase, and the best cycle: `stsb` (STS-B dev in `data`), a file of labelled pairs
-    (Spearman with its column `score`, or area under the ROC curve with its column `label`), or `none`: the last one is taken."""
+    """What picks the best checkpoint of a phase, and the best cycle: `stsb` (STS-B dev in `data`); the name of a set in `data`
+    (`pairs/NAME/dev`), or a file of labelled pairs (Spearman with its column `score`, or area under the ROC curve with its
+    column `label`); or `none`, and the last one is taken."""
     every: Annotated[int, Field(ge=1)] = 200
     """Steps of an epoch between two dev scores, each also a checkpoint; the end of an epoch is one, too."""
     final: list[Measure] | None = None
@@ -203,10 +204,9 @@ class MutualRecipe(Section):
                         f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
                         f"{section.batch_size}"
                     )
-        wants_data = [
-            self.evaluation.dev == "stsb" and "evaluation.dev is stsb",
-            self.pairs.task and "pairs.task is set",
-        ]
+        dev = self.evaluation.dev
+        named = dev != "none" and not any(sign in dev for sign in "./")
+        wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
         if self.evaluation.data is None and (told := next((text for text in wants_data if text), None)):
             raise ValueError(f"{told}, but evaluation.data is not set; write evaluation.data: FOLDER")
         if self.evaluation.dev == "none" and self.mutual.patience is not None:

@@ -88,7 +88,7 @@ def learn(
             meter.check_finite(done)
             meter.pause()
             position = Position(done, position.scores, finished=last)
-            if not stop or last:
+            if lesson.is_scored(done) or last:  # also when stopped here: the run that goes on will not score it
                 position = keeper.score(position)
             if not last and lesson.patience is not None and position.misses() >= lesson.patience:
                 position = Position(done, position.scores, finished=True)

@@ -2,19 +2,299 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from distcse.events import Doing, Event, InGroup, Watch
-from distcse.mutual import run_mutual
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
+
+from distcse.corpus import BatchSampler
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.errors import EncoderError, EvaluationError, RecipeError, RunError
+from distcse.evaluation import PairScores, VectorModel, read_table, sts_score
+from distcse.evaluation.sts import ScoredPairs
+from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
+from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.labels import combine
+from distcse.mutual.ledger import Ledger
+from distcse.mutual.pairs import Pairs
+from distcse.mutual.phases import Phase
+from distcse.mutual.work import Bench
+from distcse.recipe import MutualRecipe, MutualSection, read_recipe
+from distcse.student.directory import RunDirectory
+from distcse.student.plan import noise_seed
+from distcse.student.schedule import warmup_then_linear
+from tests.models import make_encoder
 from tests.pairs import make_mutual_recipe
 
+MakeRecipe = Callable[..., MutualRecipe]
 
-def test_a_run(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    events: list[Event] = []
+
+@pytest.fixture
+def alone(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    return lambda *overrides: make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
+
+
+@pytest.fixture
+def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
     models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    result = run_mutual(make_mutual_recipe(tmp_path, models, sentences), Watch(events.append))
-    for e in events:
-        print(e)
-    print(result)
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+
+
+def labels_of(result: MutualResult) -> list[np.ndarray]:
+    ledger = Ledger(result.directory.path)
+    found = [ledger.labels(Phase(number)) for number in range(2 * result.recipe.mutual.cycles + 1)]
+    return [labels for labels in found if labels is not None]
+
+
+class PlainLoop:
+    """The paper's self-distillation (references §4.1) in one process and as few lines as it takes."""
+
+    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
+        self.recipe, self.bench = recipe, Bench(recipe, 0, run)
+        table = read_table(Path(str(recipe.pairs.path)))
+        found = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
+        self.pairs = list(found)
+        self.dev = ScoredPairs.of("dev", read_table(Path(recipe.evaluation.dev)))
+
+    def run(self) -> tuple[list[np.ndarray], list[float]]:
+        """Labels of every phase, and the best dev score of each that trained."""
+        bi = Encoder.from_section(self.recipe.groups[0]).eval()
+        labels, devs = [self.cosines(bi)], []
+        for cycle in range(1, self.recipe.mutual.cycles + 1):
+            phase = Phase(2 * cycle - 1)
+            torch.manual_seed(self.bench.seed(phase))
+            cross = CrossEncoder.fresh(self.recipe.groups[0].backbone, self.recipe.cross.max_length)
+            turned = [(second, first) for first, second in self.pairs]
+            devs.append(self.fit(cross, [*self.pairs, *turned], np.tile(labels[-1], 2), self.recipe.cross, phase))
+            labels.append(cross.score(self.pairs).astype(np.float32))
+            phase = Phase(2 * cycle)
+            bi = Encoder.from_section(self.recipe.groups[0])
+            devs.append(self.fit(bi, self.pairs, labels[-1], self.recipe.bi, phase))
+            labels.append(self.cosines(bi))
+        return labels, devs
+
+    def cosines(self, encoder: Encoder) -> np.ndarray:
+        first, second = (torch.from_numpy(encoder.encode([pair[n] for pair in self.pairs])) for n in (0, 1))
+        return cosine_similarity(first.double(), second.double()).float().numpy()
+
+    def fit(self, model, pairs, labels, section, phase) -> float:  # type: ignore[no-untyped-def]
+        seed = self.bench.seed(phase)
+        sampler = BatchSampler(len(pairs), section.batch_size, seed)
+        steps = round(section.epochs * sampler.steps_per_epoch)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
+        best, kept = -1e9, {}
+        for step in range(steps):
+            model.train()
+            rows = sampler.batch(step)
+            wanted = torch.from_numpy(labels[rows])
+            torch.manual_seed(noise_seed(seed, step, 0))
+            if isinstance(model, Encoder):
+                texts = [pairs[row][0] for row in rows] + [pairs[row][1] for row in rows]
+                tokens = model.tokenizer(
+                    texts, padding=True, truncation=True, max_length=model.max_length, return_tensors="pt"
+                )
+                first, second = model(tokens["input_ids"], tokens["attention_mask"]).chunk(2)
+                loss = (cosine_similarity(first, second) - wanted).square().mean()
+            else:
+                texts = [list(side) for side in zip(*(pairs[row] for row in rows), strict=True)]
+                tokens = model.tokenizer(
+                    *texts, padding=True, truncation=True, max_length=model.max_length, return_tensors="pt"
+                )
+                loss = binary_cross_entropy_with_logits(model.model(**tokens).logits[:, 0], wanted)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = section.lr * warmup_then_linear(step, steps, section.warmup)
+            optimizer.step()
+            optimizer.zero_grad()
+            in_epoch = (step + 1) % sampler.steps_per_epoch
+            if in_epoch % self.recipe.evaluation.every == 0 or step + 1 == steps:
+                scorer = VectorModel.of(model) if isinstance(model, Encoder) else PairScores(model)
+                if (score := sts_score(scorer, self.dev)) > best:
+                    best, kept = score, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(kept)
+        model.eval()
+        return best
+
+
+def test_one_group_is_the_papers_loop(alone: MakeRecipe) -> None:
+    result = run_mutual(alone(), Watch())
+    labels, devs = PlainLoop(result.recipe, result.directory.path).run()
+    found = labels_of(result)
+    assert len(found) == len(labels) == 5
+    for number, (ours, theirs) in enumerate(zip(found, labels, strict=True)):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4, err_msg=Phase(number).name)
+    ledger = Ledger(result.directory.path)
+    dev = [ledger.posted(Phase(number))["bert"]["dev"] for number in range(1, 5)]
+    assert dev == pytest.approx(devs, abs=0.5)  # of 30 pairs two that are near change places
+
+
+def test_labels_of_several_groups() -> None:
+    table = [
+        np.array([0.1, 0.9, -0.2]),
+        np.array([0.5, 0.7, 0.1]),
+        np.array([0.6, 0.2, 0.4]),
+        np.array([0.2, 0.8, 0.0]),
+    ]
+    assert combine(table[:2], [1, 1], MutualSection(), True) == pytest.approx([0.3, 0.8, -0.05])
+    assert combine(table[:2], [3, 1], MutualSection(), True) == pytest.approx([0.2, 0.85, -0.125])
+    assert combine(table[:2], [1, 1], MutualSection(clamp=True), True) == pytest.approx([0.3, 0.8, 0])
+    assert combine(table[:3], [1, 1, 9], MutualSection(combine="median"), False) == pytest.approx([0.5, 0.7, 0.1])
+    trimmed = MutualSection(combine="trimmed_mean", trim=0.1)
+    assert combine(table[:3], [1, 1, 1], trimmed, False) == pytest.approx([0.5, 0.7, 0.1])
+    assert combine(table, [1] * 4, trimmed, False) == pytest.approx([0.35, 0.75, 0.05])
+
+
+def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
+    events: list[Event] = []
+    result = run_mutual(both("groups.1.weight=3"), Watch(events.append))
+    ledger = Ledger(result.directory.path)
+    for number in range(5):
+        one, other = (ledger.scores(name, Phase(number)) for name in ("bert", "roberta"))
+        np.testing.assert_allclose(ledger.labels(Phase(number)), 0.25 * one + 0.75 * other, atol=1e-6)
+    assert {(best.group, best.kind) for best in result.best} == {
+        (g, k) for g in ("bert", "roberta") for k in ("bi", "cross")
+    }
+    for best in result.best:
+        numbers = (2, 4) if best.kind == "bi" else (1, 3)
+        assert best.dev == max(ledger.posted(Phase(number))[best.group]["dev"] for number in numbers)
+    bert = Encoder.load(result.directory.path / "models" / "bert" / "bi")
+    assert (bert.pooling, bert.max_length) == ("mean", 16)
+    told = [event.event for event in events if isinstance(event, InGroup) and event.group == "roberta"]
+    assert any(isinstance(event, Steps) for event in told) and any(isinstance(event, DevScore) for event in told)
+    assert [event.activity for event in told if isinstance(event, Doing)][-1] == "finished"
+
+
+def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: MakeRecipe) -> None:
+    from sentence_transformers import CrossEncoder as Theirs
+
+    result = run_mutual(both("mutual.cycles=1"), Watch())
+    pairs = list(Pairs.read(result.directory.path / "pairs.parquet").both())[:20]
+    for best in result.best:
+        if best.kind == "cross":
+            ours, theirs = CrossEncoder.load(best.model), Theirs(str(best.model), device="cpu")
+            assert ours.max_length == 32
+            np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> None:
+    undisturbed = labels_of(run_mutual(both(), Watch()))
+    for stop_at in (2, 5, 9, 20):
+        steps: list[Event] = []
+
+        def note(event: Event, steps: list[Event] = steps) -> None:
+            if isinstance(event, InGroup) and isinstance(event.event, Steps):
+                steps.append(event)
+
+        first = run_mutual(both(), Watch(note, lambda steps=steps, stop_at=stop_at: len(steps) >= stop_at))
+        assert first.interrupted and first.evaluation is None and not first.best
+        directory, recipe = RunDirectory.reopen(first.directory.path, [])
+        assert isinstance(recipe, MutualRecipe)
+        second = run_mutual(recipe, Watch(), directory)
+        assert not second.interrupted
+        for ours, theirs in zip(labels_of(second), undisturbed, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe) -> None:
+    knobs = ("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
+    start = Encoder.from_section(alone().groups[0])
+    for initialisation in (knobs, knobs[1:]):
+        result = run_mutual(alone(*initialisation), Watch())
+        moved = Encoder.load(result.directory.path / "models" / "bert" / "bi")
+        for name, tensor in start.state_dict().items():
+            torch.testing.assert_close(moved.state_dict()[name], tensor, atol=1e-5, rtol=0)
+    result = run_mutual(alone("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Watch())
+    cross = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
+    bi = Encoder.load(result.directory.path / "models" / "bert" / "bi").backbone.state_dict()
+    name = next(name for name in bi if name.endswith("word_embeddings.weight"))
+    torch.testing.assert_close(bi[name], cross[name], atol=1e-5, rtol=0)
+    assert not torch.equal(bi[name], start.backbone.state_dict()[name])
+
+
+def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
+    both: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    broken = make_encoder(tmp_path / "broken", "bert", sentences)
+    (tmp_path / "broken" / "model.safetensors").unlink()
+    knob = f"groups.1.cross_backbone={broken}"
+    with pytest.raises(EncoderError, match="broken"):
+        run_mutual(both(knob), Watch())
+    events: list[Event] = []
+    result = run_mutual(both(knob, "mutual.on_failure=drop"), Watch(events.append))
+    assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
+    ledger = Ledger(result.directory.path)
+    np.testing.assert_array_equal(ledger.labels(Phase(1)), ledger.scores("bert", Phase(1)))
+    np.testing.assert_allclose(  # at the start it was still there
+        ledger.labels(Phase(0)), (ledger.scores("bert", Phase(0)) + ledger.scores("roberta", Phase(0))) / 2, atol=1e-6
+    )
+
+
+def test_cycles_end_when_nothing_gets_better(alone: MakeRecipe) -> None:
+    result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Watch())
+    ledger = Ledger(result.directory.path)
+    assert ledger.stopped_after is not None and ledger.stopped_after.cycle < 6
+    assert ledger.labels(Phase(ledger.stopped_after.number + 1)) is None
+
+
+def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:
+    result = run_mutual(alone("mutual.cycles=1"), Watch())
+    run = result.directory.path
+    directory, recipe = RunDirectory.reopen(run, ["bi.log_every=1"])
+    assert isinstance(recipe, MutualRecipe)
+    again = run_mutual(recipe, Watch(), directory)
+    assert [one.dev for one in again.best] == [one.dev for one in result.best]
+    with pytest.raises(RecipeError, match=r"bi\.lr cannot change"):
+        RunDirectory.reopen(run, ["bi.lr=2e-3"])
+    state = json.loads((run / "ledger.json").read_text())
+    state["posted"].pop("2")
+    (run / "ledger.json").write_text(json.dumps(state))
+    damaged = run / "labels" / "cycle-1-cross.npy"
+    np.save(damaged, np.load(damaged) + 1)
+    shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")
+    with pytest.raises(RunError, match=r"cycle-1-cross\.npy is not what was stored"):
+        run_mutual(recipe, Watch(), directory)
+    (run / "ledger.json").write_text("{")
+    with pytest.raises(RunError, match=r"ledger\.json is not readable"):
+        run_mutual(recipe, Watch(), directory)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("pairs.task=sts", "pairs gives path and task|pairs: gives path and task"),
+        ("evaluation.dev=stsb", "evaluation.dev is stsb, but evaluation.data is not set"),
+        ("groups.1.name=bert", "two groups are called bert"),
+        ("groups.1.workers=3", "group roberta has 3 workers, which do not divide bi.batch_size 16"),
+        ("mutual.combine=mode", "mutual.combine is 'mode'"),
+        ("groups.0.lr=1", "unknown key groups.0.lr"),
+    ],
+)
+def test_recipes_that_cannot_be(both: MakeRecipe, override: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        both(override)
+
+
+def test_data_that_cannot_be(both: MakeRecipe, tmp_path: Path) -> None:
+    both()
+    with pytest.raises(EvaluationError, match="no column 'sentence3'"):
+        run_mutual(both("pairs.columns=[sentence1, sentence3]"), Watch())
+    (tmp_path / "nothing.tsv").write_text("sentence1\tsentence2\na\tb\n")
+    with pytest.raises(EvaluationError, match="no column 'score' or 'label'"):
+        run_mutual(both(f"evaluation.dev={tmp_path / 'nothing.tsv'}"), Watch())
+
+
+@pytest.mark.parametrize("name", ["trans-encoder-mutual-base", "trans-encoder-bert-base"])
+def test_packaged_recipes_have_table_16(name: str) -> None:
+    recipe = read_recipe(name, ["evaluation.data=x"])
+    assert isinstance(recipe, MutualRecipe)
+    bi, cross = recipe.bi, recipe.cross
+    assert (bi.lr, bi.batch_size, bi.epochs, bi.warmup, bi.weight_decay) == (5e-5, 128, 10, 0, 0.01)
+    assert (cross.lr, cross.batch_size, cross.epochs, cross.warmup, cross.weight_decay) == (2e-5, 32, 1, 0.1, 0.01)
+    assert recipe.mutual.cycles == 3 and recipe.mutual.initialisation == "refresh" and recipe.seed == 2021
+    assert cross.max_length == 64 and {group.max_length for group in recipe.groups} == {32}

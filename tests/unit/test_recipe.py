@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import RecipeError
-from distcse.recipe import load_recipe, packaged_recipes, recipe_yaml
+from distcse.recipe import load_recipe, packaged_recipes, read_recipe, recipe_yaml
 
 TABLE_9 = {
     "rankcse-listnet-bert-base": ("list_net", 3e-5, 0.025, 0.0125),
@@ -40,11 +40,18 @@ RANK_ENCODER = {
 }
 
 
+TRANS_ENCODER = {
+    *(f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutual") for size in ("base", "large")),
+    *(f"trans-encoder-mutual-base-{task}" for task in ("qqp", "qnli", "mrpc")),
+}
+
+
 def test_all_packaged_recipes_load() -> None:
-    others = {"quickstart", "minilm-3layer", "rankcse-in-rank-space"}
-    assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *RANK_ENCODER, *others}
+    others = {"quickstart", "minilm-3layer", "rankcse-in-rank-space", "minilm-mutual"}
+    assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *RANK_ENCODER, *TRANS_ENCODER, *others}
     for name in packaged_recipes():
-        assert load_recipe(name).name == name
+        wants_data = name in TRANS_ENCODER or name == "minilm-mutual"
+        assert read_recipe(name, ["evaluation.data=x"] if wants_data else []).name == name
 
 
 @pytest.mark.parametrize("name", TABLE_9)
