@@ -85,22 +85,28 @@ def _train_student(recipe: Recipe, resumed: RunDirectory | None) -> int:
 def _train_groups(recipe: MutualRecipe, resumed: RunDirectory | None) -> int:
     from distcse.events import Watch
     from distcse.mutual import run_mutual
+    from distcse.report.group_card import write_group_cards
+    from distcse.report.history import read_run
+    from distcse.report.page import write_pages
     from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
 
     stop = _StopOnSignal()
     with open_view() as view, stop:
         result = run_mutual(recipe, Watch(view.show, stop.wished), resumed)
+        write_group_cards(result)
+    run = result.directory.path
+    lines = [""]
     if result.evaluation is not None:
         print_remarks(result.evaluation)
         print_evaluation(result.evaluation)
-    lines = [""]
+        lines += [f"report  {file}" for file in write_pages(result.evaluation, run, read_run(run))]
     for best in result.best:
         dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
         lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
     lines += [f"dropped  {group}: {why}" for group, why in result.dropped.items()]
-    lines.append(f"run     {result.directory.path}")
+    lines.append(f"run     {run}")
     if result.interrupted:
-        lines.append(f"resume  python -m distcse.train --resume {result.directory.path}")
+        lines.append(f"resume  python -m distcse.train --resume {run}")
     print_lines(lines)
     return INTERRUPTED if result.interrupted else 0
 

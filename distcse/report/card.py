@@ -18,8 +18,8 @@ def write_card(result: Result) -> None:
     """Put README.md (the card) and distcse/recipe.yaml beside the saved model."""
     model = result.directory.model
     (model / "distcse").mkdir(exist_ok=True)
-    _write(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
-    _write(model / "README.md", card(result))
+    write_whole(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+    write_whole(model / "README.md", card(result))
 
 
 def card(result: Result) -> str:
@@ -45,7 +45,7 @@ def card(result: Result) -> str:
         "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
         'model = SentenceTransformer("path/to/this/folder")\nvectors = model.encode(["A sentence.", "Another one."])\n```',
         _teachers(result),
-        _scores(result.evaluation),
+        scores_told(result.evaluation),
         "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
         "repeats the run.",
         "## Limits\n\nThe student knows what its teachers know and its corpus shows. Licences of corpus, backbone and "
@@ -78,7 +78,8 @@ def _teachers(result: Result) -> str:
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
 
 
-def _scores(evaluation: Evaluation | None) -> str:
+def scores_told(evaluation: Evaluation | None) -> str:
+    """The tables of an evaluation, for a card; nothing where nothing was measured."""
     if evaluation is None or not evaluation.scores:
         return ""
     lines = ["## Scores", "", "Measured by distcse at the end of the run."]
@@ -91,7 +92,8 @@ def _scores(evaluation: Evaluation | None) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write beside and rename into place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from distcse.errors import RunError
+from distcse.report.cycles import Cycles, read_cycles
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class History:
     """Commit, platform, corpus fingerprint, seed."""
     seconds: float
     """From the first event to the last."""
+    cycles: Cycles | None = None
+    """What the groups of a mutual distillation did."""
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -55,6 +58,8 @@ def read_run(path: Path) -> History:
     dev_name, before, training = "", events[0]["time"] if events else 0.0, 0.0
     for event in events:
         kind, time = event["event"], event["time"]
+        if "group" in event:
+            continue  # side by side with others: told in the cycles
         if kind == "Steps":
             for part, value in event["losses"].items():
                 losses.setdefault(part, {})[event["step"]] = value
@@ -67,6 +72,8 @@ def read_run(path: Path) -> History:
         elif kind == "Stage":
             continue  # its time belongs to the stage's end
         before = time
+    document = yaml.safe_load(recipe)
+    groups = [group["name"] for group in document.get("groups", [])]
     last = max((step for values in losses.values() for step in values), default=0)
     if last:
         at = next((place for place, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
@@ -80,13 +87,14 @@ def read_run(path: Path) -> History:
         recipe=recipe,
         versions=recorded["versions"],
         circumstances={
-            "seed": str(yaml.safe_load(recipe)["seed"]),
+            "seed": str(document["seed"]),
             "commit": recorded["commit"] or "not from a checkout",
             "platform": recorded["platform"],
             "Python": recorded["python"],
-            "corpus": recorded["corpus"],
+            "pairs" if groups else "corpus": recorded["corpus"],
         },
         seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
+        cycles=read_cycles(path, groups, events) if groups else None,
     )
 
 

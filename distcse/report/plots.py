@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distcse.evaluation import Evaluation, Score
+from distcse.report.cycles import Cycles
 from distcse.report.history import History
 from distcse.report.published import published_rows
 
@@ -74,6 +75,7 @@ def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
     drawn = [
         _losses(history) if history else None,
         _dev(history) if history else None,
+        *(_cycles(history.cycles) if history and history.cycles else ()),
         _differences(evaluation),
         _plane(evaluation),
         *_cosines(evaluation),
@@ -128,6 +130,48 @@ def _dev(history: History) -> Picture | None:
         axes.set_xlabel("step")
 
     return Picture(f"Dev score: {history.dev_name}", f"Best at step {best_step:,}: the student.", _svg("dev", draw))
+
+
+def _cycles(cycles: Cycles) -> list[Picture]:
+    """Dev scores by cycle, a line a group and formulation; and who did what when."""
+    drawn = []
+    if cycles.dev:
+
+        def draw(axes: Axes) -> None:
+            for name, scores in cycles.dev.items():
+                group, kind = name.rsplit(" ", 1)
+                colour = _SERIES[cycles.groups.index(group) % SERIES]
+                style = "-" if kind == "bi" else "--"
+                axes.plot(list(scores), list(scores.values()), style, color=colour, marker=".", label=name)
+            axes.set_xticks(range(1, cycles.number + 1))
+            axes.set_xlabel("cycle")
+            axes.margins(y=0.12)
+            _legend_above(axes)
+
+        note = "Best of each phase on the dev set; dashed: cross-encoders."
+        drawn.append(Picture("Dev score by cycle", note, _svg("cycles", draw, 3.2)))
+    shown = [span for span in cycles.spans if span.activity != "preparing"]
+    if shown:
+
+        def lay(axes: Axes) -> None:
+            for span in shown:
+                row, colour = cycles.groups.index(span.group), _SERIES[cycles.groups.index(span.group) % SERIES]
+                waits, scores = span.activity == "waiting", span.activity == "scoring"
+                fill = _GRID if waits else colour
+                cross = span.phase.endswith("cross")
+                height = 0.25 if waits else 0.7
+                axes.barh(row, span.end - span.begin, height, span.begin, color=fill, alpha=0.45 if cross else 1.0)
+                if scores:
+                    axes.barh(row, span.end - span.begin, 0.12, span.begin, color=_INK)
+            axes.set_yticks(range(len(cycles.groups)), cycles.groups)
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+            axes.set_xlabel("seconds")
+
+        note = "Full: bi-encoders at work; pale: cross-encoders; with a dark line: scoring; thin and grey: waiting for others."
+        height = _rows_height(len(cycles.groups), 1)
+        drawn.append(Picture("Side by side", note, _svg("timeline", lay, height)))
+    return drawn
 
 
 def _differences(evaluation: Evaluation) -> Picture | None:

@@ -116,7 +116,7 @@ class LiveView:
             else:
                 self._advance(group, 0, None, state.note)
         elif isinstance(event, Steps):
-            note = f"{state.note}  loss {event.losses['loss']:.4f}  {1 / event.seconds:.2f} steps/s{state.dev}"
+            note = f"{state.note}  {_steps_line(event)}{state.dev}"
             self._advance(group, event.step, event.total, note)
         elif isinstance(event, DevScore):
             state.dev = f"  dev {event.score:.2f} (best {event.best:.2f})"
@@ -215,11 +215,10 @@ def _stage_line(event: Stage) -> str:
 
 
 def _steps_line(event: Steps) -> str:
-    losses = "  ".join(f"{name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
+    losses = "".join(f"  {name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
     share = 100 * event.waited / event.seconds if event.seconds else 0.0
-    return (
-        f"loss {event.losses['loss']:.3f}  {losses}  {1 / event.seconds:.2f} steps/s  teachers waited for {share:.1f}%"
-    )
+    waited = f"  teachers waited for {share:.1f}%" if share else ""
+    return f"loss {event.losses['loss']:.4f}{losses}  {1 / event.seconds:.2f} steps/s{waited}"
 
 
 def _left(event: Steps) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,6 +48,7 @@ def cluster(cpus: int | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
@@ -56,6 +59,9 @@ def cluster(cpus: int | None = None) -> Iterator[None]:
             f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
             "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or write training.workers=0 to run without Ray"
         ) from refused
+    if threading.current_thread() is threading.main_thread():
+        # Ray takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
+        signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     finally:
