@@ -22,13 +22,14 @@ class Exchange:
     Args:
         recipe: How scores are combined, and when cycles end.
         ledger: Where everything posted is kept.
+        ending: Set when nothing follows, for whatever reason; groups that train see it and stop with a checkpoint.
     """
 
-    def __init__(self, recipe: MutualRecipe, ledger: Ledger) -> None:
+    def __init__(self, recipe: MutualRecipe, ledger: Ledger, ending: threading.Event) -> None:
         self._recipe = recipe
         self._ledger = ledger
+        self._ending = ending
         self._changed = threading.Condition()
-        self._ended = False
 
     def post(self, group: str, phase: Phase, scores: Scores, trained: Trained | None) -> None:
         """A group's scores of a phase. Those of the last group make the labels."""
@@ -51,7 +52,7 @@ class Exchange:
         """
         with self._changed:
             while True:
-                if self._ended:
+                if self._ending.is_set():
                     raise Ended
                 if (labels := self._ledger.labels(phase)) is not None:
                     stopped = self._ledger.stopped_after
@@ -69,7 +70,7 @@ class Exchange:
     def end(self) -> None:
         """Wake all who wait: nothing follows."""
         with self._changed:
-            self._ended = True
+            self._ending.set()
             self._changed.notify_all()
 
     def _members(self) -> list[str]:

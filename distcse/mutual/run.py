@@ -62,14 +62,15 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     for group in recipe.groups:
         Encoder.from_section(group)
     directory = resume or RunDirectory.create(recipe)
-    watch = Watch(_logged(directory, watch.post), watch.stop_wished)
+    ending, wished = threading.Event(), watch.stop_wished
+    watch = Watch(_logged(directory, watch.post), lambda: ending.is_set() or wished())
     watch.post(Note(f"run directory {directory.path}"))
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(pairs.fingerprint)
     ledger = Ledger(directory.path)
     ledger.begin(pairs.fingerprint)
     with _groups(recipe, directory.path, watch) as groups:
-        interrupted = _side_by_side(recipe, groups, ledger, watch)
+        interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), watch)
     best, evaluation = [], None
     if not interrupted:
         best = _best(recipe, directory.path, ledger)
@@ -120,9 +121,8 @@ def _groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Grou
                 group.close()
 
 
-def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, watch: Watch) -> bool:
+def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exchange: Exchange, watch: Watch) -> bool:
     """A thread a group, until all are through; whether they were asked to stop before."""
-    exchange = Exchange(recipe, ledger)
     stops = [False] * len(groups)
 
     def follow(number: int) -> None:
@@ -131,7 +131,7 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, wat
         try:
             stops[number] = not _through(recipe, group, ledger, exchange, own)
             if stops[number]:
-                exchange.end()
+                exchange.end()  # whoever waits for this one's scores waits in vain
         except Ended:
             stops[number] = True
         except DistcseError as failed:

@@ -47,6 +47,7 @@ _MAY_CHANGE = (
 """Knobs that a resumed run may set anew: none of them changes what is learned."""
 
 _MAY_CHANGE_IN_GROUPS = (
+    "ray",
     "groups.cpus_per_worker",
     "groups.gpus_per_worker",
     "bi.engine",

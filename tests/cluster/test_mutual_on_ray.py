@@ -1,0 +1,167 @@
+"""Groups of actors on a real Ray cluster: side by side, killed one by one, and a driver that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.errors import RunError
+from distcse.events import Doing, Event, InGroup, Steps, Watch
+from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.ledger import Ledger
+from distcse.mutual.phases import Phase
+from distcse.recipe import MutualRecipe
+from distcse.report.history import read_run
+from distcse.student.directory import RunDirectory
+from tests.conftest import ROOT
+from tests.pairs import make_mutual_recipe
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+MakeRecipe = Callable[..., MutualRecipe]
+LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.every=20", "mutual.cycles=1")
+ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *overrides)
+
+
+def labels_of(run: Path) -> list[np.ndarray]:
+    ledger = Ledger(run)
+    found = [ledger.labels(Phase(number)) for number in range(3)]
+    assert all(labels is not None for labels in found)
+    return [labels for labels in found if labels is not None]
+
+
+def assert_same_labels(one: MutualResult, other: MutualResult) -> None:
+    for number, (a, b) in enumerate(zip(labels_of(one.directory.path), labels_of(other.directory.path), strict=True)):
+        np.testing.assert_allclose(a, b, atol=1e-4, err_msg=Phase(number).name)
+
+
+def kill_actor(kind: str) -> bool:
+    """SIGKILL the process of one live actor of a class; whether there was one."""
+    from ray.util.state import list_actors
+
+    alive = [a for a in list_actors(limit=1000) if kind in a.class_name and a.state == "ALIVE" and a.pid]
+    if alive:
+        os.kill(alive[0].pid, signal.SIGKILL)
+    return bool(alive)
+
+
+def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
+    recipe_with: MakeRecipe, cluster: None
+) -> None:
+    undisturbed = run_mutual(recipe_with(), Watch())
+    killed: list[str] = []
+
+    def kill(event: Event) -> None:
+        if not isinstance(event, InGroup):
+            return
+        if isinstance(event.event, Steps) and event.event.step >= 30 and not killed and kill_actor("TrainingActor"):
+            killed.append("trainer")
+        scoring = isinstance(event.event, Doing) and event.event.activity == "scoring" and event.event.phase != "start"
+        if scoring and killed == ["trainer"] and kill_actor("ScoringActor"):
+            killed.append("scorer")
+
+    disturbed = run_mutual(recipe_with(*ON_RAY), Watch(kill))
+    assert killed == ["trainer", "scorer"]
+    assert_same_labels(undisturbed, disturbed)
+    cycles = read_run(disturbed.directory.path).cycles
+    assert cycles is not None
+    for kind in ("cross", "bi"):
+        mine, theirs = (
+            next(s for s in cycles.spans if (s.group, s.phase, s.activity) == (name, f"cycle-1-{kind}", "training"))
+            for name in ("bert", "roberta")
+        )
+        assert mine.begin < theirs.end and theirs.begin < mine.end  # at the same time
+
+
+def test_a_driver_that_is_killed_is_followed_by_one_that_goes_on(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    undisturbed = run_mutual(recipe_with(), Watch())
+    recipe_with(*ON_RAY)
+    knobs = [*LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
+    command = [sys.executable, "-m", "distcse.train", str(tmp_path / "recipe.yaml"), *knobs]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for stop in (signal.SIGKILL, signal.SIGTERM):
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**kept, "NO_COLOR": "1"}, cwd=ROOT
+        )
+        assert process.stderr is not None
+        run = None
+        for line in process.stderr:
+            if "run directory" in line:
+                run = Path(line.split()[-1])
+            if run is not None and "cycle-1-bi training" in line:
+                _wait_for_steps(run, "cycle-1-bi")
+                break
+        process.send_signal(stop)
+        _, told = process.communicate(timeout=120)
+        assert run is not None and process.returncode in (-signal.SIGKILL, 130), told
+        directory, recipe = RunDirectory.reopen(run, ["ray=false"])
+        assert isinstance(recipe, MutualRecipe)
+        resumed = run_mutual(recipe, Watch(), directory)
+        assert resumed.best and not resumed.interrupted
+        assert_same_labels(undisturbed, resumed)
+
+
+def _wait_for_steps(run: Path, phase: str) -> None:
+    """Until a group has taken a step of a phase."""
+    for _ in range(600):
+        begun: dict[str, str] = {}
+        for line in (run / "events.jsonl").read_text().splitlines():
+            event: Mapping[str, str] = json.loads(line)
+            if event["event"] == "Doing":
+                begun[event["group"]] = event["phase"]
+            if event["event"] == "Steps" and begun.get(event["group"]) == phase:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no step of {phase}")
+
+
+def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> None:
+    def kill(event: Event) -> None:
+        if isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps):
+            kill_actor("TrainingActor")
+
+    alone = ("groups.1.cpus_per_worker=1", "ray=true", "groups.0.cpus_per_worker=1", "mutual.max_failures=0")
+    with pytest.raises(RunError, match=r"group (bert|roberta) lost a worker 1 times, the last time in cycle-1-cross"):
+        run_mutual(recipe_with(*alone), Watch(kill))
+    dropped = run_mutual(recipe_with(*alone, "mutual.on_failure=drop"), Watch(_once(kill)))
+    assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
+
+
+def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
+    done: list[Event] = []
+
+    def once(event: Event) -> None:
+        if not done and isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps):
+            done.append(event)
+            kill(event)
+
+    return once
+
+
+def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, cluster: None) -> None:
+    still = [f"groups.{number}.dropout=0.0" for number in (0, 1)]
+    one = run_mutual(recipe_with(*still), Watch())
+    deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
+    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Watch())
+    for a, b in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-3)
+
+
+def test_more_than_the_cluster_has_is_refused_at_once(recipe_with: MakeRecipe, cluster: None) -> None:
+    with pytest.raises(RunError, match=r"the groups need 65 CPUs at the same time, the cluster has 6"):
+        run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Watch())
