@@ -34,29 +34,54 @@ class Group(Protocol):
 
 
 class GroupHere:
-    """In this process. Groups take turns: they would share its cores and its random state.
+    """In this process.
 
     Args:
         bench: The group's part of the run.
         watch: Hears its events.
-        turn: One for all groups of the process.
     """
 
-    def __init__(self, bench: Bench, watch: Watch, turn: threading.Lock) -> None:
+    def __init__(self, bench: Bench, watch: Watch) -> None:
         self.name = bench.group.name
-        self._watch, self._turn = watch, turn
+        self._watch = watch
         self._worker, self._scorer = Worker(bench), Scorer(bench)
 
     def prepare(self, phase: Phase) -> None:
-        """Nothing ahead: another group may be at work."""
+        self._worker.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> Trained | None:
-        with self._turn:
-            return self._worker.train(phase, labels, self._watch)
+        return self._worker.train(phase, labels, self._watch)
 
     def score(self, phase: Phase) -> Scores:
-        with self._turn:
-            return self._scorer.score(phase)
+        return self._scorer.score(phase)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class InTurns:
+    """A group that works only when no other does: groups of one process share its cores and its random state.
+
+    Args:
+        group: Who works.
+        turn: One for all groups.
+    """
+
+    def __init__(self, group: Group, turn: threading.Lock) -> None:
+        self.name = group.name
+        self._group, self._turn = group, turn
+
+    def prepare(self, phase: Phase) -> None:
+        with self._turn:
+            self._group.prepare(phase)
+
+    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+        with self._turn:
+            return self._group.train(phase, labels)
+
+    def score(self, phase: Phase) -> Scores:
+        with self._turn:
+            return self._group.score(phase)
+
+    def close(self) -> None:
+        self._group.close()

@@ -17,7 +17,7 @@ from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.exchange import Ended, Exchange
 from distcse.mutual.finals import final_scores, wanted_tasks
-from distcse.mutual.group import Group, GroupHere
+from distcse.mutual.group import Group, GroupHere, InTurns
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
@@ -101,7 +101,7 @@ def _groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Grou
     watches = [_in_group(watch, bench.group.name) for bench in benches]
     if not recipe.ray:
         turn = threading.Lock()
-        yield [GroupHere(bench, own, turn) for bench, own in zip(benches, watches, strict=True)]
+        yield [InTurns(GroupHere(bench, own), turn) for bench, own in zip(benches, watches, strict=True)]
         return
     try:
         from distcse.student.cluster import cluster
