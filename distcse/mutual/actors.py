@@ -89,14 +89,14 @@ class GroupOnRay:
         self.name = bench.group.name
         self._bench, self._watch, self._resources = bench, watch, dict(resources)
         self._failures = 0
+        self._closed = False
         self._place: PlacementGroup = placement_group([self._resources] * bench.group.workers, strategy="PACK")
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []
 
     def prepare(self, phase: Phase) -> None:
-        self._open()
-        for trainer in self._trainers:
-            trainer.prepare.remote(phase)
+        # Not waited for, and a mistake in it is not heard: training does the same again, and tells it.
+        self._persist(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
     def train(self, phase: Phase, labels: Scores) -> Trained | None:
         told = ray.put(labels)
@@ -108,6 +108,7 @@ class GroupOnRay:
         return scores
 
     def close(self) -> None:
+        self._closed = True
         self._kill()
         remove_placement_group(self._place)
 
@@ -139,6 +140,8 @@ class GroupOnRay:
                 cause = failed.cause
                 raise cause if isinstance(cause, DistcseError) else _told(self.name, phase, failed) from failed
             except RayActorError as lost:
+                if self._closed:
+                    raise RunError(f"group {self.name} was ended in {phase.name}") from lost
                 self._failures += 1
                 self._kill()
                 if self._failures > self._bench.recipe.mutual.max_failures:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distcse.encoder import Encoder
+from distcse.encoder import Encoder, resolve_model
 from distcse.errors import DistcseError, RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
@@ -61,6 +61,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     tasks = wanted_tasks(recipe)
     for group in recipe.groups:
         Encoder.from_section(group)
+        resolve_model(group.cross_backbone or group.backbone)
     directory = resume or RunDirectory.create(recipe)
     ending, wished = threading.Event(), watch.stop_wished
     watch = Watch(_logged(directory, watch.post), lambda: ending.is_set() or wished())
@@ -146,10 +147,18 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
             raise
 
     at_work = [number for number, group in enumerate(groups) if group.name not in ledger.dropped]
-    with ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group") as threads:
-        following = [threads.submit(follow, number) for number in at_work]
-    for future in following:
-        future.result()
+    threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
+    following = [threads.submit(follow, number) for number in at_work]
+    hurried = False
+    try:
+        for future in following:
+            future.result()
+    except KeyboardInterrupt:  # the second Ctrl-C: groups are closed under their threads
+        hurried = True
+        raise
+    finally:
+        exchange.end()
+        threads.shutdown(wait=not hurried)
     return any(stops)
 
 
