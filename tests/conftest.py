@@ -112,7 +112,7 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One local Ray cluster for all cluster tests, as `distcse.train` starts it."""
-    from distcse.student.cluster import cluster as start
+    from distcse.training.cluster import cluster as start
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     with start(cpus=6):

@@ -11,12 +11,12 @@ from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.events import Event, Watch
 from distcse.recipe import Recipe, load_recipe
-from distcse.student.directory import RunDirectory
 from distcse.student.houses import InProcess
 from distcse.student.lists import fit
-from distcse.student.loop import Outcome
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, serving, table_of
+from distcse.training.directory import RunDirectory
+from distcse.training.loop import Outcome
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:

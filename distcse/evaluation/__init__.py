@@ -9,7 +9,7 @@ from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, Ve
 from distcse.evaluation.pairs import PairTask
 from distcse.evaluation.retrieval import Collection, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
-from distcse.evaluation.suites import OwnSet, Protocol, Tasks, collect
+from distcse.evaluation.suites import OwnSet, Protocol, Tasks, collect, labelled_dev
 from distcse.evaluation.tables import read_table
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "candidate_of",
     "collect",
     "evaluate",
+    "labelled_dev",
     "named",
     "open_candidate",
     "read_table",

@@ -90,6 +90,15 @@ def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[OwnSet], p
     return found
 
 
+def labelled_dev(data: Path) -> ScoredPairs:
+    """STS-B dev from a folder with labelled sets; `EvaluationError` where it is not there."""
+    shelf = Shelf.of(data)
+    tables = shelf.take(STSB_DEV)
+    if tables is None:
+        raise EvaluationError(f"{shelf.missing[0]}; the dev score needs it")
+    return ScoredPairs.of(STSB_DEV.name, tables["dev"])
+
+
 class _Library:
     """Tasks of the published sets; each file is read once, however many suites use it."""
 

@@ -18,8 +18,8 @@ from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
 from distcse.recipe import MutualRecipe
-from distcse.student.board import open_board, relay, watch_of
-from distcse.student.cluster import worker_environment
+from distcse.training.board import open_board, relay, watch_of
+from distcse.training.cluster import worker_environment
 
 _PERIOD = 0.2
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.errors import EvaluationError
-from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, read_table, sts_score
+from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, labelled_dev, read_table, sts_score
 from distcse.evaluation.tables import file_of
 from distcse.recipe import MutualRecipe
-from distcse.student.dev import labelled_dev
 
 
 @dataclass(frozen=True)

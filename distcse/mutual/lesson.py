@@ -18,8 +18,8 @@ from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.objectives import bce_soft, mse_cosine
 from distcse.recipe import LoopSection
-from distcse.student.model import noise
-from distcse.student.plan import noise_seed, total_steps
+from distcse.training.noise import noise, noise_seed
+from distcse.training.schedule import total_steps
 
 Row = NDArray[np.int32]
 

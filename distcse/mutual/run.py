@@ -23,7 +23,7 @@ from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import MutualRecipe
-from distcse.student.directory import RunDirectory
+from distcse.training.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Grou
         yield [InTurns(GroupHere(bench, own), turn) for bench, own in zip(benches, watches, strict=True)]
         return
     try:
-        from distcse.student.cluster import cluster
+        from distcse.training.cluster import cluster
     except ImportError as missing:
         raise RunError(f'{missing}; pip install "ray[train,default]", or write ray=false') from None
     with cluster():

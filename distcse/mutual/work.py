@@ -21,10 +21,10 @@ from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
-from distcse.student.checkpoint import Checkpoints, load_position, load_state
-from distcse.student.loop import learn
-from distcse.student.plan import noise_seed
-from distcse.student.workers import rank, wait_for_all, world_size
+from distcse.training.checkpoint import Checkpoints, load_position, load_state
+from distcse.training.loop import learn
+from distcse.training.noise import noise_seed
+from distcse.training.workers import rank, wait_for_all, world_size
 
 
 @dataclass(frozen=True)

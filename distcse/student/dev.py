@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
-from distcse.errors import EvaluationError
-from distcse.evaluation import STSB_DEV, ScoredPairs, Shelf, VectorModel, agreement, sts_score
+from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe
 from distcse.teachers import ListSource
@@ -43,15 +42,6 @@ def check_labelled_data(recipe: Recipe) -> None:
     """Read the labelled dev set, if the recipe wants one: better refused now than after an hour of teachers."""
     if recipe.dev_score == "stsb":
         labelled_dev(Path(str(recipe.evaluation.data)))
-
-
-def labelled_dev(data: Path) -> ScoredPairs:
-    """STS-B dev from a folder with labelled sets; `EvaluationError` where it is not there."""
-    shelf = Shelf.of(data)
-    tables = shelf.take(STSB_DEV)
-    if tables is None:
-        raise EvaluationError(f"{shelf.missing[0]}; the dev score needs it")
-    return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 
 def teacher_lists(recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]) -> NDArray[np.float32]:

@@ -9,9 +9,9 @@ from distcse.corpus import Corpus
 from distcse.events import Watch
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.student.lists import fit
-from distcse.student.loop import Outcome
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
+from distcse.training.loop import Outcome
 
 
 class House(Protocol):
@@ -66,7 +66,7 @@ class InProcess:
 
 
 class OnRay:
-    """Actors build and serve, Ray Train workers train. Wants `distcse.student.cluster.cluster()` entered."""
+    """Actors build and serve, Ray Train workers train. Wants `distcse.training.cluster.cluster()` entered."""
 
     def build(
         self,

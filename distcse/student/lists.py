@@ -11,13 +11,13 @@ from torch import Tensor
 
 from distcse.events import Watch
 from distcse.objectives import build_objective, gather_views
-from distcse.student.checkpoint import Checkpoints
 from distcse.student.dev import DevSet
-from distcse.student.loop import Outcome, finished, learn
 from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
-from distcse.student.workers import rank, world_size
 from distcse.teachers import ListSource, TeacherEnsemble
+from distcse.training.checkpoint import Checkpoints
+from distcse.training.loop import Outcome, finished, learn
+from distcse.training.workers import rank, world_size
 
 
 class ListLesson:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from distcse.detection import EditDetector, build_detector
 from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
 from distcse.recipe import DetectionSection, StudentSection
+from distcse.training.noise import noise
 
 
 class Passed(NamedTuple):
@@ -92,14 +92,6 @@ class StudentModel(nn.Module):
         with noise(seed, device):
             both: Tensor = self.encoder(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
         return both
-
-
-@contextmanager
-def noise(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers drawn from a seed alone; the state before comes back."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def build_student(section: StudentSection, detection: DetectionSection | None = None) -> StudentModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
-from distcse.recipe import LoopSection, Recipe
+from distcse.recipe import Recipe
+from distcse.training.noise import noise_seed
+from distcse.training.schedule import total_steps
 
 _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
@@ -73,17 +74,3 @@ class Plan:
             )
             for number, part in enumerate(np.split(rows, self._streams))
         ]
-
-
-def total_steps(training: LoopSection, steps_per_epoch: int) -> int:
-    """Steps of the whole run. Only whole updates count, so that no batch's gradient is left unused."""
-    steps = max(1, round(training.epochs * steps_per_epoch))
-    if training.max_steps is not None:
-        steps = min(steps, training.max_steps)
-    return max(training.gradient_accumulation, steps - steps % training.gradient_accumulation)
-
-
-def noise_seed(seed: int, step: int, stream: int) -> int:
-    """Seed of one stream's dropout noise at one step: the same on any worker and after any restart."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{stream}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")

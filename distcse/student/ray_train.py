@@ -14,11 +14,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Watch
-from distcse.student.board import open_board, relay, watch_of
-from distcse.student.cluster import resources_per_worker, worker_environment
+from distcse.recipe import Recipe
 from distcse.student.lists import fit
-from distcse.student.loop import Outcome
 from distcse.student.plan import Job
+from distcse.training.board import open_board, relay, watch_of
+from distcse.training.cluster import worker_environment
+from distcse.training.loop import Outcome
 
 
 def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outcome:
@@ -84,6 +85,30 @@ def _worker(config: dict[str, Any]) -> Outcome | RunError:
     except RunError as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
+
+
+def resources_per_worker(recipe: Recipe) -> dict[str, float]:
+    """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
+    training, teachers = recipe.training, recipe.teachers
+    has = ray.cluster_resources()
+    cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
+    serving = len(teachers.encoders) * teachers.servers if teachers.mode == "live" else 0
+    cpu = training.cpus_per_worker or max(1.0, (cpus - serving) // training.workers)
+    serving_gpus = serving * teachers.builder_gpus
+    fits_gpu = gpus - serving_gpus >= training.workers
+    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(fits_gpu)
+    for kind, asked, there in (
+        ("CPUs", cpu * training.workers + serving, cpus),
+        ("GPUs", gpu * training.workers + serving_gpus, gpus),
+    ):
+        if asked > there:
+            raise RunError(
+                f"the run needs {asked:g} {kind} (training.workers={training.workers}"
+                f"{f', {serving} live teacher servers' if serving else ''}), the cluster has {there:g}; lower "
+                f"training.workers or training.{kind[:3].lower()}s_per_worker"
+                f"{', or use teachers.mode=table' if serving else ''}"
+            )
+    return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
 
 
 def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:

@@ -13,15 +13,15 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Stage, Watch
 from distcse.recipe import Recipe
-from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.dev import check_labelled_data
-from distcse.student.directory import RunDirectory
 from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, InProcess, OnRay
-from distcse.student.loop import Outcome
 from distcse.student.model import encoder_weights
 from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, table_of, uses_table
+from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.training.directory import RunDirectory
+from distcse.training.loop import Outcome
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _house(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
     try:
-        from distcse.student.cluster import cluster
+        from distcse.training.cluster import cluster
     except ImportError as missing:
         raise RunError(f'{missing}; pip install "ray[train,default]", or write training.workers=0') from None
     return OnRay(), cluster()

@@ -21,7 +21,7 @@ from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
 from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
-from distcse.student.directory import RunDirectory
+from distcse.training.directory import RunDirectory
 from tests.conftest import ROOT
 from tests.pairs import make_mutual_recipe
 

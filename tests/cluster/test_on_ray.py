@@ -16,9 +16,9 @@ from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RunError
 from distcse.events import DevScore, Event, Stage, Steps, Watch
 from distcse.recipe import Recipe
-from distcse.student.checkpoint import Checkpoints, load_state
-from distcse.student.directory import RunDirectory
 from distcse.student.run import run
+from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 

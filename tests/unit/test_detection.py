@@ -17,10 +17,10 @@ from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Steps, Watch
 from distcse.recipe import DetectionSection
-from distcse.student.checkpoint import Checkpoints, load_state
 from distcse.student.model import build_student
 from distcse.student.plan import Job
 from distcse.student.run import run
+from distcse.training.checkpoint import Checkpoints, load_state
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_encoder, make_masked_lm
 from tests.workers import run_workers

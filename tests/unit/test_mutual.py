@@ -25,9 +25,9 @@ from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
-from distcse.student.directory import RunDirectory
-from distcse.student.plan import noise_seed
-from distcse.student.schedule import warmup_then_linear
+from distcse.training.directory import RunDirectory
+from distcse.training.noise import noise_seed
+from distcse.training.schedule import warmup_then_linear
 from tests.models import make_encoder
 from tests.pairs import make_mutual_recipe
 

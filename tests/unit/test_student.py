@@ -15,13 +15,14 @@ from distcse.encoder import Encoder
 from distcse.errors import CorpusError, EvaluationError, RecipeError, RunError
 from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe
-from distcse.student.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
-from distcse.student.directory import RunDirectory
-from distcse.student.loop import Outcome
-from distcse.student.plan import Job, noise_seed, total_steps
+from distcse.student.plan import Job
 from distcse.student.run import run
-from distcse.student.schedule import warmup_then_linear
 from distcse.teachers import EmbeddingTable
+from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
+from distcse.training.directory import RunDirectory
+from distcse.training.loop import Outcome
+from distcse.training.noise import noise_seed
+from distcse.training.schedule import total_steps, warmup_then_linear
 from tests.jobs import make_job, make_recipe, train
 from tests.workers import run_workers
 

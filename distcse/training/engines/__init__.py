@@ -8,9 +8,9 @@ from torch import nn
 
 from distcse.errors import RunError
 from distcse.recipe import LoopSection
-from distcse.student.checkpoint import TrainingState
-from distcse.student.engines.engine import Engine
-from distcse.student.engines.plain import PlainEngine
+from distcse.training.checkpoint import TrainingState
+from distcse.training.engines.engine import Engine
+from distcse.training.engines.plain import PlainEngine
 
 __all__ = ["Engine", "PlainEngine", "make_engine"]
 
@@ -33,6 +33,6 @@ def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: Tr
         return PlainEngine(model, training, restored)
     if not has_deepspeed:
         raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
-    from distcse.student.engines.zero import DeepSpeedEngine
+    from distcse.training.engines.zero import DeepSpeedEngine
 
     return DeepSpeedEngine(model, training, rows, restored)

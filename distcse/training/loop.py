@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from distcse.events import DevScore, Event, Note, Watch
 from distcse.recipe import LoopSection
-from distcse.student.checkpoint import Checkpoints, Position, load_position, load_state
-from distcse.student.engines import Engine, make_engine
-from distcse.student.lesson import Lesson
-from distcse.student.meter import Meter
-from distcse.student.schedule import warmup_then_linear
-from distcse.student.workers import from_first, rank, wait_for_all
+from distcse.training.checkpoint import Checkpoints, Position, load_position, load_state
+from distcse.training.engines import Engine, make_engine
+from distcse.training.lesson import Lesson
+from distcse.training.meter import Meter
+from distcse.training.schedule import warmup_then_linear
+from distcse.training.workers import from_first, rank, wait_for_all
 
 Report = Callable[[dict[str, float]], None]
 

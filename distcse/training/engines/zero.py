@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.recipe import LoopSection
-from distcse.student.checkpoint import TrainingState
-from distcse.student.engines.engine import make_adamw, trained_parameters
-from distcse.student.workers import world_size
+from distcse.training.checkpoint import TrainingState
+from distcse.training.engines.engine import make_adamw, trained_parameters
+from distcse.training.workers import world_size
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distcse.errors import RunError
 from distcse.events import Steps
-from distcse.student.workers import add_over_workers
+from distcse.training.workers import add_over_workers
 
 
 class Meter:

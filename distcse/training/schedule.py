@@ -1,6 +1,8 @@
-"""The learning rate as a pure function of the update: nothing to save, nothing to restore."""
+"""How long a training is, and its learning rate as a pure function of the update: nothing to save, nothing to restore."""
 
 from __future__ import annotations
+
+from distcse.recipe import LoopSection
 
 
 def warmup_then_linear(update: int, total: int, warmup: float) -> float:
@@ -13,3 +15,11 @@ def warmup_then_linear(update: int, total: int, warmup: float) -> float:
     if update < rising:
         return (update + 1) / rising
     return (total - update) / max(1, total - rising)
+
+
+def total_steps(training: LoopSection, steps_per_epoch: int) -> int:
+    """Steps of the whole run. Only whole updates count, so that no batch's gradient is left unused."""
+    steps = max(1, round(training.epochs * steps_per_epoch))
+    if training.max_steps is not None:
+        steps = min(steps, training.max_steps)
+    return max(training.gradient_accumulation, steps - steps % training.gradient_accumulation)

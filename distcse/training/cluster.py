@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distcse.errors import RunError
-from distcse.recipe import Recipe
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -66,32 +65,6 @@ def cluster(cpus: int | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def resources_per_worker(recipe: Recipe) -> dict[str, float]:
-    """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
-    import ray
-
-    training, teachers = recipe.training, recipe.teachers
-    has = ray.cluster_resources()
-    cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
-    serving = len(teachers.encoders) * teachers.servers if teachers.mode == "live" else 0
-    cpu = training.cpus_per_worker or max(1.0, (cpus - serving) // training.workers)
-    serving_gpus = serving * teachers.builder_gpus
-    fits_gpu = gpus - serving_gpus >= training.workers
-    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(fits_gpu)
-    for kind, asked, there in (
-        ("CPUs", cpu * training.workers + serving, cpus),
-        ("GPUs", gpu * training.workers + serving_gpus, gpus),
-    ):
-        if asked > there:
-            raise RunError(
-                f"the run needs {asked:g} {kind} (training.workers={training.workers}"
-                f"{f', {serving} live teacher servers' if serving else ''}), the cluster has {there:g}; lower "
-                f"training.workers or training.{kind[:3].lower()}s_per_worker"
-                f"{', or use teachers.mode=table' if serving else ''}"
-            )
-    return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
 
 
 def worker_environment() -> dict[str, str]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from distcse.recipe import LoopSection
-from distcse.student.checkpoint import TrainingState
-from distcse.student.engines.engine import make_adamw, trained_parameters
-from distcse.student.workers import add_over_workers, world_size
+from distcse.training.checkpoint import TrainingState
+from distcse.training.engines.engine import make_adamw, trained_parameters
+from distcse.training.workers import add_over_workers, world_size
 
 
 class PlainEngine:

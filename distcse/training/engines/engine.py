@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.recipe import LoopSection
-from distcse.student.checkpoint import TrainingState
+from distcse.training.checkpoint import TrainingState
 
 
 class Engine(Protocol):
