@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similar
 
 from distcse.corpus import BatchSampler
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.errors import EncoderError, EvaluationError, RecipeError, RunError
+from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.evaluation import PairScores, VectorModel, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
@@ -25,6 +25,9 @@ from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
+from distcse.report.group_card import write_group_cards
+from distcse.report.history import read_run
+from distcse.report.page import html, markdown
 from distcse.training.directory import RunDirectory
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import warmup_then_linear
@@ -298,3 +301,42 @@ def test_packaged_recipes_have_table_16(name: str) -> None:
     assert (cross.lr, cross.batch_size, cross.epochs, cross.warmup, cross.weight_decay) == (2e-5, 32, 1, 0.1, 0.01)
     assert recipe.mutual.cycles == 3 and recipe.mutual.initialisation == "refresh" and recipe.seed == 2021
     assert cross.max_length == 64 and {group.max_length for group in recipe.groups} == {32}
+
+
+def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeRecipe, labelled: Path) -> None:
+    knobs = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final=[sts, pairs]")
+    pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")
+    result = run_mutual(both(*knobs, *pairs), Watch())
+    assert result.evaluation is not None
+    models = [about.name for about in result.evaluation.models]
+    assert models == [
+        *("bert start", "roberta start"),
+        *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
+    ]
+    values = next(s for s in result.evaluation.scores if (s.set, s.measure) == ("STS-B", "all")).values
+    assert set(values) == set(models)
+    history = read_run(result.directory.path)
+    assert history.cycles is not None and history.cycles.number == 2
+    assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
+    assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
+    page, text = html(result.evaluation, history), markdown(result.evaluation, history)
+    for told in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):
+        assert told in page and told in text
+    assert "Side by side" in page
+    write_group_cards(result)
+    for best in result.best:
+        card = (best.model / "README.md").read_text()
+        assert f"best of cycle {best.phase.cycle}" in card and "‡" in card and "STS-B" in card
+        assert ("CrossEncoder" if best.kind == "cross" else "SentenceTransformer") in card
+
+
+def test_a_tasks_own_pairs_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
+    knobs = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final=[]", "mutual.cycles=1")
+    result = run_mutual(alone(*knobs, "pairs={task: mrpc}"), Watch())
+    assert result.pairs == 80 and result.evaluation is None
+    write_group_cards(result)
+    assert (
+        "**Transductive**: its pairs are those of the task `mrpc`" in (result.best[0].model / "README.md").read_text()
+    )
+    with pytest.raises(CorpusError, match=r"pairs\.task is 'mrcp', but .* holds no table; .* holds mrpc"):
+        run_mutual(alone(*knobs, "pairs={task: mrcp}"), Watch())
