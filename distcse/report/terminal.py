@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -135,9 +135,13 @@ class LiveView:
             self._advance(event.name, event.done, event.total, event.unit)
 
     def _advance(self, name: str, done: int, total: int | None, note: str) -> None:
+        count = f"{done}/{total}" if total else str(done or "")
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total, note=note)
-        self._progress.update(self._tasks[name], completed=done, total=total, note=note)
+            self._tasks[name] = self._progress.add_task(name, total=total, note=note, count=count)
+        # An unknown total is an empty bar: rich keeps the old one where it is told None.
+        self._progress.update(
+            self._tasks[name], completed=done if total else 0, total=total or 1, note=note, count=count
+        )
 
     def _end(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
@@ -154,7 +158,7 @@ def open_view() -> Iterator[View]:
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=30),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[count]:>9}"),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
     )
