@@ -57,9 +57,9 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
 
     Raises:
         EncoderError: It does not load.
+        EvaluationError: A run with several models.
     """
-    path = Path(source) / "model" if (Path(source) / "recipe.yaml").is_file() else Path(source)
-    folder = resolve_model(str(path), reading.trust_remote_code)
+    folder = resolve_model(_model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
         return scorer_of(name, source, scorer, Exposure.read(folder), on_progress)
@@ -108,6 +108,16 @@ def scorer_of(
 
 def _parameters(model: Any) -> int:
     return sum(weights.numel() for weights in model.parameters())
+
+
+def _model_of(source: str) -> str:
+    run = Path(source)
+    if not (run / "recipe.yaml").is_file():
+        return source
+    several = sorted(str(config.parent.relative_to(run)) for config in run.glob("models/*/*/config.json"))
+    if several:
+        raise EvaluationError(f"{source} holds several models; name one of them: {', '.join(several)}")
+    return str(run / "model")
 
 
 def _name_of(path: str) -> str:

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similar
 from distcse.corpus import BatchSampler
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
-from distcse.evaluation import PairScores, VectorModel, read_table, sts_score
+from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
 from distcse.mutual import MutualResult, run_mutual
@@ -319,6 +319,10 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
     assert history.cycles is not None and history.cycles.number == 2
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
+    with pytest.raises(
+        EvaluationError, match="holds several models; name one of them: models/bert/bi, models/bert/cross"
+    ):
+        open_candidate("run", str(result.directory.path), Reading())
     page, text = html(result.evaluation, history), markdown(result.evaluation, history)
     for told in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):
         assert told in page and told in text
