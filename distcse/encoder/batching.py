@@ -19,6 +19,16 @@ def by_length(ids: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]
     return batches
 
 
+def alike(lengths: Sequence[int], filled: float) -> list[list[int]]:
+    """Places of rows, longest first, in parts whose shortest row is at least `filled` of the longest; 0 makes one part."""
+    parts: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
+        if not parts or lengths[place] < filled * lengths[parts[-1][0]]:
+            parts.append([])
+        parts[-1].append(place)
+    return parts
+
+
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, L) ids and mask of rows, each filled with `pad` to the longest."""
     longest = max(len(row) for row in rows)

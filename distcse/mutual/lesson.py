@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from distcse.corpus import BatchSampler, collate
 from distcse.encoder import CrossEncoder, Encoder
+from distcse.encoder.batching import alike
 from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
@@ -22,21 +22,37 @@ from distcse.training.noise import noise, noise_seed
 from distcse.training.schedule import total_steps
 
 Row = NDArray[np.int32]
+_FILLED = 0.75
 
 
-class PairBatch(NamedTuple):
-    """This worker's pairs of a step, as one formulation reads them."""
+class Texts(NamedTuple):
+    """Texts of like length."""
 
     ids: Tensor
     mask: Tensor
     kinds: Tensor | None
     """Token types, for cross-encoders that have them."""
+
+
+class PairBatch(NamedTuple):
+    """This worker's pairs of a step, as one formulation reads them."""
+
+    parts: list[Texts]
+    """By length, so that little of what goes through the model is padding."""
+    order: Tensor
+    """Places of the parts' rows, one part after the other, in the batch."""
     seed: int
     """Of the dropout noise."""
 
+    def through(self, encoder: nn.Module) -> Tensor:
+        """What an encoder makes of all texts, in the batch's order."""
+        with noise(self.seed, self.order.device):
+            found = torch.cat([encoder(*(tensor for tensor in part if tensor is not None)) for part in self.parts])
+        return found[self.order.argsort()]
+
 
 class BiPairs(nn.Module):
-    """Both sentences of each pair by one forward pass."""
+    """Both sentences of each pair, each as a text."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -44,9 +60,7 @@ class BiPairs(nn.Module):
 
     def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """2B sentences, the first ones before the second ones -> (B, d) and (B, d) vectors."""
-        with _noise(self, batch):
-            vectors = self.encoder(batch.ids, batch.mask)
-        first, second = vectors.chunk(2)
+        first, second = batch.through(self.encoder).chunk(2)
         return first, second
 
 
@@ -59,13 +73,18 @@ class CrossPairs(nn.Module):
 
     def forward(self, batch: PairBatch) -> Tensor:
         """B pairs -> (B,) logits."""
-        with _noise(self, batch):
-            logits: Tensor = self.encoder(batch.ids, batch.mask, batch.kinds)
-        return logits
+        return batch.through(self.encoder)
 
 
-def _noise(model: nn.Module, batch: PairBatch) -> AbstractContextManager[None]:
-    return noise(batch.seed, batch.ids.device)
+def _batch(rows: Sequence[Row], kinds: Sequence[Row] | None, pad: int, seed: int, device: torch.device) -> PairBatch:
+    # On a GPU one padded pass costs less than several small ones.
+    parts = alike([len(row) for row in rows], _FILLED if device.type == "cpu" else 0.0)
+    texts = []
+    for part in parts:
+        tokens = collate([rows[place] for place in part], pad).to(device)
+        sides = None if kinds is None else collate([kinds[place] for place in part], 0).ids.to(device)
+        texts.append(Texts(tokens.ids, tokens.mask, sides))
+    return PairBatch(texts, torch.tensor([place for part in parts for place in part], device=device), seed)
 
 
 class BiTokens:
@@ -83,9 +102,8 @@ class BiTokens:
 
     def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
         """Pairs at these rows."""
-        sentences = [*self._first[rows], *self._second[rows]]
-        tokens = collate([self._rows[sentence] for sentence in sentences], self._pad).to(device)
-        return PairBatch(tokens.ids, tokens.mask, None, seed)
+        sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
+        return _batch(sentences, None, self._pad, seed, device)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """(n,) labels of pairs -> labels of rows."""
@@ -109,9 +127,8 @@ class CrossTokens:
 
     def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
         """Pairs at these rows."""
-        tokens = collate([self._rows[row] for row in rows], self._pad).to(device)
-        kinds = None if self._kinds is None else collate([self._kinds[row] for row in rows], 0).ids.to(device)
-        return PairBatch(tokens.ids, tokens.mask, kinds, seed)
+        kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
+        return _batch([self._rows[row] for row in rows], kinds, self._pad, seed, device)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """(n,) labels of pairs -> labels of rows."""
