@@ -23,6 +23,7 @@ import yaml
 import distcse.mutual.run as runs
 from distcse.events import Watch
 from distcse.mutual.group import Group, InTurns
+from distcse.mutual.work import Bench
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.training.cluster import cluster
 
@@ -77,9 +78,9 @@ def in_turns() -> Iterator[None]:
     whole = runs._groups
 
     @contextmanager
-    def groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Group]]:
+    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
         turn = threading.Lock()
-        with whole(recipe, run, watch) as found:
+        with whole(recipe, benches, watch) as found:
             yield [InTurns(group, turn) for group in found]
 
     runs._groups = groups

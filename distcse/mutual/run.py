@@ -23,6 +23,7 @@ from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import MutualRecipe
+from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 
 
@@ -66,15 +67,17 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     ending, wished = threading.Event(), watch.stop_wished
     watch = Watch(_logged(directory, watch.post), lambda: ending.is_set() or wished())
     watch.post(Note(f"run directory {directory.path}"))
+    claim = Claim.stake(directory.path)
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(pairs.fingerprint)
     ledger = Ledger(directory.path)
     ledger.begin(pairs.fingerprint)
-    with _groups(recipe, directory.path, watch) as groups:
+    benches = [Bench(recipe, number, directory.path, claim) for number in range(len(recipe.groups))]
+    with _groups(recipe, benches, watch) as groups:
         interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), watch)
     best, evaluation = [], None
     if not interrupted:
-        best = _best(recipe, directory.path, ledger)
+        best = _best(recipe, benches, ledger)
         evaluation = final_scores(recipe, tasks, pairs, [(one.group, one.kind, one.model) for one in best], watch.post)
         if evaluation is not None:
             evaluation.write(directory.evaluation)
@@ -97,8 +100,7 @@ def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
 
 
 @contextmanager
-def _groups(recipe: MutualRecipe, run: Path, watch: Watch) -> Iterator[list[Group]]:
-    benches = [Bench(recipe, number, run) for number in range(len(recipe.groups))]
+def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
     watches = [_in_group(watch, bench.group.name) for bench in benches]
     if not recipe.ray:
         turn = threading.Lock()
@@ -189,14 +191,13 @@ def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Excha
     return True
 
 
-def _best(recipe: MutualRecipe, run: Path, ledger: Ledger) -> list[Best]:
+def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Best]:
     """The best cycle of each formulation of each group by dev score (the last one without), copied to `models/`."""
     found: list[Best] = []
     kinds: tuple[Kind, ...] = ("bi", "cross")
-    for number, group in enumerate(recipe.groups):
+    for group, bench in zip(recipe.groups, benches, strict=True):
         if group.name in ledger.dropped:
             continue
-        bench = Bench(recipe, number, run)
         phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]
         for kind in kinds:
             scored = {
@@ -205,7 +206,7 @@ def _best(recipe: MutualRecipe, run: Path, ledger: Ledger) -> list[Best]:
                 if group.name in ledger.posted(p) and p.kind == kind
             }
             best = max(scored, key=lambda p: (scored[p] if scored[p] is not None else p.number, -p.number))
-            target = run / "models" / group.name / kind
+            target = bench.run / "models" / group.name / kind
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(bench.folder(best) / "model", target)
             found.append(Best(group.name, kind, best, scored[best], target))

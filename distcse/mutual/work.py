@@ -22,6 +22,7 @@ from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
 from distcse.training.checkpoint import Checkpoints, load_position, load_state
+from distcse.training.claim import Claim
 from distcse.training.loop import learn
 from distcse.training.noise import noise_seed
 from distcse.training.workers import rank, wait_for_all, world_size
@@ -48,6 +49,8 @@ class Bench:
     number: int
     """Of the group, in the recipe."""
     run: Path
+    claim: Claim
+    """The right to write in `run`."""
 
     @property
     def group(self) -> GroupSection:
@@ -115,11 +118,12 @@ class Worker:
             rank(),
             world_size(),
         )
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(folder, bench.claim)
         outcome = learn(lesson, bench.section(kind), checkpoints, watch)
         if outcome.interrupted:
             return None
         if rank() == 0:
+            bench.claim.check()
             _keep_best(self._start(phase), checkpoints, folder, outcome.steps)
         wait_for_all()
         return _told(folder)

@@ -94,7 +94,7 @@ def fit(
         report: Called by every worker after every dev score.
     """
     plan = Plan(job, rank(), world_size())
-    checkpoints = Checkpoints(job.run)
+    checkpoints = Checkpoints(job.run, job.claim)
     position = finished(checkpoints)
     if position is not None:
         return Outcome(position, plan.steps, 0.0, 0.0)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
 from distcse.recipe import Recipe
+from distcse.training.claim import Claim
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import total_steps
 
@@ -27,6 +28,8 @@ class Job:
     run: Path
     corpus: Path
     tokens: Path
+    claim: Claim | None = None
+    """The right to write in `run`."""
 
 
 class Plan:

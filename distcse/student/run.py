@@ -20,6 +20,7 @@ from distcse.student.model import encoder_weights
 from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, table_of, uses_table
 from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 from distcse.training.loop import Outcome
 
@@ -47,6 +48,7 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
     directory = resume or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
     watch.post(Note(f"run directory {directory.path}"))
+    claim = Claim.stake(directory.path)
     cache = Path(recipe.storage.cache)
     house, surroundings = _house(recipe)
 
@@ -54,7 +56,7 @@ def run(recipe: Recipe, watch: Watch, resume: RunDirectory | None = None) -> Res
     directory.record(corpus.fingerprint)
     start = Encoder.from_section(recipe.student)
     tokens = _prepare_tokens(recipe, corpus, start, cache, watch)
-    job = Job(recipe, directory.path, corpus.directory, tokens.directory)
+    job = Job(recipe, directory.path, corpus.directory, tokens.directory, claim)
     Plan(job, rank=0, workers=max(1, recipe.training.workers))  # too few rows are told before the teachers work
     with surroundings:
         tables = _prepare_tables(recipe, corpus, cache, house, watch)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distcse.errors import RunError
+from distcse.training.claim import Claim
 
 _STATE, _POSITION = "state.safetensors", "position.json"
 
@@ -59,13 +60,25 @@ class TrainingState:
 
 
 class Checkpoints:
-    """The checkpoints of one run: the latest and the best are kept, older ones removed."""
+    """The checkpoints of one training: the latest and the best are kept, older ones removed.
 
-    def __init__(self, run: Path) -> None:
+    Args:
+        run: The training's folder.
+        claim: The right to write in it; None asks nobody.
+    """
+
+    def __init__(self, run: Path, claim: Claim | None = None) -> None:
         self._root = run / "checkpoints"
+        self._claim = claim
 
     def save(self, state: TrainingState, position: Position) -> Path:
-        """Write a checkpoint beside and rename it into place, point `latest` (and `best`) at it, drop what neither needs."""
+        """Write a checkpoint beside and rename it into place, point `latest` (and `best`) at it, drop what neither needs.
+
+        Raises:
+            RunError: A later start of the run has taken its directory over.
+        """
+        if self._claim is not None:
+            self._claim.check()
         self._root.mkdir(parents=True, exist_ok=True)
         target = self._root / f"step-{position.step:06d}"
         beside = self._root / f".{target.name}.{os.getpid()}"
@@ -80,9 +93,11 @@ class Checkpoints:
         if target.exists():
             shutil.rmtree(target)
         os.replace(beside, target)
-        self._point("latest", target.name)
+        # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The other
+        # way round it would go on behind a best that nothing points at.
         if position.best is not None and position.best[0] == position.step:
             self._point("best", target.name)
+        self._point("latest", target.name)
         self._remove_unneeded()
         return target
 

@@ -2,6 +2,7 @@
 
 <runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob
                      run.json        versions, commit, corpus fingerprint
+                     claim           which start of the run may write here
                      events.jsonl    everything the run told
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout

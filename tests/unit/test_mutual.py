@@ -29,6 +29,7 @@ from distcse.recipe import MutualRecipe, MutualSection, read_recipe
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
+from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import warmup_then_linear
@@ -59,7 +60,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process and as few lines as it takes."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.bench = recipe, Bench(recipe, 0, run)
+        self.recipe, self.bench = recipe, Bench(recipe, 0, run, Claim(run / "claim", ""))
         table = read_table(Path(str(recipe.pairs.path)))
         found = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(found)

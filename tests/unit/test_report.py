@@ -13,6 +13,7 @@ import pytest
 
 from distcse.errors import RunError
 from distcse.evaluation import Evaluation
+from distcse.evaluation.neighbours import Changed, Changes
 from distcse.events import Watch
 from distcse.report.card import write_card
 from distcse.report.grids import grids
@@ -95,13 +96,22 @@ def test_page_says_everything(page: Path, measured: Evaluation, history: History
             assert all(cell.text in text for cell in cells)
     for told in (
         *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity", "Cosines: student"),
-        *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG", "Nearest neighbours that changed: start → student"),
+        *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG"),
         *("Every knob of", "seconds in it", "Not measured, and in no average: STS13: no ", "torch"),
         *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
     ):
         assert told in text, told
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
     assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
+
+
+def test_changed_neighbours_are_shown(measured: Evaluation) -> None:
+    changes = Changes(12, 3, [Changed("A cat <sits>.", "A dog.", "The cat.", 0.25)])
+    changed = replace(measured, neighbours={"student": changes})
+    for text in (html(changed), markdown(changed)):
+        assert "Nearest neighbours that changed: start → student" in text and "0.250" in text and "The cat." in text
+    assert "A cat &lt;sits&gt;." in html(changed)
+    assert "Nearest neighbours" not in html(replace(measured, neighbours={"student": Changes(12, 0, [])}))
 
 
 def test_markdown_twin_has_the_same_figures(measured: Evaluation, history: History) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from distcse.student.plan import Job
 from distcse.student.run import run
 from distcse.teachers import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
+from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 from distcse.training.loop import Outcome
 from distcse.training.noise import noise_seed
@@ -199,6 +201,18 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
     (latest / "state.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
     with pytest.raises(RunError, match="cannot be read"):
         load_state(latest)
+
+
+def test_a_start_that_was_taken_over_writes_nothing_more(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    job, tables = make_job(recipe_with())
+    ours = replace(job, claim=Claim.stake(job.run))
+    assert train(ours, tables, stop_after=3).interrupted
+    theirs = replace(job, claim=Claim.stake(job.run))
+    before = sorted((job.run / "checkpoints").rglob("*"))
+    with pytest.raises(RunError, match="was taken over by a later start; this one writes nothing more"):
+        train(ours, tables)
+    assert sorted((job.run / "checkpoints").rglob("*")) == before
+    assert train(theirs, tables).position.finished
 
 
 def test_rate_rises_then_falls() -> None:
