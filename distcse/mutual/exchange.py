@@ -59,13 +59,16 @@ class Exchange:
                     return None if stopped is not None and stopped <= phase else labels
                 self._changed.wait()
 
-    def drop(self, group: str, why: str) -> None:
-        """Go on without a group; labels that waited for it alone are made of what is there."""
+    def drop(self, group: str, why: str) -> bool:
+        """Go on without a group; labels that waited for it alone are made of what is there. The last one is not dropped."""
         with self._changed:
+            if self._members() == [group]:
+                return False
             self._ledger.drop(group, why)
             for number in range(2 * self._recipe.mutual.cycles + 1):
                 self._agree(Phase(number))
             self._changed.notify_all()
+        return True
 
     def end(self) -> None:
         """Wake all who wait: nothing follows."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.encoder import Encoder, resolve_model
-from distcse.errors import DistcseError, RunError
+from distcse.errors import DistcseError
 from distcse.evaluation import Evaluation
 from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
 from distcse.mutual.dev import DevPairs
@@ -24,6 +24,7 @@ from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import MutualRecipe
 from distcse.training.claim import Claim
+from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory
 
 
@@ -106,12 +107,8 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
         turn = threading.Lock()
         yield [InTurns(GroupHere(bench, own), turn) for bench, own in zip(benches, watches, strict=True)]
         return
-    try:
-        from distcse.training.cluster import cluster
-    except ImportError as missing:
-        raise RunError(f'{missing}; pip install "ray[train,default]", or write ray=false') from None
     with cluster():
-        from distcse.mutual.actors import GroupOnRay, resources_of
+        from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
 
         wants = resources_of(recipe)
         groups: list[Group] = []
@@ -138,12 +135,11 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
         except Ended:
             stops[number] = True
         except DistcseError as failed:
-            if recipe.mutual.on_failure == "stop" or len(ledger.dropped) == len(groups) - 1:
+            if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, str(failed)):
                 exchange.end()
                 raise
             own.post(Note(f"dropped: {failed}", warning=True))
             own.post(Doing("", "dropped"))
-            exchange.drop(group.name, str(failed))
         except BaseException:
             exchange.end()
             raise

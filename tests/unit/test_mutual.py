@@ -232,8 +232,9 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
     knob = f"groups.1.cross_backbone={broken}"
     with pytest.raises(EncoderError, match="broken"):
         run_mutual(both(knob), Watch())
-    events: list[Event] = []
-    result = run_mutual(both(knob, "mutual.on_failure=drop"), Watch(events.append))
+    with pytest.raises(EncoderError, match="broken"):  # the last one is not dropped
+        run_mutual(both(knob, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Watch())
+    result = run_mutual(both(knob, "mutual.on_failure=drop"), Watch())
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
     ledger = Ledger(result.directory.path)
     np.testing.assert_array_equal(ledger.labels(Phase(1)), ledger.scores("bert", Phase(1)))
