@@ -29,10 +29,12 @@ from distcse.recipe import MutualRecipe, MutualSection, read_recipe
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
+from distcse.student.run import run
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import warmup_then_linear
+from tests.jobs import make_recipe
 from tests.models import make_encoder
 from tests.pairs import make_mutual_recipe
 
@@ -187,6 +189,20 @@ def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: Make
             ours, theirs = CrossEncoder.load(best.model), Theirs(str(best.model), device="cpu")
             assert ours.max_length == 32
             np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
+
+
+def test_what_a_group_made_teaches_a_student(
+    alone: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    made = {best.kind: best.model for best in run_mutual(alone("mutual.cycles=1"), Watch()).best}
+    teachers = [made["bi"], made["cross"]]
+    knobs = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
+    events: list[Event] = []
+    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs), Watch(events.append))
+    assert result.outcome.position.finished
+    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, Steps))
+    assert result.evaluation is not None
+    assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
 
 
 def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> None:
