@@ -32,4 +32,8 @@ class EvaluationError(DistcseError):
 
 
 class RunError(DistcseError):
-    """A run that cannot start, resume or go on: wrong directory, too small a cluster, a loss that is not finite."""
+    """A run that cannot start, resume or go on: wrong directory, too small a cluster, lost workers."""
+
+
+class DivergedError(RunError):
+    """A loss that is not finite: the same values will not do better a second time."""

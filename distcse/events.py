@@ -37,6 +37,8 @@ class DevScore:
     """The dev score at a step, and the best so far."""
 
     step: int
+    total: int
+    """Steps of the whole training."""
     name: str
     score: float
     best: float

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from distcse.corpus import Corpus
 from distcse.events import Watch
-from distcse.recipe import TeacherSection, TeachersSection
+from distcse.recipe import Recipe, TeacherSection, TeachersSection
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
@@ -96,3 +97,12 @@ class OnRay:
         finally:
             for server in (server for pool in servers for server in pool):
                 ray.kill(server)
+
+
+def house_of(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
+    """The house that `training.workers` asks for, and what must be entered around its work."""
+    if recipe.training.workers == 0:
+        return InProcess(), nullcontext()
+    from distcse.training.cluster import cluster
+
+    return OnRay(), cluster()

@@ -92,6 +92,12 @@ class RunDirectory:
         raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
 
     @classmethod
+    def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
+        """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
+        (path / "recipe.yaml").write_text(recipe_yaml(recipe))
+        return cls(path)
+
+    @classmethod
     def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe | MutualRecipe]:
         """An earlier run and its recipe, with overrides that do not change what is learned."""
         stored = path / "recipe.yaml"

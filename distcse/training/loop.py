@@ -51,7 +51,7 @@ def learn(
         report: Called by every worker after every score.
 
     Raises:
-        RunError: A loss is not finite. The checkpoint before it stays the latest.
+        DivergedError: A loss is not finite. The checkpoint before it stays the latest.
     """
     watch = watch if rank() == 0 else Watch()
     latest = checkpoints.latest()
@@ -127,7 +127,7 @@ class _Keeper:
         score = from_first(self._lesson.score())
         scored = Position(position.step, [*position.scores, (position.step, score)], position.finished)
         best_step, best = scored.best or (position.step, score)
-        self._post(DevScore(position.step, name, score, best, best_step))
+        self._post(DevScore(position.step, self._lesson.steps, name, score, best, best_step))
         if self._report is not None:
             self._report({"step": position.step, "dev_score": score, "best_dev_score": best})
         return scored

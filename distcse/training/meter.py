@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distcse.errors import RunError
+from distcse.errors import DivergedError
 from distcse.events import Steps
 from distcse.training.workers import add_over_workers
 
@@ -53,7 +53,7 @@ class Meter:
         return event
 
     def check_finite(self, done: int) -> None:
-        """Raise `RunError`, naming step and term, if a loss since the last report is not finite."""
+        """Raise `DivergedError`, naming step and term, if a loss since the last report is not finite."""
         self._means(done)
 
     def pause(self) -> None:
@@ -75,7 +75,7 @@ class Meter:
         bad = (~table.isfinite()).nonzero()
         if len(bad):
             step, name = done - len(self._parts) + int(bad[0, 0]), names[int(bad[0, 1])]
-            raise RunError(
+            raise DivergedError(
                 f"{name} is not finite at step {step}; the last good checkpoint is kept. Lower training.lr, raise the "
                 "temperatures, or use training.precision: fp32, then run again with --resume"
             )

@@ -190,7 +190,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     for text, told in (
         ("student: [", "is not YAML"),
-        ("- 1", "holds no recipe"),
+        ("- 1", "is not a recipe"),
         ("seed: 1\nseed: 2\nstudent: {backbone: x}", "line 2: key 'seed' was given on line 1 already"),
         ("seed: 1", "student is missing"),
         ("student: !!python/object/apply:os.system ['true']", "is not YAML"),
