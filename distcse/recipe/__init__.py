@@ -1,6 +1,6 @@
 """The recipe: every knob of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
-from distcse.recipe.loading import load_recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.recipe.loading import load_recipe, packaged_recipes, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.recipe.mutual import (
     BiSection,
     CrossSection,
@@ -32,6 +32,7 @@ from distcse.recipe.schema import (
     TrainedSection,
     TrainingSection,
 )
+from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
 
 __all__ = [
     "BiSection",
@@ -44,6 +45,7 @@ __all__ = [
     "EvaluationSection",
     "GroupSection",
     "InfoNCESection",
+    "KnobSection",
     "LoopSection",
     "MiningSection",
     "MutualRecipe",
@@ -55,14 +57,20 @@ __all__ = [
     "RankRegressionSection",
     "RankSection",
     "Recipe",
+    "ScheduleSection",
+    "SearchSection",
     "StorageSection",
     "StudentSection",
+    "Sweep",
     "TeacherSection",
     "TeachersSection",
     "TrainedSection",
     "TrainingSection",
+    "WinnerSection",
     "load_recipe",
     "packaged_recipes",
     "read_recipe",
+    "read_sweep",
     "recipe_yaml",
+    "with_values",
 ]

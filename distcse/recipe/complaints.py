@@ -30,8 +30,8 @@ def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, 
         _complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model)
     )
     if len(lines) == 1:
-        return f"recipe {source}: {next(iter(lines))}"
-    return f"recipe {source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines)
+        return f"{source}: {next(iter(lines))}"
+    return f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -83,6 +83,9 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
     for part in loc:
         if isinstance(part, int):
             path.append(str(part))
+        elif get_origin(place) is dict:
+            path.append(part)
+            place = get_args(place)[1]
         elif (section := _model_in(place)) is not None and path[-1:] != [part]:
             path.append(part)
             field = section.model_fields.get(part)
@@ -101,7 +104,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
     for key in path:
-        if not key.isdigit():
+        if key in model.model_fields:  # a place in a list and a key of a mapping are none
             model = _model_in(model.model_fields[key].annotation) or model
     return model
 

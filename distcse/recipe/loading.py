@@ -1,10 +1,10 @@
-"""From a recipe's name or file, and overrides, to one validated recipe; and back to YAML."""
+"""From a recipe's name or file, and overrides, to one validated recipe; and back to YAML. Sweeps are read the same way."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,12 @@ from distcse.errors import RecipeError
 from distcse.recipe.complaints import explain, nearest
 from distcse.recipe.mutual import MutualRecipe
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
+from distcse.recipe.sweep import Sweep
 
 Document = dict[str, Any]
 R = TypeVar("R", Recipe, MutualRecipe)
+S = TypeVar("S", Recipe, MutualRecipe, Sweep)
+_CALLED = {Recipe: "recipe", MutualRecipe: "recipe", Sweep: "search space"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,14 +82,47 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
     return _with_absolute_paths(_validated(Recipe, document, name))
 
 
-def _validated(kind: type[R], document: Document, name: str) -> R:
+def with_values(recipe: R, values: Mapping[str, Any]) -> R:
+    """A recipe with other values at some paths, validated again.
+
+    Raises:
+        RecipeError: A path is no knob of this recipe, or is inside a section that the recipe leaves out; or a value is refused.
+    """
+    document = recipe.model_dump(mode="json")
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        place: Any = document
+        for depth, key in enumerate(parents):
+            inside = ".".join(parents[: depth + 1])
+            if isinstance(place, dict) and key in place and place[key] is None:
+                raise RecipeError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
+            place = _enter(place, key, inside)
+        place[_index(place, last, path) if isinstance(place, list) else last] = value
+    return _validated(type(recipe), document, f"with {', '.join(f'{path}={value}' for path, value in values.items())}")
+
+
+def read_sweep(file: str, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep from a YAML file, apply `key.path=value` overrides, validate.
+
+    Raises:
+        RecipeError: With the key, the value, and the nearest valid key or allowed range.
+    """
+    if not Path(file).is_file():
+        raise RecipeError(f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml")
+    document = _parse(Path(file).read_bytes(), file, "a search space", "knobs:")
+    for override in overrides:
+        _apply(document, override)
+    return _validated(Sweep, document, file)
+
+
+def _validated(kind: type[S], document: Document, name: str) -> S:
     try:
         return kind.model_validate(document)
     except ValidationError as invalid:
-        raise RecipeError(explain(invalid, kind, document, source=name)) from None
+        raise RecipeError(explain(invalid, kind, document, source=f"{_CALLED[kind]} {name}")) from None
 
 
-def recipe_yaml(recipe: Recipe | MutualRecipe) -> str:
+def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
     """The resolved recipe as YAML, every knob with its value; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
@@ -102,7 +138,7 @@ def _read(name: str) -> Document:
     return _parse(text, name)
 
 
-def _parse(text: bytes | str, source: str) -> Document:
+def _parse(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
     try:
         loader = _Loader(text)
         loader.name = source
@@ -110,9 +146,7 @@ def _parse(text: bytes | str, source: str) -> Document:
     except (yaml.YAMLError, UnicodeDecodeError) as broken:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(broken).split())}") from None
     if not isinstance(document, dict):
-        raise RecipeError(
-            f"{source} holds no recipe: expected keys such as `student:`, found {type(document).__name__}"
-        )
+        raise RecipeError(f"{source} is not {kind}: expected keys such as `{key}`, found {type(document).__name__}")
     return document
 
 
