@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,25 @@ class InGroup:
     event: Stage | Steps | DevScore | Note | Doing
 
 
-Event = Stage | Steps | DevScore | Note | Doing | InGroup
+@dataclass(frozen=True)
+class TrialNews:
+    """Where a trial of a sweep stands."""
+
+    trial: str
+    status: str
+    """running, finished, stopped, diverged or failed."""
+    progress: float
+    """Percent of its training."""
+    score: float | None
+    """Its last dev score."""
+    best: float | None
+    values: dict[str, Any]
+    """By recipe path."""
+    why: str = ""
+    """What a trial that diverged or failed said."""
+
+
+Event = Stage | Steps | DevScore | Note | Doing | InGroup | TrialNews
 Listener = Callable[[Event], None]
 
 

@@ -1,0 +1,231 @@
+"""The one module that knows Ray Tune's surface: trials as function trainables, searchers, schedulers, resuming, loggers.
+
+A trial of up to one worker trains in its own process; one of several builds a `TorchTrainer` inside it, which is Ray's
+pattern since Train V2. Dev scores go to Ray Tune by `ray.tune.report`; all else stays on the sweep's storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+
+from distcse.errors import RecipeError
+from distcse.events import TrialNews, Watch
+from distcse.recipe import Sweep
+from distcse.tuning.records import Status, Trial, read_trial
+from distcse.tuning.room import Room
+from distcse.tuning.space import Space
+from distcse.tuning.trial import Desk, clear, run_trial
+
+_METRIC, _PROGRESS = "best", "progress"
+_END = 101
+"""Beyond the last report: a trial that comes to its end ends by itself."""
+_SETTINGS = {
+    # Ours are named below; of Ray Tune's own, two write what the records already hold.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # Ctrl-C belongs to whoever called us.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # What a killed driver may lose of Ray Tune's own state, in seconds.
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_MAX_PENDING_TRIALS_PG": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+class StoppedError(Exception):
+    """The sweep was asked to stop. Trials under way are left as they are, to be gone on with."""
+
+
+def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, watch: Watch) -> None:
+    """Carry out a search, or go on with the one whose state is in `folder`. What it finds is in the trials' records.
+
+    Raises:
+        StoppedError: `watch` wished it.
+    """
+    if sweep.search.algorithm == "tpe":
+        config = _config(sweep, room, sweep.search.trials, _tpe(space, sweep))
+        _fit(desk, space.values, {}, config, sweep, folder, room, watch)
+    else:
+        drawn = sweep.search.algorithm == "random"
+        points = space.draws(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
+        config = _config(sweep, room, 1, None)
+        _fit(desk, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, watch)
+
+
+def train_all(
+    desk: Desk, points: Sequence[dict[str, Any]], sweep: Sweep, folder: Path, room: Room, watch: Watch
+) -> None:
+    """Train a recipe with each of some sets of values, to the end."""
+    to_the_end = sweep.model_copy(update={"schedule": sweep.schedule.model_copy(update={"kind": "none"})})
+    config = _config(to_the_end, room, 1, None)
+    _fit(desk, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, watch)
+
+
+def _fit(
+    desk: Desk,
+    values: Callable[[dict[str, Any]], dict[str, Any]],
+    space: dict[str, Any],
+    config: tune.TuneConfig,
+    sweep: Sweep,
+    folder: Path,
+    room: Room,
+    watch: Watch,
+) -> None:
+    os.environ.update(_SETTINGS)
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+
+    def trial(sample: dict[str, Any]) -> None:
+        _use_assigned_threads()
+        run_trial(desk, tune.get_context().get_trial_id(), values(sample.get("sample", sample)), tune.report)
+
+    trainable = tune.with_resources(trial, room.reserved)
+    listener = _Listener(desk, watch)
+    if tune.Tuner.can_restore(str(folder)):
+        tuner = tune.Tuner.restore(str(folder), trainable, resume_errored=False, param_space=space)
+        tuner._local_tuner._run_config.callbacks = [listener, *_loggers(sweep)]
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=space,
+            tune_config=config,
+            run_config=tune.RunConfig(
+                name=folder.name,
+                storage_path=str(folder.parent),
+                failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
+                callbacks=[listener, *_loggers(sweep)],
+                verbose=0,
+            ),
+        )
+    tuner.fit()
+
+
+def _config(sweep: Sweep, room: Room, samples: int, searcher: Any) -> tune.TuneConfig:
+    hours = sweep.search.hours
+    return tune.TuneConfig(
+        metric=_METRIC,
+        mode="max",
+        search_alg=searcher,
+        scheduler=_scheduler(sweep),
+        num_samples=samples,
+        max_concurrent_trials=room.concurrent,
+        time_budget_s=None if hours is None else hours * 3600,
+        reuse_actors=room.in_own_process,
+        trial_dirname_creator=lambda trial: trial.trial_id,
+    )
+
+
+def _scheduler(sweep: Sweep) -> Any:
+    schedule = sweep.schedule
+    if schedule.kind == "none":
+        return None
+    return ASHAScheduler(
+        time_attr=_PROGRESS, grace_period=max(1, 100 * schedule.grace), reduction_factor=schedule.reduction, max_t=_END
+    )
+
+
+def _tpe(space: Space, sweep: Sweep) -> Any:
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(
+            multivariate=True, constant_liar=True, n_startup_trials=sweep.search.startup, seed=sweep.search.seed
+        )
+    return OptunaSearch(space.distributions(), metric=_METRIC, mode="max", sampler=sampler)
+
+
+def _loggers(sweep: Sweep) -> list[Any]:
+    """Ray Tune's own, for those trackers that are asked for."""
+    found: list[Any] = []
+    for tracker in sweep.trackers:
+        try:
+            if tracker == "tensorboard":
+                from ray.tune.logger import TBXLoggerCallback
+
+                found.append(TBXLoggerCallback())
+            elif tracker == "mlflow":
+                from ray.air.integrations.mlflow import MLflowLoggerCallback
+
+                found.append(MLflowLoggerCallback(experiment_name=sweep.name))
+            else:
+                from ray.air.integrations.wandb import WandbLoggerCallback
+
+                found.append(WandbLoggerCallback(project=sweep.name))
+        except (ImportError, RuntimeError) as lacking:
+            raise RecipeError(
+                f"trackers has {tracker}, which cannot be used here: {lacking}; pip install {tracker}"
+            ) from None
+    return found
+
+
+class _Listener(tune.Callback):
+    """In the sweep's process: notes how trials ended, tells the watch, carries its wish to stop."""
+
+    def __init__(self, desk: Desk, watch: Watch) -> None:
+        self._desk = desk
+        self._watch = watch
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._tell(trial)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self._tell(trial)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._ended(trial, "stopped")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        why = trial.error_file and Path(trial.error_file).read_text(encoding="utf-8").strip().splitlines()[-1]
+        self._ended(trial, "failed", why or "its process was lost")
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if self._watch.stop_wished():
+            raise StoppedError
+
+    def _ended(self, trial: Any, status: Status, why: str = "") -> None:
+        """A trial that did not say itself how it ended was ended by Ray Tune."""
+        folder = self._desk.trials / trial.trial_id
+        known = read_trial(folder)
+        if known is not None and not known.ended:
+            replace(known, status=status, why=why).write(folder)
+            clear(folder)
+        self._tell(trial)
+
+    def _tell(self, trial: Any) -> None:
+        known = read_trial(self._desk.trials / trial.trial_id)
+        if known is not None:
+            self._watch.post(news_of(known))
+
+
+def news_of(trial: Trial) -> TrialNews:
+    """What a watcher is told of a trial."""
+    last, best = trial.reported[-1] if trial.reported else None, trial.best
+    return TrialNews(
+        trial.name,
+        trial.status,
+        last.progress if last else 0.0,
+        last.score if last else None,
+        best.score if best else None,
+        trial.values,
+        trial.why,
+    )
+
+
+def _use_assigned_threads() -> None:
+    import torch
+
+    torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

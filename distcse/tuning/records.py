@@ -1,0 +1,97 @@
+"""What is known of each trial, on the sweep's storage: one small JSON file a trial, replaced atomically.
+
+Whatever a report or a resumed sweep says of a trial comes from here; Ray Tune's own state only says what to do next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["running", "finished", "stopped", "diverged", "failed"]
+_FILE = "trial.json"
+
+
+@dataclass(frozen=True)
+class Reported:
+    """One dev score of a trial."""
+
+    step: int
+    progress: float
+    """Share of the trial's training that was behind it, in percent."""
+    score: float
+    seconds: float
+    """Wall time that the trial had worked by then, over all its starts."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One set of values and what it came to."""
+
+    name: str
+    values: dict[str, Any]
+    """By recipe path."""
+    begun: float = 0.0
+    """Unix time."""
+    status: Status = "running"
+    """Finished by itself, stopped by the scheduler, diverged (a loss was not finite), or failed for good."""
+    reported: list[Reported] = field(default_factory=list)
+    why: str = ""
+    """What a trial that diverged or failed said."""
+    starts: int = 1
+    """Processes that worked on it."""
+    recalled_from: str = ""
+    """The trial of the same values that was finished already; this one was not trained."""
+
+    @property
+    def best(self) -> Reported | None:
+        """The best dev score, the earlier of equals."""
+        return max(self.reported, key=lambda entry: (entry.score, -entry.step)) if self.reported else None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be done for it."""
+        return self.status != "running"
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all its starts up to the last dev score."""
+        return 0.0 if self.recalled_from or not self.reported else self.reported[-1].seconds
+
+    def with_score(self, scored: Reported) -> Trial:
+        """With a dev score added; a step that was scored before is scored anew."""
+        return replace(self, reported=[entry for entry in self.reported if entry.step < scored.step] + [scored])
+
+    def write(self, folder: Path) -> None:
+        """Into the trial's folder."""
+        beside = folder / f".{_FILE}.{os.getpid()}"
+        beside.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        os.replace(beside, folder / _FILE)
+
+
+def read_trial(folder: Path) -> Trial | None:
+    """What is known of the trial in a folder; None where none was begun."""
+    file = folder / _FILE
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return Trial(**{**found, "reported": [Reported(**entry) for entry in found["reported"]]})
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """All trials in a folder of trials' folders, the first begun first."""
+    found = [read_trial(inside) for inside in folder.iterdir() if inside.is_dir()] if folder.is_dir() else []
+    return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.begun, trial.name))
+
+
+def winner_of(trials: Iterable[Trial]) -> Trial | None:
+    """The trial with the best dev score; of equals one that came to its end, then the first.
+
+    A trial that diverged is none, whatever it had scored before.
+    """
+    running = [trial for trial in trials if trial.best is not None and trial.status in ("finished", "stopped")]
+    return max(running, key=lambda t: (t.best.score if t.best else 0.0, t.status == "finished"), default=None)

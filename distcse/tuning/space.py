@@ -1,0 +1,200 @@
+"""A search space over one recipe: what may be sampled, and which values of the recipe a sample comes to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from simpleeval import InvalidExpression, NameNotDefined, simple_eval
+
+from distcse.errors import RecipeError
+from distcse.recipe import KnobSection, MutualRecipe, Recipe, Sweep, with_values
+
+Sample = dict[str, Any]
+"""What a searcher chose, by name; for a knob that is a range or a choice the name is its path."""
+
+_ENDS = 1e-6
+"""A weight of a simplex is drawn from −log u with u between this and 1 minus this."""
+_MAY_BE_SEARCHED = {
+    Recipe: ("student", "teachers.encoders", "teachers.shuffle_groups", "objective", "training"),
+    MutualRecipe: ("groups", "bi", "cross", "mutual"),
+}
+_OF_A_TEACHER = ("alpha",)
+_NOT_LEARNED_FROM = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
+_MAY_CHANGE_ON_THE_WAY = (
+    "objective.",
+    "training.lr",
+    "training.weight_decay",
+    "training.gradient_clipping",
+    "teachers.",
+)
+
+
+class Space:
+    """The knobs of a sweep on a recipe.
+
+    Args:
+        sweep: The knobs.
+        recipe: What they belong to.
+
+    Raises:
+        RecipeError: A path is no knob of the recipe or must be the same in all trials, a bound is refused by the recipe, or a
+            relation cannot be worked out.
+    """
+
+    def __init__(self, sweep: Sweep, recipe: Recipe | MutualRecipe) -> None:
+        self._recipe = recipe
+        self.knobs: dict[str, KnobSection] = {}
+        self._simplices: list[list[str]] = []
+        for path, knob in sweep.knobs.items():
+            paths = self._members(path) if knob.simplex else [path]
+            if knob.simplex:
+                self._simplices.append(paths)
+            for member in paths:
+                if member in self.knobs:
+                    raise RecipeError(f"knobs.{member} is given twice")
+                self._check_path(member, sweep)
+                self.knobs[member] = knob
+        for sample in self._corners():
+            self.recipe(sample)
+
+    @property
+    def free(self) -> dict[str, KnobSection]:
+        """The knobs that are chosen; the others follow from them."""
+        return {path: knob for path, knob in self.knobs.items() if knob.equals is None}
+
+    def grid(self) -> list[Sample]:
+        """Every combination of the knobs' values."""
+        choices = [[(path, value) for value in knob.values or ()] for path, knob in self.free.items()]
+        return [dict(combination) for combination in itertools.product(*choices)]
+
+    def distributions(self) -> dict[str, Any]:
+        """Optuna's distribution of each free knob."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        found: dict[str, Any] = {}
+        for path, knob in self.free.items():
+            if knob.values is not None:
+                found[path] = CategoricalDistribution([_plain(value) for value in knob.values])
+            elif knob.integers:
+                found[path] = IntDistribution(*knob.integers)
+            elif knob.simplex:
+                found[path] = FloatDistribution(_ENDS, 1 - _ENDS)
+            else:
+                bounds = knob.uniform or knob.log_uniform or []
+                found[path] = FloatDistribution(*bounds, log=knob.log_uniform is not None)
+        return found
+
+    def draws(self, number: int, seed: int) -> list[Sample]:
+        """Independent draws, the same for the same seed."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
+        return [dict(study.ask(self.distributions()).params) for _ in range(number)]
+
+    def values(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The recipe's values, by path, that a sample comes to: relations worked out, weights on their simplex.
+
+        Weights are −log u of independent u, divided by their sum: every division is as likely as another.
+        """
+        values = {path: self._meant(path, value) for path, value in sample.items()}
+        for paths in self._simplices:
+            shares = [-math.log(values[path]) for path in paths]
+            values |= {path: share / sum(shares) for path, share in zip(paths, shares, strict=True)}
+        waiting = {path: str(knob.equals) for path, knob in self.knobs.items() if knob.equals is not None}
+        while waiting:
+            solved = {
+                path: found for path, text in waiting.items() if (found := _solve(path, text, values)) is not None
+            }
+            if not solved:
+                raise RecipeError(
+                    f"knobs.{next(iter(waiting))}: {next(iter(waiting.values()))!r} cannot be worked out; known names: "
+                    f"{', '.join(sorted(_names(values)))}"
+                )
+            values |= solved
+            waiting = {path: text for path, text in waiting.items() if path not in solved}
+        return {path: values[path] for path in self.knobs}
+
+    def recipe(self, sample: Mapping[str, Any]) -> Recipe | MutualRecipe:
+        """The recipe with a sample's values."""
+        return with_values(self._recipe, self.values(sample))
+
+    def _meant(self, path: str, value: Any) -> Any:
+        choices = self.knobs[path].values
+        return value if choices is None else next((choice for choice in choices if _plain(choice) == value), value)
+
+    def _corners(self) -> Iterator[Sample]:
+        """The lowest of all knobs, and each knob's every end or choice beside it."""
+        ends = {path: _ends(knob) for path, knob in self.free.items()}
+        lowest = {path: values[0] for path, values in ends.items()}
+        yield lowest
+        for path, values in ends.items():
+            for value in values[1:]:
+                yield {**lowest, path: value}
+
+    def _members(self, path: str) -> list[str]:
+        before, _, after = path.partition(".*.")
+        place: Any = self._recipe
+        for key in before.split("."):
+            place = getattr(place, key, None)
+        if not isinstance(place, list) or len(place) < 2:
+            raise RecipeError(f"knobs.{path}: {before} of the recipe has fewer than two entries, so nothing to divide")
+        return [f"{before}.{number}.{after}" for number in range(len(place))]
+
+    def _check_path(self, path: str, sweep: Sweep) -> None:
+        searched = _MAY_BE_SEARCHED[type(self._recipe)]
+        parts = path.split(".")
+        of_a_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _OF_A_TEACHER
+        if of_a_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
+            allowed = ", ".join(searched).replace("encoders", "encoders.N.alpha")
+            raise RecipeError(
+                f"knobs.{path} must be the same in all trials: they share the text, the teachers' tables and the dev score. "
+                f"What may be searched: {allowed}"
+            )
+        if parts[0] in ("training", "groups") and parts[-1] in _NOT_LEARNED_FROM:
+            raise RecipeError(f"knobs.{path} changes nothing that is learned; set it in the recipe")
+        if sweep.schedule.kind == "pbt" and not path.startswith(_MAY_CHANGE_ON_THE_WAY):
+            raise RecipeError(
+                f"knobs.{path} cannot change in the middle of a training, as pbt wants; such knobs: "
+                f"{', '.join(_MAY_CHANGE_ON_THE_WAY)}; or write schedule.kind: asha"
+            )
+
+
+def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | None:
+    """The relation's value, or None where a name is not known (yet)."""
+    names = _names(values)
+    for number, whole in enumerate(sorted(values, key=len, reverse=True)):
+        if whole in text:  # a path is no name in an expression
+            text = text.replace(whole, f"knob_{number}")
+            names[f"knob_{number}"] = values[whole]
+    try:
+        found = simple_eval(text, names=names)
+    except NameNotDefined:
+        return None
+    except (InvalidExpression, SyntaxError, ArithmeticError, TypeError) as wrong:
+        raise RecipeError(f"knobs.{path}: {text!r} is no arithmetic: {wrong}") from None
+    if isinstance(found, float) and found.is_integer():
+        return int(found)
+    return found if isinstance(found, int | float) else None
+
+
+def _names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs by the last part of their paths, where no other ends the same."""
+    lasts = [path.rsplit(".", 1)[-1] for path in values]
+    return {last: value for last, value in zip(lasts, values.values(), strict=True) if lasts.count(last) == 1}
+
+
+def _ends(knob: KnobSection) -> list[Any]:
+    if knob.values is not None:
+        return [*knob.values]
+    if knob.simplex:
+        return [0.5]
+    return list(knob.integers or knob.uniform or knob.log_uniform or [])
+
+
+def _plain(value: Any) -> Any:
+    """A choice as searchers take it: a list, such as that of a student's layers, by its text."""
+    return str(value) if isinstance(value, list) else value

@@ -1,0 +1,195 @@
+"""One sweep: tables once, a search, the winner trained again, everything on its storage.
+
+<runs>/<name>-<time>/recipe.yaml, space.yaml   what was asked
+                     trials/<trial>/           trial.json, recipe.yaml, events.jsonl of every trial
+                     search/, finals/          Ray Tune's own state, and TensorBoard's files
+                     winners/<trial>/          the winner's and the recipe's runs with other seeds, with their models
+                     best.yaml                 the recipe with the winner's values
+                     trials.parquet, .csv      a row a trial
+                     report.html, report.md    all of it as a page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import RecipeError, RunError
+from distcse.evaluation import Evaluation, Reading, Tasks, evaluate, open_candidate
+from distcse.events import Note, Watch
+from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
+from distcse.student.dev import check_labelled_data
+from distcse.student.finals import labelled_tasks
+from distcse.student.houses import OnRay
+from distcse.student.material import Text, prepare_tables
+from distcse.teachers import uses_table
+from distcse.training.cluster import cluster
+from distcse.training.directory import RunDirectory
+from distcse.tuning.house import Shared
+from distcse.tuning.records import Trial, read_trials, winner_of
+from distcse.tuning.space import Space
+from distcse.tuning.table import write_tables
+from distcse.tuning.trial import Desk
+
+_TRIALS, _WINNERS = "trials", "winners"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep leaves behind."""
+
+    recipe: Recipe | MutualRecipe
+    sweep: Sweep
+    directory: Path
+    trials: list[Trial]
+    winner: Trial | None
+    """None where no trial came to a dev score."""
+    winners: list[Trial]
+    """The runs at the end: the winner's values, and the recipe's own, each with every seed."""
+    evaluation: Evaluation | None
+    """Models of those runs on the test sets; None when the sweep was stopped before."""
+    interrupted: bool
+
+    @property
+    def best_recipe(self) -> Path:
+        """The recipe to train with."""
+        return self.directory / "best.yaml"
+
+
+def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
+    """A folder for a new sweep, with what was asked in it."""
+    path = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"})).path
+    (path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    (path / "space.yaml").write_text(recipe_yaml(sweep))
+    return path
+
+
+def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
+    """What was asked of an earlier sweep."""
+    asked = path / "recipe.yaml", path / "space.yaml"
+    if not all(file.is_file() for file in asked):
+        raise RunError(
+            f"{path} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
+        )
+    return read_recipe(str(asked[0])), read_sweep(str(asked[1]))
+
+
+def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
+    """All that can be known before the work: knobs, dev set, test sets. Raises a `DistcseError` that names what to mend."""
+    space = Space(sweep, recipe)
+    if (recipe.dev_score if isinstance(recipe, Recipe) else recipe.evaluation.dev) == "none":
+        raise RecipeError(
+            "evaluation.dev is none, but a sweep chooses by the dev score; write evaluation.data or evaluation.dev"
+        )
+    if isinstance(recipe, Recipe):
+        check_labelled_data(recipe)
+        _tasks(recipe)
+    return space
+
+
+def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watch: Watch) -> SweepResult:
+    """Carry out a sweep in its folder, or go on with it. Test sets are read by nothing before the winner is known.
+
+    Raises:
+        DistcseError: It names what to mend; trials that ended stay ended.
+    """
+    space = check(recipe, sweep)
+    watch.post(Note(f"sweep directory {directory}"))
+    winners: list[Trial] = []
+    evaluation = None
+    interrupted = False
+    with cluster(fast_allocator=True):
+        from distcse.tuning.ray_tune import StoppedError, search, train_all
+        from distcse.tuning.room import given, room_of
+
+        room = room_of(recipe, sweep)
+        with _teachers(recipe, room.in_own_process, watch) as house:
+            try:
+                trained = given(recipe, room)
+                search(Desk(trained, directory / _TRIALS, house), space, sweep, directory / "search", room, watch)
+                winner = _note_winner(recipe, directory)
+                if winner is not None and sweep.winner.seeds:
+                    desk = Desk(trained, directory / _WINNERS, house, keep_models=True)
+                    train_all(desk, _with_seeds(winner, sweep), sweep, directory / "finals", room, watch)
+            except StoppedError:
+                interrupted = True
+    trials, winner = read_trials(directory / _TRIALS), _note_winner(recipe, directory)
+    write_tables(trials, directory)
+    if winner is not None and not interrupted:
+        winners = read_trials(directory / _WINNERS)
+        evaluation = _measure(recipe, winners, directory / _WINNERS, watch)
+    return SweepResult(recipe, sweep, directory, trials, winner, winners, evaluation, interrupted)
+
+
+@contextmanager
+def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch) -> Iterator[Shared | None]:
+    """Tables built once and servers started once, for all trials."""
+    if isinstance(recipe, MutualRecipe):
+        yield None
+        return
+    import ray
+
+    from distcse.teachers.actors import start_servers
+
+    text = Text.prepare(recipe, watch)
+    tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
+    section = recipe.teachers
+    servers: list[list[Any]] = []
+    try:
+        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
+            reads_itself = in_own_process and uses_table(section, teacher)
+            pool = [] if reads_itself else start_servers(number, teacher, section, text.corpus, table, recipe.seed)
+            servers.append(pool)
+        yield Shared(servers, in_own_process)
+    finally:
+        for server in (server for pool in servers for server in pool):
+            ray.kill(server)
+
+
+def _note_winner(recipe: Recipe | MutualRecipe, directory: Path) -> Trial | None:
+    winner = winner_of(read_trials(directory / _TRIALS))
+    if winner is not None:
+        (directory / "best.yaml").write_text(recipe_yaml(with_values(recipe, winner.values)))
+    return winner
+
+
+def _with_seeds(winner: Trial, sweep: Sweep) -> list[dict[str, Any]]:
+    """The winner's values with each seed, and the recipe's own."""
+    ours = [{**winner.values, "seed": seed} for seed in sweep.winner.seeds]
+    return ours + [{"seed": seed} for seed in sweep.winner.seeds if sweep.winner.compare]
+
+
+def is_winners(trial: Trial) -> bool:
+    """Whether a run at the end has the winner's values; the others are the recipe as it was."""
+    return trial.values.keys() != {"seed"}
+
+
+def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
+    if isinstance(recipe, Recipe):
+        return labelled_tasks(recipe)
+    from distcse.mutual.finals import wanted_tasks
+
+    return wanted_tasks(recipe)
+
+
+def _measure(recipe: Recipe | MutualRecipe, winners: list[Trial], folder: Path, watch: Watch) -> Evaluation | None:
+    """The models of the runs at the end on the test sets."""
+    tasks = _tasks(recipe)
+    if not tasks.tasks:
+        return None
+    candidates = []
+    for trial in sorted(winners, key=lambda t: (is_winners(t), t.values["seed"])):
+        name = f"{'best' if is_winners(trial) else 'recipe'}, seed {trial.values['seed']}"
+        models = {name: folder / trial.name / "model"}
+        if isinstance(recipe, MutualRecipe):
+            inside = folder / trial.name / "models"
+            models = {f"{name}, {g.name} {k}": inside / g.name / k for g in recipe.groups for k in ("bi", "cross")}
+        candidates += [open_candidate(key, str(model), Reading()) for key, model in models.items() if model.is_dir()]
+    if not candidates:
+        return None
+    evaluation = evaluate(candidates, tasks, base=candidates[0].about.name, settings={"STS": "all"}, post=watch.post)
+    evaluation.write(folder.parent / "evaluation.json")
+    return evaluation

@@ -1,0 +1,47 @@
+"""All trials as one table: a row a trial, a column a knob."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from distcse.tuning.records import Trial
+
+
+def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """One row a trial, in the order they began."""
+    knobs = list(dict.fromkeys(path for trial in trials for path in trial.values))
+    return [
+        {
+            "trial": number,
+            "status": trial.status,
+            "dev": trial.best.score if trial.best else None,
+            "dev_step": trial.best.step if trial.best else None,
+            "progress": trial.reported[-1].progress if trial.reported else 0.0,
+            "seconds": trial.seconds,
+            "starts": trial.starts,
+            **{path: _cell(trial.values.get(path)) for path in knobs},
+            "why": trial.why,
+            "recalled_from": trial.recalled_from,
+            "folder": trial.name,
+        }
+        for number, trial in enumerate(trials, start=1)
+    ]
+
+
+def write_tables(trials: Sequence[Trial], folder: Path) -> None:
+    """trials.parquet and trials.csv."""
+    if not trials:
+        return
+    table = pa.Table.from_pylist(rows_of(trials))
+    pa.parquet.write_table(table, folder / "trials.parquet")
+    pa.csv.write_csv(table, folder / "trials.csv")
+
+
+def _cell(value: Any) -> Any:
+    return str(value) if isinstance(value, list) else value

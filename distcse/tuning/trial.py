@@ -1,0 +1,172 @@
+"""One trial: the recipe with one set of values, trained by the same code as any run, its dev scores reported as they come."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import DivergedError
+from distcse.events import DevScore, Doing, Event, InGroup, Watch
+from distcse.recipe import MutualRecipe, Recipe, with_values
+from distcse.student.houses import House
+from distcse.training.directory import RunDirectory
+from distcse.tuning.records import Reported, Trial, read_trial, read_trials
+
+Report = Callable[[dict[str, Any]], None]
+
+WORST = -100.0
+"""What a trial that diverged reports: no dev score is lower."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What all trials of a sweep share."""
+
+    recipe: Recipe | MutualRecipe
+    """What a trial runs but for its values; nothing is measured at its end."""
+    trials: Path
+    """Folder of the trials' folders."""
+    house: House | None = None
+    """Where training happens; None lets the recipe say."""
+    keep_models: bool = False
+    """Keep each trial's model; its checkpoints are removed in any case."""
+
+
+def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report) -> Trial:
+    """Train with some values, or go on with a trial that was begun.
+
+    Args:
+        desk: What all trials share.
+        name: The trial's name, also that of its folder.
+        values: By recipe path.
+        report: Told every dev score, as `metrics_of` puts it. It may end the trial by raising.
+
+    Returns:
+        The trial as it ended. One that ended before, or whose values another finished trial had, is not trained again: what was
+        recorded is reported.
+    """
+    folder = desk.trials / name
+    folder.mkdir(parents=True, exist_ok=True)
+    trial = read_trial(folder)
+    if trial is not None and trial.ended:
+        return _told(trial, report)
+    if trial is None:
+        trial = Trial(name, dict(values), begun=time.time())
+        if (same := _finished_alike(desk.trials, values)) is not None:
+            trial = replace(same, name=name, begun=trial.begun, recalled_from=same.name)
+            trial.write(folder)
+            return _told(trial, report)
+    else:
+        trial = replace(trial, starts=trial.starts + 1)
+    trial.write(folder)
+
+    recipe = with_values(desk.recipe, values)
+    notebook = _Notebook(folder, trial, recipe, report)
+    try:
+        _train(recipe, RunDirectory.begin(folder, recipe), Watch(notebook.hear), desk.house)
+    except DivergedError as mistake:
+        trial = replace(notebook.trial, status="diverged", why=str(mistake))
+        report({**metrics_of(trial), "dev": WORST, "best": WORST})
+    else:
+        trial = replace(notebook.trial, status="finished")
+    trial.write(folder)
+    clear(folder, keep_model=desk.keep_models)
+    return trial
+
+
+def metrics_of(trial: Trial) -> dict[str, Any]:
+    """The trial's last dev score and its best one, as flat numbers."""
+    last, best = trial.reported[-1] if trial.reported else None, trial.best
+    return {
+        "dev": last.score if last else WORST,
+        "best": best.score if best else WORST,
+        "step": last.step if last else 0,
+        "progress": int(last.progress) if last else 0,
+        "seconds": last.seconds if last else 0.0,
+    }
+
+
+def clear(folder: Path, keep_model: bool = False) -> None:
+    """Remove what a trial that ended leaves behind and nobody reads."""
+    for inside in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
+        shutil.rmtree(folder / inside, ignore_errors=True)
+
+
+def _told(trial: Trial, report: Report) -> Trial:
+    """The recorded scores, as if they came now."""
+    for number in range(len(trial.reported)):
+        report(metrics_of(replace(trial, reported=trial.reported[: number + 1])))
+    if trial.status == "diverged":
+        report({**metrics_of(trial), "dev": WORST, "best": WORST})
+    return trial
+
+
+def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
+    """A finished trial of the same values."""
+    alike = (t for t in read_trials(trials) if t.values == values and t.status == "finished" and not t.recalled_from)
+    return next(alike, None)
+
+
+def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, watch: Watch, house: House | None) -> None:
+    if isinstance(recipe, MutualRecipe):
+        from distcse.mutual import run_mutual
+
+        run_mutual(recipe, watch, directory)
+    else:
+        from distcse.student.run import run
+
+        run(recipe, watch, directory, house)
+
+
+class _Notebook:
+    """Hears a run's events; notes and reports its dev scores."""
+
+    def __init__(self, folder: Path, trial: Trial, recipe: Recipe | MutualRecipe, report: Report) -> None:
+        self.trial = trial
+        self._folder = folder
+        self._report = report
+        self._before = trial.seconds
+        self._began = time.monotonic()
+        self._groups = _Groups(recipe, folder) if isinstance(recipe, MutualRecipe) else None
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, DevScore):
+            self._score(event.step, 100 * event.step / event.total, event.score)
+        elif self._groups and isinstance(event, InGroup) and isinstance(event.event, Doing):
+            for scored in self._groups.ended():
+                self._score(*scored)
+
+    def _score(self, step: int, progress: float, score: float) -> None:
+        seconds = self._before + time.monotonic() - self._began
+        self.trial = self.trial.with_score(Reported(step, progress, score, seconds))
+        self.trial.write(self._folder)
+        self._report(metrics_of(self.trial))
+
+
+class _Groups:
+    """A mutual distillation scores once a cycle: the mean, over its groups, of each one's best bi-encoder so far."""
+
+    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
+        self._cycles = recipe.mutual.cycles
+        self._groups = [group.name for group in recipe.groups]
+        self._run = run
+        self._scored = 0
+
+    def ended(self) -> Iterator[tuple[int, float, float]]:
+        """(cycle, percent of all cycles, score) of each cycle that has ended since this was asked last."""
+        from distcse.mutual.ledger import Ledger
+        from distcse.mutual.phases import Phase
+
+        ledger = Ledger(self._run)
+        names = [name for name in self._groups if name not in ledger.dropped]
+        while self._scored < self._cycles and names:
+            phases = [ledger.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
+            if not all(name in phases[-1] for name in names):
+                return
+            self._scored += 1
+            bests = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
+            yield self._scored, 100 * self._scored / self._cycles, sum(bests) / len(bests)
