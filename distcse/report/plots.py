@@ -1,73 +1,19 @@
-"""Pictures of an evaluation and of a run, as SVG that takes its colours from the page around it.
-
-Each picture is small enough for a phone; the page sets them side by side where there is room. Text stays text. Colours are
-written as placeholders which become CSS variables, so a dark page or a printed one needs no second picture.
-"""
+"""Pictures of an evaluation and of a run."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distcse.evaluation import Evaluation, Score
+from distcse.report.canvas import COLOURS, GRID, INK, MUTED, PAPER, SERIES, Picture, legend_above, svg
 from distcse.report.cycles import Cycles
 from distcse.report.history import History
 from distcse.report.published import published_rows
-
-SERIES = 6
-_INK, _MUTED, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
-_SERIES = tuple(f"#0500{n:02x}" for n in range(SERIES))
-_VARIABLES = {
-    _INK: "var(--ink)",
-    _MUTED: "var(--muted)",
-    _GRID: "var(--grid)",
-    _PAPER: "var(--paper)",
-    **{colour: f"var(--series-{n})" for n, colour in enumerate(_SERIES)},
-}
-_WIDTH, _HEIGHT = 3.7, 2.7
-_SIZE = r'\s(width|height)="[^"]*"'
-_UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
-_FONTS = r"font-family: [^;]*;"
-_STYLE = {
-    "svg.fonttype": "none",
-    "figure.dpi": 72,
-    "font.family": "sans-serif",
-    "font.size": 8.5,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "legend.handlelength": 1.2,
-}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An SVG element and what it shows, in words."""
-
-    title: str
-    note: str
-    svg: str
 
 
 def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
@@ -101,11 +47,11 @@ def _losses(history: History) -> Picture | None:
     def draw(axes: Axes) -> None:
         for number, (part, curve) in enumerate(curves.items()):
             steps, values = zip(*curve, strict=True)
-            axes.plot(steps, values, color=_SERIES[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
+            axes.plot(steps, values, color=COLOURS[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
         axes.set_xlabel("step")
         axes.legend()
 
-    return Picture("Loss", "Means over the steps between two reports.", _svg("losses", draw))
+    return Picture("Loss", "Means over the steps between two reports.", svg("losses", draw))
 
 
 def _dev(history: History) -> Picture | None:
@@ -115,8 +61,8 @@ def _dev(history: History) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         steps, scores = zip(*history.dev, strict=True)
-        axes.plot(steps, scores, color=_SERIES[0], marker=".", markersize=4)
-        axes.plot([best_step], [best], marker="o", markersize=8, markerfacecolor="none", color=_INK)
+        axes.plot(steps, scores, color=COLOURS[0], marker=".", markersize=4)
+        axes.plot([best_step], [best], marker="o", markersize=8, markerfacecolor="none", color=INK)
         right = best_step > max(steps) / 2
         axes.annotate(
             f"{best:.2f}",
@@ -129,7 +75,7 @@ def _dev(history: History) -> Picture | None:
         axes.margins(y=0.12)
         axes.set_xlabel("step")
 
-    return Picture(f"Dev score: {history.dev_name}", f"Best at step {best_step:,}: the student.", _svg("dev", draw))
+    return Picture(f"Dev score: {history.dev_name}", f"Best at step {best_step:,}: the student.", svg("dev", draw))
 
 
 def _cycles(cycles: Cycles) -> list[Picture]:
@@ -140,29 +86,29 @@ def _cycles(cycles: Cycles) -> list[Picture]:
         def draw(axes: Axes) -> None:
             for name, scores in cycles.dev.items():
                 group, kind = name.rsplit(" ", 1)
-                colour = _SERIES[cycles.groups.index(group) % SERIES]
+                colour = COLOURS[cycles.groups.index(group) % SERIES]
                 style = "-" if kind == "bi" else "--"
                 axes.plot(list(scores), list(scores.values()), style, color=colour, marker=".", label=name)
             axes.set_xticks(range(1, cycles.number + 1))
             axes.set_xlabel("cycle")
             axes.margins(y=0.12)
-            _legend_above(axes)
+            legend_above(axes)
 
         note = "Best of each phase on the dev set; dashed: cross-encoders."
-        drawn.append(Picture("Dev score by cycle", note, _svg("cycles", draw, 3.2)))
+        drawn.append(Picture("Dev score by cycle", note, svg("cycles", draw, 3.2)))
     shown = [span for span in cycles.spans if span.activity != "preparing"]
     if shown:
 
         def lay(axes: Axes) -> None:
             for span in shown:
-                row, colour = cycles.groups.index(span.group), _SERIES[cycles.groups.index(span.group) % SERIES]
+                row, colour = cycles.groups.index(span.group), COLOURS[cycles.groups.index(span.group) % SERIES]
                 waits, scores = span.activity == "waiting", span.activity == "scoring"
-                fill = _GRID if waits else colour
+                fill = GRID if waits else colour
                 cross = span.phase.endswith("cross")
                 height = 0.25 if waits else 0.7
                 axes.barh(row, span.end - span.begin, height, span.begin, color=fill, alpha=0.45 if cross else 1.0)
                 if scores:
-                    axes.barh(row, span.end - span.begin, 0.12, span.begin, color=_INK)
+                    axes.barh(row, span.end - span.begin, 0.12, span.begin, color=INK)
             axes.set_yticks(range(len(cycles.groups)), cycles.groups)
             axes.invert_yaxis()
             axes.grid(axis="y", visible=False)
@@ -170,7 +116,7 @@ def _cycles(cycles: Cycles) -> list[Picture]:
 
         note = "Full: bi-encoders at work; pale: cross-encoders; with a dark line: scoring; thin and grey: waiting for others."
         height = _rows_height(len(cycles.groups), 1)
-        drawn.append(Picture("Side by side", note, _svg("timeline", lay, height)))
+        drawn.append(Picture("Side by side", note, svg("timeline", lay, height)))
     return drawn
 
 
@@ -190,20 +136,20 @@ def _differences(evaluation: Evaluation) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         for place, (model, entries) in enumerate(found.items()):
-            colour = _SERIES[colour_of(evaluation, model)]
+            colour = COLOURS[colour_of(evaluation, model)]
             shift = (place - (len(found) - 1) / 2) * 0.7 / max(len(found), 2)
             for row, apart in entries:
                 axes.plot([apart.low, apart.high], [row + shift] * 2, color=colour)
             rows = [row + shift for row, _ in entries]
             axes.plot([apart.value for _, apart in entries], rows, "o", color=colour, markersize=4, label=model)
-        axes.axvline(0, color=_INK, linewidth=0.8)
+        axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        _legend_above(axes)
+        legend_above(axes)
 
     note = f"Points above {evaluation.base}; lines are 95 % intervals of the paired bootstrap."
-    return Picture(f"Above {evaluation.base}", note, _svg("differences", draw, _rows_height(len(scores), len(found))))
+    return Picture(f"Above {evaluation.base}", note, svg("differences", draw, _rows_height(len(scores), len(found))))
 
 
 def _plane(evaluation: Evaluation) -> Picture | None:
@@ -214,14 +160,14 @@ def _plane(evaluation: Evaluation) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         points = [
-            (row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", _MUTED) for row in papers
+            (row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", MUTED) for row in papers
         ]
         points += [
-            (uniformity, own["alignment"][model], model, _SERIES[colour_of(evaluation, model)])
+            (uniformity, own["alignment"][model], model, COLOURS[colour_of(evaluation, model)])
             for model, uniformity in own["uniformity"].items()
         ]
         for x, y, _, colour in points:
-            axes.plot([x], [y], "o", color=colour, markerfacecolor=_PAPER if colour == _MUTED else colour, markersize=6)
+            axes.plot([x], [y], "o", color=colour, markerfacecolor=PAPER if colour == MUTED else colour, markersize=6)
         axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
         axes.set_ylabel("alignment (lower is closer)")
@@ -229,7 +175,7 @@ def _plane(evaluation: Evaluation) -> Picture | None:
         _name_points(axes, points[::-1])
 
     note = "STS-B test. Hollow points are from DiffCSE's paper, BERT-base."
-    return Picture("Alignment and uniformity", note, _svg("plane", draw, 3.1))
+    return Picture("Alignment and uniformity", note, svg("plane", draw, 3.1))
 
 
 def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
@@ -256,7 +202,7 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) ->
             textcoords="offset points",
             ha=aligned,
             va=vertical,
-            color=_MUTED if colour == _MUTED else _INK,
+            color=MUTED if colour == MUTED else INK,
         )
 
 
@@ -271,7 +217,7 @@ def _cosines(evaluation: Evaluation) -> list[Picture]:
 
 
 def _ridges(evaluation: Evaluation, model: str, groups: Sequence[Mapping[str, object]]) -> Picture:
-    colour = _SERIES[colour_of(evaluation, model)]
+    colour = COLOURS[colour_of(evaluation, model)]
 
     def draw(axes: Axes) -> None:
         for row, group in enumerate(groups):
@@ -280,7 +226,7 @@ def _ridges(evaluation: Evaluation, model: str, groups: Sequence[Mapping[str, ob
             heights = 0.85 * counts / counts.max()
             axes.fill_between((edges[:-1] + edges[1:]) / 2, row, row + heights, color=colour, alpha=0.35, linewidth=0)
             axes.plot((edges[:-1] + edges[1:]) / 2, row + heights, color=colour, linewidth=1)
-            axes.plot([float(group["mean"])] * 2, [row, row + 0.85], color=_INK, linewidth=1)  # type: ignore[arg-type]
+            axes.plot([float(group["mean"])] * 2, [row, row + 0.85], color=INK, linewidth=1)  # type: ignore[arg-type]
         low = [-0.25 if group["quartiles"][0] >= 0 else -1.0 for group in groups]  # type: ignore[index]
         axes.set_xlim(min(low), 1.02)
         axes.set_yticks(range(len(groups)), ["{:g}–{:g}".format(*group["gold"]) for group in groups])  # type: ignore[misc]
@@ -289,7 +235,7 @@ def _ridges(evaluation: Evaluation, model: str, groups: Sequence[Mapping[str, ob
         axes.grid(axis="y", visible=False)
 
     note = "STS-B test, by group of gold scores; the line is the group's mean."
-    return Picture(f"Cosines: {model}", note, _svg(f"cosines {model}", draw))
+    return Picture(f"Cosines: {model}", note, svg(f"cosines {model}", draw))
 
 
 def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Picture | None:
@@ -303,15 +249,15 @@ def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Pictur
         for place, model in enumerate(models):
             rows = [row + (place - (len(models) - 1) / 2) * thick for row in range(len(scores))]
             values = [score.values.get(model, 0.0) for score in scores]
-            bars = axes.barh(rows, values, 0.86 * thick, color=_SERIES[colour_of(evaluation, model)], label=model)
-            axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=6.5, color=_MUTED)
+            bars = axes.barh(rows, values, 0.86 * thick, color=COLOURS[colour_of(evaluation, model)], label=model)
+            axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=6.5, color=MUTED)
         axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
         axes.invert_yaxis()
         axes.margins(x=0.14)
         axes.grid(axis="y", visible=False)
-        _legend_above(axes)
+        legend_above(axes)
 
-    return Picture(title, note, _svg(measure, draw, _rows_height(len(scores), len(models))))
+    return Picture(title, note, svg(measure, draw, _rows_height(len(scores), len(models))))
 
 
 def _by_measure(evaluation: Evaluation, suite: str, of: str) -> dict[str, Mapping[str, float]]:
@@ -324,22 +270,3 @@ def _short(score: Score) -> str:
 
 def _rows_height(rows: int, models: int) -> float:
     return 0.75 + rows * max(0.24, 0.13 * models)
-
-
-def _legend_above(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
-
-
-def _svg(name: str, draw: Callable[[Axes], None], height: float = _HEIGHT) -> str:
-    """Draw on one pair of axes; the element alone, sized by the page, its placeholders turned into CSS variables."""
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt keeps names inside two pictures apart
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure.subplots())
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    opening, body = written.getvalue().partition("<svg")[2].split(">", maxsplit=1)
-    svg = f"<svg{re.sub(_SIZE, '', opening)}>{body}"
-    svg = re.sub(_UNUSED_IDS, "", re.sub(_FONTS, "", svg))
-    for placeholder, variable in _VARIABLES.items():
-        svg = svg.replace(placeholder, variable)
-    return svg.strip()

@@ -1,0 +1,83 @@
+"""What every picture of a report is drawn on: SVG that takes its colours from the page around it.
+
+Each picture is small enough for a phone; the page sets them side by side where there is room. Text stays text. Colours are
+written as placeholders which become CSS variables, so a dark page or a printed one needs no second picture.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+SERIES = 6
+INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
+COLOURS = tuple(f"#0500{n:02x}" for n in range(SERIES))
+_VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    PAPER: "var(--paper)",
+    **{colour: f"var(--series-{n})" for n, colour in enumerate(COLOURS)},
+}
+_WIDTH, HEIGHT = 3.7, 2.7
+_SIZE = r'\s(width|height)="[^"]*"'
+_UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
+_FONTS = r"font-family: [^;]*;"
+_STYLE = {
+    "svg.fonttype": "none",
+    "figure.dpi": 72,
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.handlelength": 1.2,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG element and what it shows, in words."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def legend_above(axes: Axes) -> None:
+    """A legend that covers nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
+
+
+def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT) -> str:
+    """Draw on one pair of axes; the element alone, sized by the page, its placeholders turned into CSS variables."""
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt keeps names inside two pictures apart
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    opening, body = written.getvalue().partition("<svg")[2].split(">", maxsplit=1)
+    found = f"<svg{re.sub(_SIZE, '', opening)}>{body}"
+    found = re.sub(_UNUSED_IDS, "", re.sub(_FONTS, "", found))
+    for placeholder, variable in _VARIABLES.items():
+        found = found.replace(placeholder, variable)
+    return found.strip()
