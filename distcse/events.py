@@ -66,14 +66,6 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class InGroup:
-    """An event of one group of several that work side by side."""
-
-    group: str
-    event: Stage | Steps | DevScore | Note | Doing
-
-
-@dataclass(frozen=True)
 class TrialNews:
     """Where a trial of a sweep stands."""
 
@@ -91,7 +83,18 @@ class TrialNews:
     """What a trial that diverged or failed said."""
 
 
-Event = Stage | Steps | DevScore | Note | Doing | InGroup | TrialNews
+Told = Stage | Steps | DevScore | Note | Doing | TrialNews
+
+
+@dataclass(frozen=True)
+class InGroup:
+    """An event of one group of several that work side by side."""
+
+    group: str
+    event: Told
+
+
+Event = Told | InGroup
 Listener = Callable[[Event], None]
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from distcse.errors import DistcseError, RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.stopping import INTERRUPTED, StopOnSignal
 
 if TYPE_CHECKING:
     from distcse.training.directory import RunDirectory
-
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def _train_student(recipe: Recipe, resumed: RunDirectory | None) -> int:
     from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
     from distcse.student.run import run
 
-    stop = _StopOnSignal()
+    stop = StopOnSignal()
     with open_view() as view, stop:
         result = run(recipe, Watch(view.show, stop.wished), resumed)
         write_card(result)
@@ -90,7 +87,7 @@ def _train_groups(recipe: MutualRecipe, resumed: RunDirectory | None) -> int:
     from distcse.report.page import write_pages
     from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
 
-    stop = _StopOnSignal()
+    stop = StopOnSignal()
     with open_view() as view, stop:
         result = run_mutual(recipe, Watch(view.show, stop.wished), resumed)
         write_group_cards(result)
@@ -122,30 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
     return parser
-
-
-class _StopOnSignal:
-    """The first Ctrl-C (or SIGTERM) asks the run for a checkpoint and an end; the second ends it at once."""
-
-    def __init__(self) -> None:
-        self._wished = False
-
-    def wished(self) -> bool:
-        return self._wished
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._heard)
-
-    def __exit__(self, *raised: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._wished:
-            raise KeyboardInterrupt
-        self._wished = True
-        sys.stderr.write("stopping at the next report, with a checkpoint; press Ctrl-C again to stop at once\n")
 
 
 if __name__ == "__main__":

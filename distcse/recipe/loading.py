@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import ValidationError
@@ -19,9 +19,8 @@ from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
 
 Document = dict[str, Any]
-R = TypeVar("R", Recipe, MutualRecipe)
-S = TypeVar("S", Recipe, MutualRecipe, Sweep)
-_CALLED = {Recipe: "recipe", MutualRecipe: "recipe", Sweep: "search space"}
+R = TypeVar("R", bound=Recipe | MutualRecipe)
+S = TypeVar("S", bound=Recipe | MutualRecipe | Sweep)
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,10 +115,11 @@ def read_sweep(file: str, overrides: Sequence[str] = ()) -> Sweep:
 
 
 def _validated(kind: type[S], document: Document, name: str) -> S:
+    called = "search space" if kind is Sweep else "recipe"
     try:
-        return kind.model_validate(document)
+        return cast(S, kind.model_validate(document))
     except ValidationError as invalid:
-        raise RecipeError(explain(invalid, kind, document, source=f"{_CALLED[kind]} {name}")) from None
+        raise RecipeError(explain(invalid, kind, document, source=f"{called} {name}")) from None
 
 
 def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:

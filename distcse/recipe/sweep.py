@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from distcse.recipe.schema import Section
 
 Value = bool | int | float | str | None | list[int]
+Tracker = Literal["tensorboard", "mlflow", "wandb"]
 Bounds = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
@@ -100,7 +101,7 @@ class Sweep(Section):
     """Which trials are ended early."""
     winner: WinnerSection = WinnerSection()
     """What is trained again and measured at the end."""
-    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
     """Where trials are logged beside the sweep's own tables. MLflow and W&B are configured by their environment variables."""
 
     @model_validator(mode="after")

@@ -34,17 +34,18 @@ def write_pages(evaluation: Evaluation, folder: Path, history: History | None = 
 
 def html(evaluation: Evaluation, history: History | None = None) -> str:
     """The page, self-contained."""
-    page = _environment(escape=True).get_template("page.html")
+    page = environment(escape=True).get_template("page.html")
     return page.render(**_content(evaluation, history), pictures=pictures(evaluation, history))
 
 
 def markdown(evaluation: Evaluation, history: History | None = None) -> str:
     """The page without its pictures."""
-    page = _environment(escape=False).get_template("page.md")
+    page = environment(escape=False).get_template("page.md")
     return page.render(**_content(evaluation, history)).strip() + "\n"
 
 
-def _environment(escape: bool) -> Environment:
+def environment(escape: bool) -> Environment:
+    """Where the pages' templates are, strict about what they name."""
     environment = Environment(
         loader=PackageLoader("distcse.report", "."),
         autoescape=escape,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from distcse.evaluation import Evaluation
-from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps
-from distcse.report.grids import Grid, grids, legend
+from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
+from distcse.report.grids import TITLES, Grid, grids, legend, number
+from distcse.tuning.summary import Row
 
 _PLAIN_EVERY_SECONDS = 10.0
 _PIPE_WIDTH = 1000
@@ -58,6 +59,9 @@ class PlainView:
             self._line(f"{group or 'dev':<9} {_dev_line(event)}")
         elif isinstance(event, Doing):
             self._line(f"{group:<9} {_doing_line(event)}")
+        elif isinstance(event, TrialNews):
+            if event.status != "running" or self._due(f"trial {event.trial}"):
+                self._line(_trial_line(event))
         elif isinstance(event, Note):
             told = f"{group:<9} {event.text}" if group else event.text
             self._line(("warning   " if event.warning else "") + told)
@@ -102,6 +106,8 @@ class LiveView:
                 self._end("train")
         elif isinstance(event, DevScore):
             self._print(f"dev       {_dev_line(event)}")
+        elif isinstance(event, TrialNews):
+            self._trial(event)
         elif isinstance(event, Note):
             self._print(event.text, event.warning)
 
@@ -123,6 +129,14 @@ class LiveView:
             self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
         elif isinstance(event, Note):
             self._print(f"{group:<9} {event.text}", event.warning)
+
+    def _trial(self, event: TrialNews) -> None:
+        """A bar for each trial that runs; a line for each that ended."""
+        if event.status == "running":
+            self._advance(event.trial, int(event.progress), 100, _trial_note(event))
+        elif event.trial in self._tasks or event.status != "finished":
+            self._end(event.trial)
+            self._print(_trial_line(event), event.status in ("diverged", "failed"))
 
     def _print(self, text: str, warning: bool = False) -> None:
         self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False)
@@ -181,6 +195,22 @@ def print_evaluation(evaluation: Evaluation) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def print_summary(rows: Sequence[Row]) -> None:
+    """The runs at a sweep's end on standard output: mean and standard deviation over their seeds."""
+    if not rows:
+        return
+    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
+    for name in ("set", "measure", *rows[0].spreads):
+        table.add_column(name, justify="left" if name in ("set", "measure") else "right")
+    for row in rows:
+        cells = (f"{number(row.measure, s.mean)} ± {number(row.measure, s.deviation)}" for s in row.spreads.values())
+        table.add_row(f"{TITLES.get(row.suite, row.suite)}: {row.set}", row.measure, *cells)
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    console.print(table)
+
+
 def print_remarks(evaluation: Evaluation) -> None:
     """What was missing and what was odd, on standard error."""
     console = Console(stderr=True)
@@ -234,6 +264,21 @@ def _left(event: Steps) -> str:
 def _doing_line(event: Doing) -> str:
     waiting = f" for {', '.join(event.waiting_for)}" if event.waiting_for else ""
     return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
+
+
+def _trial_line(event: TrialNews) -> str:
+    why = f"  {event.why}" if event.why else ""
+    return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{why}"
+
+
+def _trial_note(event: TrialNews) -> str:
+    score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
+    values = (f"{path.rsplit('.', 1)[-1]}={_short_value(value)}" for path, value in event.values.items())
+    return score + " ".join(values)
+
+
+def _short_value(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _dev_line(event: DevScore) -> str:

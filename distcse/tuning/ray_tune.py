@@ -170,7 +170,7 @@ def _loggers(sweep: Sweep) -> list[Any]:
     return found
 
 
-class _Listener(tune.Callback):
+class _Listener(tune.Callback):  # type: ignore[misc]
     """In the sweep's process: notes how trials ended, tells the watch, carries its wish to stop."""
 
     def __init__(self, desk: Desk, watch: Watch) -> None:

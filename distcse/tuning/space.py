@@ -77,14 +77,14 @@ class Space:
         found: dict[str, Any] = {}
         for path, knob in self.free.items():
             if knob.values is not None:
-                found[path] = CategoricalDistribution([_plain(value) for value in knob.values])
+                found[path] = CategoricalDistribution([self.plain(value) for value in knob.values])
             elif knob.integers:
-                found[path] = IntDistribution(*knob.integers)
+                found[path] = IntDistribution(knob.integers[0], knob.integers[1])
             elif knob.simplex:
                 found[path] = FloatDistribution(_ENDS, 1 - _ENDS)
             else:
-                bounds = knob.uniform or knob.log_uniform or []
-                found[path] = FloatDistribution(*bounds, log=knob.log_uniform is not None)
+                low, high = knob.uniform or knob.log_uniform or []
+                found[path] = FloatDistribution(low, high, log=knob.log_uniform is not None)
         return found
 
     def draws(self, number: int, seed: int) -> list[Sample]:
@@ -122,9 +122,14 @@ class Space:
         """The recipe with a sample's values."""
         return with_values(self._recipe, self.values(sample))
 
+    @staticmethod
+    def plain(value: Any) -> Any:
+        """A choice as searchers take it: a list, such as that of a student's layers, by its text."""
+        return str(value) if isinstance(value, list) else value
+
     def _meant(self, path: str, value: Any) -> Any:
         choices = self.knobs[path].values
-        return value if choices is None else next((choice for choice in choices if _plain(choice) == value), value)
+        return value if choices is None else next((choice for choice in choices if self.plain(choice) == value), value)
 
     def _corners(self) -> Iterator[Sample]:
         """The lowest of all knobs, and each knob's every end or choice beside it."""
@@ -193,8 +198,3 @@ def _ends(knob: KnobSection) -> list[Any]:
     if knob.simplex:
         return [0.5]
     return list(knob.integers or knob.uniform or knob.log_uniform or [])
-
-
-def _plain(value: Any) -> Any:
-    """A choice as searchers take it: a list, such as that of a student's layers, by its text."""
-    return str(value) if isinstance(value, list) else value

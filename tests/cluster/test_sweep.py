@@ -1,20 +1,32 @@
-"""Sweeps on a real Ray cluster: one teacher pass, trials that are killed, that diverge, sweeps that are stopped and go on."""
+"""Sweeps on a real Ray cluster: one teacher pass, trials that are killed, stopped or diverge, sweeps that go on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import yaml
 
+from distcse.encoder import Encoder
 from distcse.events import Event, Stage, TrialNews, Watch
-from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep
+from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
+from distcse.report.sweep_page import write_sweep_pages
+from distcse.tuning.records import read_trials
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
 from tests.jobs import make_recipe
+from tests.pairs import make_mutual_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+TAU2, LR = "objective.rank.tau2", "training.lr"
 
 
 @pytest.fixture
@@ -25,24 +37,183 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], clus
 
 def make_sweep(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
-    file.write_text(yaml.safe_dump({"name": "small", "knobs": knobs, **sections}))
+    sections = {"schedule": {"kind": "none"}, "winner": {"seeds": []}, "trackers": [], **sections}
+    file.write_text(yaml.safe_dump({"name": "small", "knobs": knobs, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
-def test_a_grid_takes_one_teacher_pass(recipe: Recipe, tmp_path: Path) -> None:
+def carried_out(recipe: Recipe | MutualRecipe, sweep: Sweep, watch: Watch | None = None) -> SweepResult:
+    return run_sweep(recipe, sweep, begin(recipe, sweep), watch or Watch())
+
+
+def embedded(events: list[Event]) -> list[int]:
+    return [e.done for e in events if isinstance(e, Stage) and e.finished and e.name.startswith("teacher")]
+
+
+def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
+    recipe: Recipe, tmp_path: Path, labelled: Path
+) -> None:
+    recipe = read_recipe(
+        str(tmp_path / "recipe.yaml"),
+        [f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final=[sts]", "training.log_every=2"],
+    )
+    assert isinstance(recipe, Recipe)
+    knobs = {TAU2: {"values": [0.05, 0.1]}, "objective.rank.tau3": {"equals": "tau2 / 2"}, LR: {"values": [1e-3, 1e-5]}}
     sweep = make_sweep(
         tmp_path,
-        {
-            "objective.rank.tau2": {"values": [0.05, 0.1]},
-            "objective.rank.tau3": {"equals": "tau2 / 2"},
-            "training.lr": {"values": [1e-3, 1e-4]},
-        },
+        knobs,
         search={"algorithm": "grid", "concurrent": 2},
-        schedule={"kind": "none"},
-        winner={"seeds": [1, 2]},
+        winner={"seeds": [1]},
+        trackers=["tensorboard"],
     )
     events: list[Event] = []
-    result = run_sweep(recipe, sweep, begin(recipe, sweep), Watch(events.append))
-    print([(t.name, t.values, t.status, t.best) for t in result.trials])
-    print([(t.name, t.values, t.status, t.best) for t in result.winners])
-    assert len(result.trials) == 4
+    result = carried_out(recipe, sweep, Watch(events.append))
+    assert embedded(events) == [300, 300] or min(embedded(events)) > 0  # each row once, for six trainings
+    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert {(t.values[TAU2], t.values["objective.rank.tau3"]) for t in result.trials} == {(0.05, 0.025), (0.1, 0.05)}
+    winner = result.winner
+    assert winner is not None and winner.best is not None
+    assert winner.best.score == max(entry.score for trial in result.trials for entry in trial.reported)
+
+    best = load_recipe(str(result.best_recipe))
+    assert best.objective.rank is not None and best.objective.rank.tau2 == winner.values[TAU2]
+    assert best.training.lr == winner.values[LR] and best.evaluation.final == ["sts"]
+    assert pyarrow.parquet.read_table(result.directory / "trials.parquet").num_rows == 4
+    assert sorted(len(trial.values) for trial in result.winners) == [1, 4]  # the recipe as it was, and the winner
+    for trial in result.winners:
+        assert Encoder.load(result.directory / "winners" / trial.name / "model").encode(["A cat."]).shape == (1, 32)
+    assert result.evaluation is not None
+    assert [about.name for about in result.evaluation.models] == ["recipe, seed 1", "best, seed 1"]
+    assert list((result.directory / "search").rglob("events.out.tfevents*"))
+    assert not list((result.directory / "trials").rglob("checkpoints"))
+    page, text = (file.read_text() for file in write_sweep_pages(result))
+    for title in (
+        "The winner",
+        "Test sets",
+        "Values and dev score",
+        "Temperatures",
+        "Learning curves",
+        "Cost of each trial",
+    ):
+        assert title in page
+    assert "| recipe | best |" in text and "4 finished" in text
+
+    later: list[Event] = []
+    again = make_sweep(tmp_path, {TAU2: {"values": [0.05, 0.05, 0.2]}}, search={"algorithm": "grid", "concurrent": 1})
+    second = carried_out(recipe, again, Watch(later.append))
+    assert embedded(later) == [0, 0]
+    assert [bool(trial.recalled_from) for trial in second.trials] == [False, True, False]
+    assert second.trials[1].reported == second.trials[0].reported
+
+
+def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe, tmp_path: Path) -> None:
+    from ray.util.state import list_actors
+
+    killed: list[str] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, TrialNews) and event.progress > 50 and not killed and event.values[LR] == 1e-3:
+            running = [a for a in list_actors(limit=1000) if "ImplicitFunc" in a.class_name and a.state == "ALIVE"]
+            os.kill(running[0].pid, signal.SIGKILL)
+            killed.append(event.trial)
+
+    knobs = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e38]}}
+    sweep = make_sweep(
+        tmp_path,
+        knobs,
+        search={"algorithm": "grid", "concurrent": 1},
+        schedule={"kind": "asha", "grace": 0.5, "reduction": 1.5},
+    )
+    longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
+    result = carried_out(longer, sweep, Watch(kill))
+    found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
+    assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e38} == {"diverged"}
+    assert "not finite at step" in found[1e-3, 1e38].why
+    assert killed == [found[1e-3, 1.0].name]
+    assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].starts == 2
+    assert "stopped" in {trial.status for trial in result.trials}  # learns next to nothing, and came later
+    assert result.winner is not None and result.winner.values == {LR: 1e-3, "objective.rank.gamma": 1.0}
+    steps = [entry.step for entry in result.winner.reported]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 44  # went on from its checkpoint
+
+
+def test_tpe_with_a_trainer_of_two_workers_in_each_trial(recipe: Recipe, tmp_path: Path) -> None:
+    two = recipe.model_copy(update={"training": recipe.training.model_copy(update={"workers": 2, "max_steps": 12})})
+    knobs = {TAU2: {"log_uniform": [0.02, 0.2]}, "teachers.encoders.*.alpha": {"simplex": True}}
+    sweep = make_sweep(tmp_path, knobs, search={"trials": 3, "startup": 1, "concurrent": 2})
+    result = carried_out(two, sweep)
+    assert [trial.status for trial in result.trials] == ["finished"] * 3
+    for trial in result.trials:
+        weights = [trial.values[f"teachers.encoders.{n}.alpha"] for n in range(2)]
+        assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
+
+
+def test_a_sweep_of_a_mutual_distillation(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
+) -> None:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "evaluation.final=[]")
+    sweep = make_sweep(
+        tmp_path,
+        {"bi.lr": {"values": [1e-3, 1e-5]}, "mutual.cycles": {"values": [1, 2]}},
+        search={"algorithm": "grid", "concurrent": 2},
+    )
+    result = carried_out(recipe, sweep)
+    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert {(len(t.reported), t.values["mutual.cycles"]) for t in result.trials} == {(1, 1), (2, 2)}
+    assert all(trial.reported[-1].progress == 100 for trial in result.trials)
+
+
+def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    space = tmp_path / "space.yaml"
+    sweep = make_sweep(
+        tmp_path,
+        {TAU2: {"values": [0.05, 0.1]}, LR: {"values": [1e-3, 3e-4]}},
+        search={"algorithm": "grid", "concurrent": 1},
+    )
+    undisturbed = carried_out(recipe, sweep)
+    assert undisturbed.winner is not None
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_API_SERVER_ADDRESS"):
+        environment.pop(name, None)
+    runs = tmp_path / "elsewhere"
+    asked = [str(tmp_path / "recipe.yaml"), "--space", str(space), "evaluation.final=[]", f"storage.runs={runs}"]
+    own = ["training.workers=1", "training.log_every=2", "training.cpus_per_worker=1"]
+    command = [sys.executable, "-m", "distcse.tune", *asked, *own]
+    with open(tmp_path / "log.txt", "w") as log:
+        driver = subprocess.Popen(command, env=environment, stderr=log, stdout=log)
+        ended: set[str] = set()
+        deadline = time.monotonic() + 240
+        while not ended and time.monotonic() < deadline and driver.poll() is None:
+            time.sleep(0.1)
+            folders = list(runs.glob("*/trials"))
+            ended = {t.name for t in read_trials(folders[0]) if t.ended} if folders else set()
+        driver.kill()
+        driver.wait()
+    assert ended, (tmp_path / "log.txt").read_text()
+    (folder,) = runs.iterdir()
+    before = {t.name: t for t in read_trials(folder / "trials")}
+    assert len(before) < 4
+    command = [sys.executable, "-m", "distcse.tune", "--resume", str(folder)]
+    resumed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    after = {t.name: t for t in read_trials(folder / "trials")}
+    assert len(after) == 4 and all(trial.status == "finished" for trial in after.values())
+    for name in ended:
+        assert after[name] == before[name]  # to the second it took
+    winner = max(after.values(), key=lambda t: t.best.score if t.best else 0)
+    assert winner.values == undisturbed.winner.values
+    assert winner.best is not None and undisturbed.winner.best is not None
+    assert winner.best.score == pytest.approx(undisturbed.winner.best.score, abs=0.05)
+    assert f"python -m distcse.train {folder / 'best.yaml'}" in resumed.stdout
+
+
+def test_what_a_sweep_cannot_do_is_told_before_it_starts(recipe: Recipe, tmp_path: Path) -> None:
+    from distcse.errors import RunError
+
+    sweep = make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 99})
+    with pytest.raises(RunError, match="99 trials at a time need 99 CPUs"):
+        carried_out(recipe, sweep)
+    with pytest.raises(RunError, match="is no sweep"):
+        reopen(tmp_path)

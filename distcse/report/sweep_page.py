@@ -1,0 +1,117 @@
+"""A sweep as one page that needs no network, and the same as Markdown."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from distcse import __version__
+from distcse.recipe import recipe_yaml
+from distcse.report.grids import TITLES, number
+from distcse.report.page import environment
+from distcse.report.sweep_pictures import short, sweep_pictures
+from distcse.tuning.importance import importances
+from distcse.tuning.records import Trial
+from distcse.tuning.space import Space
+from distcse.tuning.summary import Row, Spread, summary_of
+from distcse.tuning.sweep import SweepResult
+
+
+def write_sweep_pages(result: SweepResult) -> list[Path]:
+    """Write report.html and report.md into the sweep's folder; their paths."""
+    content = _content(result)
+    shown = sweep_pictures(result.trials, Space(result.sweep, result.recipe).knobs, content["importances"])
+    files = [result.directory / "report.html", result.directory / "report.md"]
+    texts = [
+        environment(escape=True).get_template("sweep.html").render(**content, pictures=shown),
+        environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n",
+    ]
+    for file, text in zip(files, texts, strict=True):
+        beside = file.with_name(f".{file.name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, file)
+    return files
+
+
+def _content(result: SweepResult) -> dict[str, Any]:
+    space = Space(result.sweep, result.recipe)
+    numbers = {trial.name: place for place, trial in enumerate(result.trials, start=1)}
+    ranked = sorted(
+        result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
+    )
+    paths = list(space.knobs)
+    rows = summary_of(result.evaluation) if result.evaluation else []
+    return {
+        "title": result.directory.name,
+        "subtitle": _subtitle(result),
+        "tiles": _tiles(result, rows, numbers),
+        "interrupted": result.interrupted,
+        "winner": result.winner,
+        "winners_values": {path: _shown(result.winner.values[path]) for path in paths} if result.winner else {},
+        "models": list(rows[0].spreads) if rows else [],
+        "summary": [
+            {
+                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set}",
+                "measure": row.measure,
+                "cells": [_spread(row.measure, spread) for spread in row.spreads.values()],
+            }
+            for row in rows
+        ],
+        "seeds": len(result.sweep.winner.seeds),
+        "knobs": [short(path) for path in paths],
+        "trials": [
+            {
+                "number": numbers[trial.name],
+                "status": trial.status
+                + (f" (as trial {numbers.get(trial.recalled_from, '?')})" if trial.recalled_from else ""),
+                "dev": f"{trial.best.score:.2f}" if trial.best else "",
+                "step": f"{trial.best.step:,}" if trial.best else "",
+                "progress": f"{trial.reported[-1].progress:.0f} %" if trial.reported else "",
+                "seconds": f"{trial.seconds:.0f}",
+                "values": [_shown(trial.values[path]) for path in paths],
+                "why": trial.why,
+                "best": result.winner is not None and trial.name == result.winner.name,
+            }
+            for trial in ranked
+        ],
+        "importances": importances(space, result.trials),
+        "recipe": recipe_yaml(result.recipe),
+        "space": recipe_yaml(result.sweep),
+        "version": __version__,
+    }
+
+
+def _subtitle(result: SweepResult) -> str:
+    ends = [
+        f"{sum(t.status == s for t in result.trials)} {s}"
+        for s in ("finished", "stopped", "diverged", "failed", "running")
+    ]
+    counted = ", ".join(end for end in ends if not end.startswith("0 "))
+    seconds = sum(trial.seconds for trial in result.trials)
+    return f"{len(result.trials)} trials ({counted}), {seconds:,.0f} s of training · distcse {__version__}"
+
+
+def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> list[dict[str, str]]:
+    tiles = []
+    if result.winner is not None and result.winner.best is not None:
+        note = f"trial {numbers[result.winner.name]}, step {result.winner.best.step:,}"
+        tiles.append({"name": "best dev score", "figure": f"{result.winner.best.score:.2f}", "note": note})
+    averages = [row for row in rows if row.set.startswith("average")] or rows[:1]
+    for name, spread in (averages[0].spreads if averages else {}).items():
+        note = f"{averages[0].suite.upper()} {averages[0].set}, ± {spread.deviation:.2f} over {spread.number} seeds"
+        tiles.append({"name": name, "figure": number(averages[0].measure, spread.mean), "note": note})
+    return tiles
+
+
+def _spread(measure: str, spread: Spread) -> str:
+    return f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def trial_line(trial: Trial) -> str:
+    """A trial's values in a line."""
+    return "  ".join(f"{short(path)}={_shown(value)}" for path, value in trial.values.items())

@@ -1,0 +1,114 @@
+"""Search a recipe's knobs: `python -m distcse.tune RECIPE --space FILE [key.path=value …]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distcse.errors import DistcseError, RecipeError
+from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
+from distcse.stopping import INTERRUPTED, StopOnSignal
+
+_SWEEP = "sweep."
+_EXTRA = ("optuna", "simpleeval")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        return _main(options)
+    except DistcseError as mistake:
+        sys.stderr.write(f"distcse: {mistake}\n")
+        return 2 if isinstance(mistake, RecipeError) else 1
+    except ModuleNotFoundError as lacking:
+        if lacking.name not in _EXTRA:
+            raise
+        sys.stderr.write(f'distcse: {lacking}; pip install "distcse[tune]"\n')
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("distcse: stopped at once; trials that ended are kept\n")
+        return INTERRUPTED
+
+
+def _main(options: argparse.Namespace) -> int:
+    if options.resume is not None:
+        if options.recipe or options.space:
+            raise RecipeError("--resume takes recipe and space from the sweep's folder; name only the folder")
+        return _sweep(options.resume.absolute(), None, None)
+    if options.recipe is None or options.space is None:
+        raise RecipeError(
+            f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
+        )
+    ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
+    recipe = read_recipe(options.recipe, [o for o in options.overrides if not o.startswith(_SWEEP)])
+    sweep = read_sweep(options.space, ours)
+    if options.print_space:
+        from distcse.tuning.space import Space
+
+        space = Space(sweep, recipe)
+        sys.stdout.write(recipe_yaml(sweep))
+        if sweep.search.algorithm == "grid":
+            sys.stdout.write(f"# {len(space.grid())} trials\n")
+        return 0
+    return _sweep(None, recipe, sweep)
+
+
+def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None) -> int:
+    # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
+    from distcse.events import Watch
+    from distcse.report.sweep_page import trial_line, write_sweep_pages
+    from distcse.report.terminal import open_view, print_lines, print_summary
+    from distcse.tuning.summary import summary_of
+    from distcse.tuning.sweep import begin, check, reopen, run_sweep
+
+    if recipe is not None and sweep is not None:
+        check(recipe, sweep)
+        directory = begin(recipe, sweep)
+    assert directory is not None
+    recipe, sweep = reopen(directory)
+    stop = StopOnSignal()
+    with open_view() as view, stop:
+        result = run_sweep(recipe, sweep, directory, Watch(view.show, stop.wished))
+    lines = [""]
+    if result.evaluation is not None:
+        print_summary(summary_of(result.evaluation))
+    if result.winner is not None and result.winner.best is not None:
+        lines += [
+            f"winner  dev {result.winner.best.score:.2f}  {trial_line(result.winner)}",
+            f"recipe  {result.best_recipe}",
+        ]
+    lines += [f"report  {file}" for file in write_sweep_pages(result)]
+    lines.append(f"trials  {directory / 'trials.csv'}")
+    if result.interrupted:
+        lines.append(f"resume  python -m distcse.tune --resume {directory}")
+    elif result.winner is not None:
+        lines.append(f"train   python -m distcse.train {result.best_recipe}")
+    print_lines(lines)
+    return INTERRUPTED if result.interrupted else 0 if result.winner is not None else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.tune",
+        description="Search a recipe's knobs with Ray Tune: many trials, one teacher pass.",
+        epilog="Example: python -m distcse.tune rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
+        "corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48",
+    )
+    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="knobs set over the recipe; sweep.key=value over the space",
+    )
+    parser.add_argument("--space", metavar="FILE", help="the search space: a YAML file")
+    parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
+    parser.add_argument("--resume", type=Path, metavar="SWEEP", help="go on with the sweep in this directory")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

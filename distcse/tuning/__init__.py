@@ -1,0 +1,1 @@
+"""Sweeps: a search over a recipe's knobs, its trials on Ray Tune."""

@@ -1,0 +1,205 @@
+"""Search spaces: what is sampled, what a sample comes to, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distcse.errors import RecipeError
+from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
+from distcse.tuning.importance import importances
+from distcse.tuning.records import Reported, Trial, read_trials, winner_of
+from distcse.tuning.space import Space
+from distcse.tuning.summary import spread_of
+from distcse.tuning.table import rows_of, write_tables
+from tests.jobs import make_recipe
+
+SPACES = Path(__file__).parents[2] / "tune_spaces"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Recipe:
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta"), tiny("bert")], sentences)
+
+
+def sweep_of(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
+    file = folder / "space.yaml"
+    file.write_text(yaml.safe_dump({"knobs": knobs, **sections}, sort_keys=False))
+    return read_sweep(str(file))
+
+
+def test_a_grid_is_every_combination_and_relations_follow(recipe: Recipe, tmp_path: Path) -> None:
+    knobs = {
+        "objective.rank.tau3": {"equals": "tau2 / 2"},
+        "objective.rank.tau2": {"values": [0.05, 0.1]},
+        "objective.tau1": {"equals": "objective.rank.tau2 + gamma * 0 + tau3"},
+        "objective.rank.gamma": {"values": [1, 2.5, 3]},
+    }
+    space = Space(sweep_of(tmp_path, knobs, search={"algorithm": "grid"}), recipe)
+    values = [space.values(sample) for sample in space.grid()]
+    assert len(values) == 6 and list(values[0]) == list(knobs)
+    for found in values:
+        assert found["objective.rank.tau3"] == found["objective.rank.tau2"] / 2
+        assert found["objective.tau1"] == pytest.approx(1.5 * found["objective.rank.tau2"])
+    tried = space.recipe(space.grid()[0])
+    assert isinstance(tried, Recipe) and tried.objective.rank is not None and tried.objective.rank.tau3 == 0.025
+
+
+@given(st.lists(st.floats(1e-6, 1 - 1e-6), min_size=3, max_size=3))
+def test_weights_lie_on_their_simplex(uniform: list[float]) -> None:
+    document = {
+        "student": {"backbone": "x"},
+        "teachers": {"encoders": [{"backbone": "a"}, {"backbone": "b"}, {"backbone": "c"}]},
+        "corpus": {"path": "x.txt"},
+    }
+    sweep = Sweep.model_validate({"knobs": {"teachers.encoders.*.alpha": {"simplex": True}}})
+    space = Space(sweep, Recipe.model_validate(document))
+    paths = [f"teachers.encoders.{number}.alpha" for number in range(3)]
+    values = space.values(dict(zip(paths, uniform, strict=True)))
+    assert sum(values.values()) == pytest.approx(1) and min(values.values()) >= 0
+    order = sorted(range(3), key=lambda n: -uniform[n])
+    assert [values[paths[n]] for n in order] == sorted(values.values())
+
+
+def test_every_division_of_the_simplex_is_as_likely(recipe: Recipe, tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}, search={"algorithm": "random"})
+    space = Space(sweep, recipe)
+    first = sorted(space.values(sample)["teachers.encoders.0.alpha"] for sample in space.draws(600, seed=3))
+    for share in (0.1, 0.5, 0.9):  # of three, each weight is Beta(1, 2): P(w < x) = 1 - (1 - x)²
+        assert first[int(600 * share)] == pytest.approx(1 - math.sqrt(1 - share), abs=0.06)
+
+
+def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_path: Path) -> None:
+    knobs = {
+        "training.lr": {"log_uniform": [1e-5, 1e-3]},
+        "objective.rank.gamma": {"uniform": [0.5, 2]},
+        "training.batch_size": {"integers": [8, 16]},
+        "student.layers": {"values": [[0, 2], [1, 3], [0, 1, 2]]},
+    }
+    space = Space(sweep_of(tmp_path, knobs), recipe)
+    draws = space.draws(40, seed=1)
+    assert draws == space.draws(40, seed=1) != space.draws(40, seed=2)
+    values = [space.values(draw) for draw in draws]
+    assert all(1e-5 <= v["training.lr"] <= 1e-3 and 0.5 <= v["objective.rank.gamma"] <= 2 for v in values)
+    assert sum(v["training.lr"] < 1e-4 for v in values) > 10  # as many below the middle of a log scale as above
+    assert {v["training.batch_size"] for v in values} <= set(range(8, 17))
+    assert {tuple(v["student.layers"]) for v in values} == {(0, 2), (1, 3), (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sections", "told"),
+    [
+        ({"objective.rank.tau9": {"values": [1]}}, {}, "unknown key objective.rank.tau9 .*did you mean 'tau"),
+        ({"objective.detection.weight": {"values": [1]}}, {}, r"leaves objective\.detection out \(null\)"),
+        (
+            {"objective.rank.tau2": {"uniform": [0.05, 50]}},
+            {},
+            "tau2 is 50.0; allowed: more than 0 and at most 10",
+        ),
+        ({"objective.rank.tau2": {"unifrom": [0.05, 50]}}, {}, "unknown key .*unifrom.*did you mean 'uniform'"),
+        ({"objective.rank.tau2": {"uniform": [0.5, 0.05]}}, {}, "first bound must lie below"),
+        ({"objective.rank.tau2": {"log_uniform": [0, 0.05]}}, {}, "bounds lie above 0"),
+        ({"objective.rank.tau2": {"values": [0.1], "uniform": [0, 1]}}, {}, "gives values and uniform"),
+        ({"objective.rank.tau2": {}}, {}, "gives nothing"),
+        ({"objective.rank.tau3": {"equals": "tau7 / 2"}}, {}, "cannot be worked out; known names"),
+        (
+            {"objective.rank.tau3": {"equals": "tau2 //"}, "objective.rank.tau2": {"values": [1]}},
+            {},
+            "is no arithmetic",
+        ),
+        ({"objective.rank.tau3": {"equals": "1 / 0"}}, {}, "is no arithmetic"),
+        ({"evaluation.every": {"values": [1]}}, {}, "must be the same in all trials"),
+        ({"corpus.limit": {"values": [10]}}, {}, "must be the same in all trials"),
+        ({"seed": {"values": [10]}}, {}, "must be the same in all trials"),
+        ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, "must be the same in all trials"),
+        ({"training.workers": {"values": [1]}}, {}, "changes nothing that is learned"),
+        ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "grid"}}, "a grid has values"),
+        ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
+        ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
+        ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, "did you mean 'tpe'"),
+        ({}, {}, "knobs"),
+    ],
+)
+def test_spaces_that_cannot_be(
+    recipe: Recipe, tmp_path: Path, knobs: dict[str, Any], sections: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Space(sweep_of(tmp_path, knobs, **sections), recipe)
+
+
+def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:
+    fitting = {
+        "rankcse-listnet-grid": "rankcse-listnet-bert-base",
+        "rankcse-listnet": "rankcse-listnet-bert-base",
+        "rankcse-listnet-ratio": "rankcse-listnet-bert-base",
+        "rankcse-listmle": "rankcse-listmle-bert-base",
+        "diffcse": "diffcse-bert-base",
+        "rankencoder": "rankencoder-bert-base",
+        "trans-encoder": "trans-encoder-bert-base",
+        "teacher-weights": "rankcse-listnet-bert-base",
+    }
+    assert {file.stem for file in SPACES.glob("*.yaml")} == fitting.keys()
+    for space, name in fitting.items():
+        recipe = read_recipe(name, ["evaluation.data=data"])
+        found = Space(read_sweep(str(SPACES / f"{space}.yaml")), recipe)
+        assert found.draws(3, seed=0) if "grid" not in space else len(found.grid()) == 18
+
+
+def test_other_values_make_another_recipe(recipe: Recipe) -> None:
+    other = with_values(recipe, {"training.lr": 0.5, "teachers.encoders.1.alpha": 3, "student.layers": [1]})
+    assert (other.training.lr, other.teachers.encoders[1].alpha, other.student.layers) == (0.5, 3, [1])
+    assert recipe.training.lr == 1e-3
+    with pytest.raises(RecipeError, match="no place in a list of 3"):
+        with_values(recipe, {"teachers.encoders.7.alpha": 3})
+
+
+def trial(number: int, scores: list[float], status: Any = "finished", **values: Any) -> Trial:
+    reported = [Reported(10 * n, 10.0 * n, score, float(n)) for n, score in enumerate(scores)]
+    return Trial(f"t{number}", values, float(number), status, reported)
+
+
+def test_the_winner_has_the_best_dev_score_and_did_not_diverge() -> None:
+    trials = [
+        trial(1, [50, 70, 60], x=1),
+        trial(2, [50, 71], "stopped", x=2),
+        trial(3, [50, 99], "diverged", x=3),
+        trial(4, [50, 98], "failed", x=4),
+        trial(5, [], x=5),
+    ]
+    winner = winner_of(trials)
+    assert winner is not None and winner.name == "t2"
+    assert winner_of([trial(1, [71], "stopped"), trial(2, [71])]) == trial(2, [71])
+    assert winner_of([]) is None
+
+
+def test_records_and_tables(tmp_path: Path) -> None:
+    trials = [trial(2, [50, 70], a=[0, 2], b=0.5), trial(1, [50], "diverged", a=None, b=1.5)]
+    for one in trials:
+        (tmp_path / one.name).mkdir()
+        one.write(tmp_path / one.name)
+    assert read_trials(tmp_path) == trials[::-1]
+    again = trials[0].with_score(Reported(10, 10.0, 65.0, 9.0))
+    assert [entry.score for entry in again.reported] == [50, 65]
+    rows = rows_of(trials)
+    assert rows[0]["a"] == "[0, 2]" and rows[0]["dev"] == 70 and rows[1]["status"] == "diverged"
+    write_tables(trials, tmp_path)
+    assert (tmp_path / "trials.csv").read_text().splitlines()[0].startswith('"trial","status","dev"')
+    spread = spread_of([1.0, 2.0, 3.0])
+    assert (spread.mean, spread.deviation, spread.number) == (2.0, 1.0, 3)
+
+
+def test_the_knob_that_matters_is_the_important_one(recipe: Recipe, tmp_path: Path) -> None:
+    knobs = {"objective.rank.tau2": {"uniform": [0.01, 1]}, "training.lr": {"log_uniform": [1e-5, 1e-3]}}
+    space = Space(sweep_of(tmp_path, knobs), recipe)
+    found = [space.values(draw) for draw in space.draws(40, seed=0)]
+    trials = [trial(n, [100 * values["objective.rank.tau2"]], **values) for n, values in enumerate(found)]
+    shares = importances(space, trials)
+    assert next(iter(shares)) == "objective.rank.tau2" and shares["objective.rank.tau2"] > 0.9
+    assert importances(space, trials[:3]) == {}
