@@ -47,6 +47,14 @@ class DevScore:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint is whole."""
+
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True)
 class Note:
     """One line a person should read."""
 
@@ -83,7 +91,7 @@ class TrialNews:
     """What a trial that diverged or failed said."""
 
 
-Told = Stage | Steps | DevScore | Note | Doing | TrialNews
+Told = Stage | Steps | DevScore | Saved | Note | Doing | TrialNews
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,14 @@ class Checkpoints:
         self._remove_unneeded()
         return target
 
+    def adopt(self, folder: Path) -> None:
+        """Go on from a copy of another training's checkpoint; those of this one are dropped."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._root.mkdir(parents=True)
+        target = self._root / f"step-{load_position(folder).step:06d}"
+        shutil.copytree(folder, target)
+        self._point("latest", target.name)
+
     def latest(self) -> Path | None:
         """Folder of the newest checkpoint, or None."""
         return self._pointed("latest")

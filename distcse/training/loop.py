@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distcse.events import DevScore, Event, Note, Watch
+from distcse.events import DevScore, Event, Note, Saved, Watch
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import Checkpoints, Position, load_position, load_state
 from distcse.training.engines import Engine, make_engine
@@ -136,5 +136,6 @@ class _Keeper:
         """Write a checkpoint; no worker goes on before it is whole."""
         state = self._engine.state()
         if rank() == 0:
-            self._checkpoints.save(state, position)
+            folder = self._checkpoints.save(state, position)
+            self._post(Saved(position.step, str(folder)))
         wait_for_all()

@@ -10,20 +10,22 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search import BasicVariantGenerator
 
 from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
 from distcse.recipe import Sweep
 from distcse.tuning.records import Status, Trial, read_trial
 from distcse.tuning.room import Room
-from distcse.tuning.space import Space
+from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import Desk, clear, run_trial
 
 _METRIC, _PROGRESS = "best", "progress"
@@ -52,7 +54,10 @@ def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, wat
     Raises:
         StoppedError: `watch` wished it.
     """
-    if sweep.search.algorithm == "tpe":
+    if sweep.schedule.kind == "pbt":
+        config = _config(sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space)
+        _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, watch)
+    elif sweep.search.algorithm == "tpe":
         config = _config(sweep, room, sweep.search.trials, _tpe(space, sweep))
         _fit(desk, space.values, {}, config, sweep, folder, room, watch)
     else:
@@ -86,7 +91,10 @@ def _fit(
 
     def trial(sample: dict[str, Any]) -> None:
         _use_assigned_threads()
-        run_trial(desk, tune.get_context().get_trial_id(), values(sample.get("sample", sample)), tune.report)
+        name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
+        given = tune.get_checkpoint() if desk.exchanges else None
+        with given.as_directory() if given else nullcontext() as donor:
+            run_trial(desk, name, chosen, _report, Path(donor) if donor else None)
 
     trainable = tune.with_resources(trial, room.reserved)
     listener = _Listener(desk, watch)
@@ -109,13 +117,18 @@ def _fit(
     tuner.fit()
 
 
-def _config(sweep: Sweep, room: Room, samples: int, searcher: Any) -> tune.TuneConfig:
+def _report(metrics: dict[str, Any]) -> None:
+    folder = metrics.pop("checkpoint", None)
+    tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder) if folder else None)
+
+
+def _config(sweep: Sweep, room: Room, samples: int, searcher: Any, space: Space | None = None) -> tune.TuneConfig:
     hours = sweep.search.hours
     return tune.TuneConfig(
         metric=_METRIC,
         mode="max",
         search_alg=searcher,
-        scheduler=_scheduler(sweep),
+        scheduler=_scheduler(sweep, space),
         num_samples=samples,
         max_concurrent_trials=room.concurrent,
         time_budget_s=None if hours is None else hours * 3600,
@@ -124,13 +137,34 @@ def _config(sweep: Sweep, room: Room, samples: int, searcher: Any) -> tune.TuneC
     )
 
 
-def _scheduler(sweep: Sweep) -> Any:
+def _scheduler(sweep: Sweep, space: Space | None) -> Any:
     schedule = sweep.schedule
-    if schedule.kind == "none":
-        return None
-    return ASHAScheduler(
-        time_attr=_PROGRESS, grace_period=max(1, 100 * schedule.grace), reduction_factor=schedule.reduction, max_t=_END
-    )
+    share = max(1, 100 * schedule.grace)
+    if schedule.kind == "asha":
+        return ASHAScheduler(time_attr=_PROGRESS, grace_period=share, reduction_factor=schedule.reduction, max_t=_END)
+    if schedule.kind == "pbt" and space is not None:
+        return PopulationBasedTraining(
+            time_attr=_PROGRESS,
+            perturbation_interval=share,
+            hyperparam_mutations=_domains(space),
+            custom_explore_fn=space.clipped,
+        )
+    return None
+
+
+def _domains(space: Space) -> dict[str, Any]:
+    """Ray Tune's own word for each free knob: PBT draws and changes values by itself."""
+    found: dict[str, Any] = {}
+    for path, knob in space.free.items():
+        if knob.values is not None:
+            found[path] = tune.choice([space.plain(value) for value in knob.values])
+        elif knob.integers:
+            found[path] = tune.randint(knob.integers[0], knob.integers[1] + 1)
+        elif knob.log_uniform:
+            found[path] = tune.loguniform(*knob.log_uniform)
+        else:
+            found[path] = tune.uniform(*(knob.uniform or WEIGHT_BOUNDS))
+    return found
 
 
 def _tpe(space: Space, sweep: Sweep) -> Any:

@@ -15,8 +15,8 @@ from distcse.recipe import KnobSection, MutualRecipe, Recipe, Sweep, with_values
 Sample = dict[str, Any]
 """What a searcher chose, by name; for a knob that is a range or a choice the name is its path."""
 
-_ENDS = 1e-6
-"""A weight of a simplex is drawn from −log u with u between this and 1 minus this."""
+WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
+"""A weight of a simplex is −log u, with u drawn between these."""
 _MAY_BE_SEARCHED = {
     Recipe: ("student", "teachers.encoders", "teachers.shuffle_groups", "objective", "training"),
     MutualRecipe: ("groups", "bi", "cross", "mutual"),
@@ -81,7 +81,7 @@ class Space:
             elif knob.integers:
                 found[path] = IntDistribution(knob.integers[0], knob.integers[1])
             elif knob.simplex:
-                found[path] = FloatDistribution(_ENDS, 1 - _ENDS)
+                found[path] = FloatDistribution(*WEIGHT_BOUNDS)
             else:
                 low, high = knob.uniform or knob.log_uniform or []
                 found[path] = FloatDistribution(low, high, log=knob.log_uniform is not None)
@@ -94,6 +94,15 @@ class Space:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
         return [dict(study.ask(self.distributions()).params) for _ in range(number)]
+
+    def clipped(self, sample: Sample) -> Sample:
+        """A sample that was changed on the way, back between its bounds."""
+        found = dict(sample)
+        for path, knob in self.free.items():
+            if knob.values is None:
+                low, high = knob.uniform or knob.log_uniform or knob.integers or WEIGHT_BOUNDS
+                found[path] = min(max(found[path], low), high)
+        return found
 
     def values(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe's values, by path, that a sample comes to: relations worked out, weights on their simplex.

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import DivergedError
-from distcse.events import DevScore, Doing, Event, InGroup, Watch
+from distcse.events import DevScore, Doing, Event, InGroup, Saved, Watch
 from distcse.recipe import MutualRecipe, Recipe, with_values
 from distcse.student.houses import House
+from distcse.training.checkpoint import Checkpoints
 from distcse.training.directory import RunDirectory
 from distcse.tuning.records import Reported, Trial, read_trial, read_trials
 
@@ -34,16 +35,20 @@ class Desk:
     """Where training happens; None lets the recipe say."""
     keep_models: bool = False
     """Keep each trial's model; its checkpoints are removed in any case."""
+    exchanges: bool = False
+    """Trials go on from each other's checkpoints: a dev score is reported when its checkpoint is whole, and with it."""
 
 
-def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report) -> Trial:
+def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None) -> Trial:
     """Train with some values, or go on with a trial that was begun.
 
     Args:
         desk: What all trials share.
         name: The trial's name, also that of its folder.
         values: By recipe path.
-        report: Told every dev score, as `metrics_of` puts it. It may end the trial by raising.
+        report: Told every dev score, as `metrics_of` puts it, and its `checkpoint` where trials exchange them. It may end the
+            trial by raising.
+        donor: A checkpoint to go on from, of this trial or of another.
 
     Returns:
         The trial as it ended. One that ended before, or whose values another finished trial had, is not trained again: what was
@@ -56,16 +61,18 @@ def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report) 
         return _told(trial, report)
     if trial is None:
         trial = Trial(name, dict(values), begun=time.time())
-        if (same := _finished_alike(desk.trials, values)) is not None:
+        if not desk.exchanges and (same := _finished_alike(desk.trials, values)) is not None:
             trial = replace(same, name=name, begun=trial.begun, recalled_from=same.name)
             trial.write(folder)
             return _told(trial, report)
     else:
-        trial = replace(trial, starts=trial.starts + 1)
+        trial = replace(trial, values=dict(values), starts=trial.starts + 1)
     trial.write(folder)
+    if donor is not None:
+        Checkpoints(folder).adopt(donor)
 
     recipe = with_values(desk.recipe, values)
-    notebook = _Notebook(folder, trial, recipe, report)
+    notebook = _Notebook(folder, trial, recipe, report, desk.exchanges)
     try:
         _train(recipe, RunDirectory.begin(folder, recipe), Watch(notebook.hear), desk.house)
     except DivergedError as mistake:
@@ -125,10 +132,13 @@ def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, watch: Watch,
 class _Notebook:
     """Hears a run's events; notes and reports its dev scores."""
 
-    def __init__(self, folder: Path, trial: Trial, recipe: Recipe | MutualRecipe, report: Report) -> None:
+    def __init__(
+        self, folder: Path, trial: Trial, recipe: Recipe | MutualRecipe, report: Report, with_checkpoints: bool
+    ) -> None:
         self.trial = trial
         self._folder = folder
         self._report = report
+        self._with_checkpoints = with_checkpoints
         self._before = trial.seconds
         self._began = time.monotonic()
         self._groups = _Groups(recipe, folder) if isinstance(recipe, MutualRecipe) else None
@@ -136,6 +146,9 @@ class _Notebook:
     def hear(self, event: Event) -> None:
         if isinstance(event, DevScore):
             self._score(event.step, 100 * event.step / event.total, event.score)
+        elif isinstance(event, Saved) and self._with_checkpoints:
+            if self.trial.reported and self.trial.reported[-1].step == event.step:
+                self._report({**metrics_of(self.trial), "checkpoint": event.folder})
         elif self._groups and isinstance(event, InGroup) and isinstance(event.event, Doing):
             for scored in self._groups.ended():
                 self._score(*scored)
@@ -144,7 +157,8 @@ class _Notebook:
         seconds = self._before + time.monotonic() - self._began
         self.trial = self.trial.with_score(Reported(step, progress, score, seconds))
         self.trial.write(self._folder)
-        self._report(metrics_of(self.trial))
+        if not self._with_checkpoints:
+            self._report(metrics_of(self.trial))
 
 
 class _Groups:
