@@ -235,7 +235,8 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         folder = self._desk.trials / trial.trial_id
         known = read_trial(folder)
         if known is not None and not known.ended:
-            replace(known, status=status, why=why).write(folder)
+            through = bool(known.reported) and known.reported[-1].progress >= 100
+            replace(known, status="finished" if through else status, why=why).write(folder)
             clear(folder)
         self._tell(trial)
 

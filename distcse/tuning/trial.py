@@ -77,11 +77,12 @@ def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, 
         _train(recipe, RunDirectory.begin(folder, recipe), Watch(notebook.hear), desk.house)
     except DivergedError as mistake:
         trial = replace(notebook.trial, status="diverged", why=str(mistake))
-        report({**metrics_of(trial), "dev": WORST, "best": WORST})
     else:
         trial = replace(notebook.trial, status="finished")
     trial.write(folder)
     clear(folder, keep_model=desk.keep_models)
+    if trial.status == "diverged":
+        report({**metrics_of(trial), "dev": WORST, "best": WORST})
     return trial
 
 

@@ -117,7 +117,7 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
             os.kill(running[0].pid, signal.SIGKILL)
             killed.append(event.trial)
 
-    knobs = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e38]}}
+    knobs = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e39]}}
     sweep = make_sweep(
         tmp_path,
         knobs,
@@ -127,8 +127,8 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
     result = carried_out(longer, sweep, Watch(kill))
     found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
-    assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e38} == {"diverged"}
-    assert "not finite at step" in found[1e-3, 1e38].why
+    assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e39} == {"diverged"}
+    assert "not finite at step" in found[1e-3, 1e39].why
     assert killed == [found[1e-3, 1.0].name]
     assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].starts == 2
     assert "stopped" in {trial.status for trial in result.trials}  # learns next to nothing, and came later
@@ -146,6 +146,30 @@ def test_tpe_with_a_trainer_of_two_workers_in_each_trial(recipe: Recipe, tmp_pat
     for trial in result.trials:
         weights = [trial.values[f"teachers.encoders.{n}.alpha"] for n in range(2)]
         assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
+
+
+def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> None:
+    knobs = {LR: {"log_uniform": [1e-6, 1e-3]}, TAU2: {"values": [0.05, 0.1]}}
+    sweep = make_sweep(
+        tmp_path,
+        knobs,
+        search={"algorithm": "random", "trials": 4, "concurrent": 2},
+        schedule={"kind": "pbt", "grace": 0.25},
+    )
+    drawn: dict[str, set[float]] = {}
+
+    def note(event: Event) -> None:
+        if isinstance(event, TrialNews):
+            drawn.setdefault(event.trial, set()).add(event.values[LR])
+
+    longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
+    result = carried_out(longer, sweep, Watch(note))
+    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert all(1e-6 <= rate <= 1e-3 for rates in drawn.values() for rate in rates)
+    assert any(
+        len(rates) > 1 for rates in drawn.values()
+    )  # somebody went on with another's checkpoint and other values
+    assert all(trial.reported[-1].progress == 100 for trial in result.trials)
 
 
 def test_a_sweep_of_a_mutual_distillation(

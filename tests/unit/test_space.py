@@ -121,6 +121,12 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, "must be the same in all trials"),
         ({"training.workers": {"values": [1]}}, {}, "changes nothing that is learned"),
         ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "grid"}}, "a grid has values"),
+        (
+            {"student.layers": {"values": [[0, 2]]}},
+            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
+            "as pbt wants",
+        ),
+        ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, "pbt changes values by itself"),
         ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
         ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
         ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, "did you mean 'tpe'"),
@@ -143,6 +149,7 @@ def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:
         "diffcse": "diffcse-bert-base",
         "rankencoder": "rankencoder-bert-base",
         "trans-encoder": "trans-encoder-bert-base",
+        "rankcse-listnet-pbt": "rankcse-listnet-bert-base",
         "teacher-weights": "rankcse-listnet-bert-base",
     }
     assert {file.stem for file in SPACES.glob("*.yaml")} == fitting.keys()
