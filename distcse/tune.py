@@ -59,9 +59,8 @@ def _main(options: argparse.Namespace) -> int:
 def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
     from distcse.events import Watch
-    from distcse.report.sweep_page import trial_line, write_sweep_pages
+    from distcse.report.sweep_page import rows_of, trial_line, write_sweep_pages
     from distcse.report.terminal import open_view, print_lines, print_summary
-    from distcse.tuning.summary import summary_of
     from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
     if recipe is not None and sweep is not None:
@@ -73,8 +72,7 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     with open_view() as view, stop:
         result = run_sweep(recipe, sweep, directory, Watch(view.show, stop.wished))
     lines = [""]
-    if result.evaluation is not None:
-        print_summary(summary_of(result.evaluation))
+    print_summary(rows_of(result))
     if result.winner is not None and result.winner.best is not None:
         lines += [
             f"winner  dev {result.winner.best.score:.2f}  {trial_line(result.winner)}",

@@ -14,8 +14,10 @@ from distcse.report.sweep_pictures import short, sweep_pictures
 from distcse.tuning.importance import importances
 from distcse.tuning.records import Trial
 from distcse.tuning.space import Space
-from distcse.tuning.summary import Row, Spread, summary_of
+from distcse.tuning.summary import Row, Spread, dev_row, set_rows
 from distcse.tuning.sweep import SweepResult
+
+_SUITES = {**TITLES, "dev": "Dev score"}
 
 
 def write_sweep_pages(result: SweepResult) -> list[Path]:
@@ -34,6 +36,12 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     return files
 
 
+def rows_of(result: SweepResult) -> list[Row]:
+    """What the runs at the end came to: the dev score first, then the test sets."""
+    dev = dev_row(result.winners)
+    return [*([dev] if dev else []), *(set_rows(result.evaluation) if result.evaluation else [])]
+
+
 def _content(result: SweepResult) -> dict[str, Any]:
     space = Space(result.sweep, result.recipe)
     numbers = {trial.name: place for place, trial in enumerate(result.trials, start=1)}
@@ -41,7 +49,8 @@ def _content(result: SweepResult) -> dict[str, Any]:
         result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
     )
     paths = list(space.knobs)
-    rows = summary_of(result.evaluation) if result.evaluation else []
+    rows = rows_of(result)
+    models = list(dict.fromkeys(name for row in rows for name in row.spreads))
     return {
         "title": result.directory.name,
         "subtitle": _subtitle(result),
@@ -49,12 +58,12 @@ def _content(result: SweepResult) -> dict[str, Any]:
         "interrupted": result.interrupted,
         "winner": result.winner,
         "winners_values": {path: _shown(result.winner.values[path]) for path in paths} if result.winner else {},
-        "models": list(rows[0].spreads) if rows else [],
+        "models": models,
         "summary": [
             {
-                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set}",
+                "name": f"{_SUITES.get(row.suite, row.suite)}: {row.set}",
                 "measure": row.measure,
-                "cells": [_spread(row.measure, spread) for spread in row.spreads.values()],
+                "cells": [_spread(row.measure, row.spreads.get(name)) for name in models],
             }
             for row in rows
         ],
@@ -104,8 +113,8 @@ def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> lis
     return tiles
 
 
-def _spread(measure: str, spread: Spread) -> str:
-    return f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
+def _spread(measure: str, spread: Spread | None) -> str:
+    return "" if spread is None else f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
 
 
 def _shown(value: Any) -> str:

@@ -200,10 +200,12 @@ def print_summary(rows: Sequence[Row]) -> None:
     if not rows:
         return
     table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
-    for name in ("set", "measure", *rows[0].spreads):
+    models = list(dict.fromkeys(name for row in rows for name in row.spreads))
+    for name in ("set", "measure", *models):
         table.add_column(name, justify="left" if name in ("set", "measure") else "right")
     for row in rows:
-        cells = (f"{number(row.measure, s.mean)} ± {number(row.measure, s.deviation)}" for s in row.spreads.values())
+        found = [row.spreads.get(name) for name in models]
+        cells = (f"{number(row.measure, s.mean)} ± {number(row.measure, s.deviation)}" if s else "" for s in found)
         table.add_row(f"{TITLES.get(row.suite, row.suite)}: {row.set}", row.measure, *cells)
     console = Console(file=sys.stdout)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""The winner and the recipe as it was, over their seeds: mean and standard deviation on every test set."""
+"""The winner and the recipe as it was, over their seeds: mean and standard deviation on the dev set and on every test set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distcse.evaluation import Evaluation
+from distcse.tuning.records import Trial
 
+RECIPE, BEST = "recipe", "best"
 _SEED = re.compile(r", seed \d+")
 
 
@@ -24,16 +26,31 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One test set, or an average."""
+    """One set, or an average."""
 
     suite: str
     set: str
     measure: str
     spreads: dict[str, Spread]
-    """By model, such as `recipe` and `best`."""
+    """By model: `recipe` and `best`, in a mutual distillation each of their encoders."""
 
 
-def summary_of(evaluation: Evaluation) -> list[Row]:
+def side_of(run: Trial) -> str:
+    """Whether a run at the end has the winner's values, or those of the recipe as it was."""
+    return RECIPE if run.values.keys() == {"seed"} else BEST
+
+
+def dev_row(runs: Sequence[Trial]) -> Row | None:
+    """Best dev scores of the runs at the end; None where there are none."""
+    scores: dict[str, list[float]] = {}
+    for run in sorted(runs, key=lambda run: side_of(run) == BEST):
+        if run.best is not None and run.status == "finished":
+            scores.setdefault(side_of(run), []).append(run.best.score)
+    spreads = {side: spread_of(values) for side, values in scores.items()}
+    return Row("dev", "what the search was for", "dev", spreads) if spreads else None
+
+
+def set_rows(evaluation: Evaluation) -> list[Row]:
     """A row for every score, its models joined over their seeds."""
     return [
         Row(

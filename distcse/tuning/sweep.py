@@ -31,6 +31,7 @@ from distcse.training.directory import RunDirectory
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
 from distcse.tuning.space import Space
+from distcse.tuning.summary import BEST, side_of
 from distcse.tuning.table import write_tables
 from distcse.tuning.trial import Desk
 
@@ -162,11 +163,6 @@ def _with_seeds(winner: Trial, sweep: Sweep) -> list[dict[str, Any]]:
     return ours + [{"seed": seed} for seed in sweep.winner.seeds if sweep.winner.compare]
 
 
-def is_winners(trial: Trial) -> bool:
-    """Whether a run at the end has the winner's values; the others are the recipe as it was."""
-    return trial.values.keys() != {"seed"}
-
-
 def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
     if isinstance(recipe, Recipe):
         return labelled_tasks(recipe)
@@ -181,8 +177,8 @@ def _measure(recipe: Recipe | MutualRecipe, winners: list[Trial], folder: Path, 
     if not tasks.tasks:
         return None
     candidates = []
-    for trial in sorted(winners, key=lambda t: (is_winners(t), t.values["seed"])):
-        name = f"{'best' if is_winners(trial) else 'recipe'}, seed {trial.values['seed']}"
+    for trial in sorted(winners, key=lambda trial: (side_of(trial) == BEST, trial.values["seed"])):
+        name = f"{side_of(trial)}, seed {trial.values['seed']}"
         models = {name: folder / trial.name / "model"}
         if isinstance(recipe, MutualRecipe):
             inside = folder / trial.name / "models"
