@@ -86,6 +86,8 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
             "evaluation.dev is none, but a sweep chooses by the dev score; write evaluation.data or evaluation.dev"
         )
     if isinstance(recipe, Recipe):
+        if sweep.schedule.kind == "pbt" and recipe.training.workers > 1:
+            raise RecipeError("pbt hands checkpoints from trial to trial in their own processes; write training.workers: 1")
         check_labelled_data(recipe)
         _tasks(recipe)
     return space

@@ -1,0 +1,52 @@
+"""`python -m distcse.tune` as a user meets it: what is printed, what is refused, with which exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distcse.tune import main
+
+SPACES = Path(__file__).parents[2] / "tune_spaces"
+RECIPE = ["rankcse-listnet-bert-base", "evaluation.data=data"]
+
+
+def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    space = ["--space", str(SPACES / "rankcse-listnet-grid.yaml"), "--print-space"]
+    assert main([*RECIPE, *space, "sweep.winner.seeds=[7]", "sweep.search.concurrent=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "# 18 trials" in printed and "concurrent: 3" in printed and "seeds:\n  - 7" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        ([], 2, "name a recipe and a space"),
+        (RECIPE, 2, "name a recipe and a space"),
+        ([*RECIPE, "--space", "nowhere.yaml"], 2, "no file 'nowhere.yaml'"),
+        (
+            ["rankcse-lisnet-bert-base", "--space", str(SPACES / "diffcse.yaml")],
+            2,
+            "did you mean 'rankcse-listnet-bert-base'",
+        ),
+        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "--print-space"], 2, "leaves objective.detection out"),
+        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "sweep.serch.trials=3"], 2, "unknown key serch"),
+        (["--resume", "/nowhere"], 1, "is no sweep"),
+        ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    arguments: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == status
+    assert told in capsys.readouterr().err
+
+
+def test_a_sweep_without_a_dev_score_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("student: {backbone: x}\nobjective: {rank: null}\nevaluation: {dev: none}\n")
+    space = tmp_path / "space.yaml"
+    space.write_text("knobs: {training.lr: {values: [1.0e-5]}}\n")
+    assert main([str(recipe), "--space", str(space)]) == 2
+    assert "a sweep chooses by the dev score" in capsys.readouterr().err
