@@ -25,7 +25,8 @@ _VARIABLES = {
     PAPER: "var(--paper)",
     **{colour: f"var(--series-{n})" for n, colour in enumerate(COLOURS)},
 }
-_WIDTH, HEIGHT = 3.7, 2.7
+WIDTH, HEIGHT = 3.7, 2.7
+WIDE = 7.6
 _SIZE = r'\s(width|height)="[^"]*"'
 _UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
 _FONTS = r"font-family: [^;]*;"
@@ -61,6 +62,8 @@ class Picture:
     title: str
     note: str
     svg: str
+    wide: bool = False
+    """Drawn at `WIDE`, to have the page's whole width."""
 
 
 def legend_above(axes: Axes) -> None:
@@ -68,10 +71,10 @@ def legend_above(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
 
 
-def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT) -> str:
+def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT, width: float = WIDTH) -> str:
     """Draw on one pair of axes; the element alone, sized by the page, its placeholders turned into CSS variables."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt keeps names inside two pictures apart
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.subplots())
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

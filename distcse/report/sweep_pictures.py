@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from distcse.recipe import KnobSection
-from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, Picture, legend_above, svg
+from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
 from distcse.tuning.records import Trial, winner_of
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"
@@ -22,11 +22,12 @@ def sweep_pictures(
 ) -> list[Picture]:
     """All pictures that there is something to draw for."""
     scored = [trial for trial in trials if trial.best is not None]
-    if not scored:
+    sound = [trial for trial in scored if trial.status not in ("diverged", "failed")]
+    if not sound:
         return []
     drawn = [
-        _parallel(scored, knobs),
-        _temperatures(scored),
+        _parallel(sound, knobs),
+        _temperatures(sound),
         _importance(importances) if importances else None,
         _curves(scored),
         _costs(trials),
@@ -82,12 +83,12 @@ def _parallel(trials: Sequence[Trial], knobs: Mapping[str, KnobSection]) -> Pict
             )
         axes.set_xticks([*places], [*map(short, paths), "dev"], rotation=40, ha="right")
         axes.set_yticks([])
-        axes.set_xlim(-0.1, len(paths) + 0.45)
+        axes.set_xlim(-0.1, len(paths) + 0.35)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
 
     note = "A line a trial, from its values to its best dev score; in the other colour: the best one."
-    return Picture("Values and dev score", note, svg("parallel", draw, HEIGHT + 0.6))
+    return Picture("Values and dev score", note, svg("parallel", draw, HEIGHT + 0.6, WIDE), wide=True)
 
 
 class _Scale:

@@ -47,7 +47,7 @@ def dev_row(runs: Sequence[Trial]) -> Row | None:
         if run.best is not None and run.status == "finished":
             scores.setdefault(side_of(run), []).append(run.best.score)
     spreads = {side: spread_of(values) for side, values in scores.items()}
-    return Row("dev", "what the search was for", "dev", spreads) if spreads else None
+    return Row("dev", "best of each run", "dev", spreads) if spreads else None
 
 
 def set_rows(evaluation: Evaluation) -> list[Row]:

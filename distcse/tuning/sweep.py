@@ -87,7 +87,9 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
         )
     if isinstance(recipe, Recipe):
         if sweep.schedule.kind == "pbt" and recipe.training.workers > 1:
-            raise RecipeError("pbt hands checkpoints from trial to trial in their own processes; write training.workers: 1")
+            raise RecipeError(
+                "pbt hands checkpoints from trial to trial in their own processes; write training.workers: 1"
+            )
         check_labelled_data(recipe)
         _tasks(recipe)
     return space
