@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.errors import DistcseError, RecipeError
+from distcse.errors import DistcseError, RecipeError, RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.stopping import INTERRUPTED, StopOnSignal
 
@@ -85,7 +85,12 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     elif result.winner is not None:
         lines.append(f"train   python -m distcse.train {result.best_recipe}")
     print_lines(lines)
-    return INTERRUPTED if result.interrupted else 0 if result.winner is not None else 1
+    if result.interrupted:
+        return INTERRUPTED
+    if result.winner is None:
+        why = next((trial.why for trial in result.trials if trial.why), "see its events")
+        raise RunError(f"no trial of {len(result.trials)} came to its end; the first said: {why}")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -100,6 +100,7 @@ def _fit(
     listener = _Listener(desk, watch)
     if tune.Tuner.can_restore(str(folder)):
         tuner = tune.Tuner.restore(str(folder), trainable, resume_errored=False, param_space=space)
+        # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
         tuner._local_tuner._run_config.callbacks = [listener, *_loggers(sweep)]
     else:
         tuner = tune.Tuner(
@@ -210,6 +211,10 @@ class _Listener(tune.Callback):  # type: ignore[misc]
     def __init__(self, desk: Desk, watch: Watch) -> None:
         self._desk = desk
         self._watch = watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune pickles its settings; a sweep that goes on is given a listener of its own."""
+        return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._tell(trial)
