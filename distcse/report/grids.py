@@ -87,21 +87,21 @@ def _shown(suite: str, measures: list[str]) -> list[str]:
 
 
 def legend(evaluation: Evaluation) -> list[str]:
-    """What the marks mean, for those that are there."""
-    lines = []
+    """What the marks mean, for those that are there: a line for models that saw the same share of a set."""
+    models: dict[tuple[str, float], list[str]] = {}
     for about in evaluation.models:
         for entry, share in about.exposure.items():
-            name = entry.replace("/", " ", 1)
-            if share >= TRANSDUCTIVE_FROM:
-                lines.append(
-                    f"{TRANSDUCTIVE} {about.name}, {name}: transductive, {100 * share:.0f} % of the set's sentences "
-                    "were in the training text"
-                )
-            elif share >= NOTICED_FROM:
-                lines.append(
-                    f"{NOTICED} {about.name}, {name}: {100 * share:.1f} % of the set's sentences were in the training text"
-                )
-    return list(dict.fromkeys(lines))
+            if share >= NOTICED_FROM:
+                models.setdefault((entry.replace("/", " ", 1), share), []).append(about.name)
+    lines = []
+    for (name, share), of in models.items():
+        told = f"{', '.join(of)}, {name}:"
+        if share >= TRANSDUCTIVE_FROM:
+            told = f"{TRANSDUCTIVE} {told} transductive, {100 * share:.0f} %"
+        else:
+            told = f"{NOTICED} {told} {100 * share:.1f} %"
+        lines.append(f"{told} of the set's sentences were in the training text")
+    return lines
 
 
 def number(measure: str, value: float) -> str:
