@@ -59,7 +59,8 @@ def _main(options: argparse.Namespace) -> int:
 def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
     from distcse.events import Watch
-    from distcse.report.sweep_page import rows_of, trial_line, write_sweep_pages
+    from distcse.report.knobs import in_a_line
+    from distcse.report.sweep_page import rows_of, write_sweep_pages
     from distcse.report.terminal import open_view, print_lines, print_summary
     from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
@@ -75,7 +76,7 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     print_summary(rows_of(result))
     if result.winner is not None and result.winner.best is not None:
         lines += [
-            f"winner  dev {result.winner.best.score:.2f}  {trial_line(result.winner)}",
+            f"winner  dev {result.winner.best.score:.2f}  {in_a_line(result.winner.values)}",
             f"recipe  {result.best_recipe}",
         ]
     lines += [f"report  {file}" for file in write_sweep_pages(result)]

@@ -9,10 +9,10 @@ from typing import Any
 from distcse import __version__
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import TITLES, number
+from distcse.report.knobs import short, shown
 from distcse.report.page import environment
-from distcse.report.sweep_pictures import short, sweep_pictures
+from distcse.report.sweep_pictures import sweep_pictures
 from distcse.tuning.importance import importances
-from distcse.tuning.records import Trial
 from distcse.tuning.space import Space
 from distcse.tuning.summary import Row, Spread, dev_row, set_rows
 from distcse.tuning.sweep import SweepResult
@@ -57,7 +57,7 @@ def _content(result: SweepResult) -> dict[str, Any]:
         "tiles": _tiles(result, rows, numbers),
         "interrupted": result.interrupted,
         "winner": result.winner,
-        "winners_values": {path: _shown(result.winner.values[path]) for path in paths} if result.winner else {},
+        "winners_values": {path: shown(result.winner.values[path]) for path in paths} if result.winner else {},
         "models": models,
         "summary": [
             {
@@ -78,7 +78,7 @@ def _content(result: SweepResult) -> dict[str, Any]:
                 "step": f"{trial.best.step:,}" if trial.best else "",
                 "progress": f"{trial.reported[-1].progress:.0f} %" if trial.reported else "",
                 "seconds": f"{trial.seconds:.0f}",
-                "values": [_shown(trial.values[path]) for path in paths],
+                "values": [shown(trial.values[path]) for path in paths],
                 "why": trial.why,
                 "best": result.winner is not None and trial.name == result.winner.name,
             }
@@ -115,12 +115,3 @@ def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> lis
 
 def _spread(measure: str, spread: Spread | None) -> str:
     return "" if spread is None else f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def trial_line(trial: Trial) -> str:
-    """A trial's values in a line."""
-    return "  ".join(f"{short(path)}={_shown(value)}" for path, value in trial.values.items())

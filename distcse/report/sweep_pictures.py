@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from distcse.recipe import KnobSection
 from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
+from distcse.report.knobs import short
 from distcse.tuning.records import Trial, winner_of
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"
@@ -33,14 +34,6 @@ def sweep_pictures(
         _costs(trials),
     ]
     return [picture for picture in drawn if picture is not None]
-
-
-def short(path: str) -> str:
-    """A knob's name where there is little room: `rank.tau2`, `encoders.0.alpha`."""
-    parts = path.split(".")
-    return (
-        ".".join(parts[-3:] if parts[-2].isdigit() else parts[-2:]).removeprefix("training.").removeprefix("objective.")
-    )
 
 
 def _parallel(trials: Sequence[Trial], knobs: Mapping[str, KnobSection]) -> Picture | None:

@@ -18,6 +18,7 @@ from rich.text import Text
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
 from distcse.report.grids import TITLES, Grid, grids, legend, number
+from distcse.report.knobs import in_a_line
 from distcse.tuning.summary import Row
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -275,12 +276,7 @@ def _trial_line(event: TrialNews) -> str:
 
 def _trial_note(event: TrialNews) -> str:
     score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
-    values = (f"{path.rsplit('.', 1)[-1]}={_short_value(value)}" for path, value in event.values.items())
-    return score + " ".join(values)
-
-
-def _short_value(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return score + in_a_line(event.values)
 
 
 def _dev_line(event: DevScore) -> str:
