@@ -6,9 +6,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.schema import CorpusSection, LoopSection, Measure, Section, StorageSection, TrainedSection, Weight
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+from distcse.recipe.schema import (
+    CorpusSection,
+    LoopSection,
+    Measure,
+    Name,
+    Section,
+    StorageSection,
+    TrainedSection,
+    Weight,
+)
 
 
 class BandSection(Section):

@@ -11,6 +11,7 @@ Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_tw
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 Precision = Literal["fp32", "bf16"]
 Temperature = Annotated[float, Field(gt=0, le=10)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Weight = Annotated[float, Field(ge=0)]
 
 
@@ -352,7 +353,7 @@ class StorageSection(Section):
 class Recipe(Section):
     """One run, whole: what is read, who teaches, who learns, by which objective, how long, and where it is kept."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Name = "run"
     """Name of the run directory."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
     """Seed of sampling, dropout and fresh weights."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.schema import Section
+from distcse.recipe.schema import Name, Section
 
 Value = bool | int | float | str | None | list[int]
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
@@ -31,7 +31,7 @@ class KnobSection(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        given = [key for key in type(self).model_fields if getattr(self, key) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             kinds = "values, uniform, log_uniform, integers, equals, simplex"
             raise ValueError(f"gives {' and '.join(given) or 'nothing'}; a knob has one of {kinds}")
@@ -45,7 +45,10 @@ class KnobSection(Section):
     @property
     def kind(self) -> str:
         """The key that is given."""
-        return next(key for key in type(self).model_fields if getattr(self, key) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [key for key in type(self).model_fields if getattr(self, key) not in (None, False)]
 
 
 class SearchSection(Section):
@@ -64,7 +67,7 @@ class SearchSection(Section):
     max_failures: Annotated[int, Field(ge=0)] = 2
     """Times a trial that lost its process goes on from its last checkpoint."""
     hours: Annotated[float, Field(gt=0)] | None = None
-    """No trial begins after so many hours; null sets no limit."""
+    """The search ends after so many hours, with the trials under way; null sets no limit."""
 
 
 class ScheduleSection(Section):
@@ -91,7 +94,7 @@ class WinnerSection(Section):
 class Sweep(Section):
     """A search over a recipe's knobs."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "sweep"
+    name: Name = "sweep"
     """Name of the sweep's folder."""
     knobs: Annotated[dict[str, KnobSection], Field(min_length=1)]
     """By recipe path, such as `objective.rank.tau2`: what the knob may be."""

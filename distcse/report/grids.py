@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.exposure import NOTICED_FROM, TRANSDUCTIVE_FROM
+from distcse.tuning.summary import Spread
 
 TITLES = {
     "sts": "STS",
@@ -16,6 +17,7 @@ TITLES = {
     "geometry": "Geometry",
     "retrieval": "Retrieval",
     "agreement": "Agreement",
+    "dev": "Dev score",
 }
 MEASURES = {
     "all": "Spearman ×100, all subsets at once",
@@ -107,6 +109,11 @@ def legend(evaluation: Evaluation) -> list[str]:
 def number(measure: str, value: float) -> str:
     """A figure as tables print it."""
     return f"{value:.3f}" if measure in _UNITS_OF_ONE else f"{value:.2f}"
+
+
+def spread_text(measure: str, spread: Spread | None) -> str:
+    """Mean ± standard deviation as tables print them; nothing where there is none."""
+    return "" if spread is None else f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
 
 
 def _rows(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, list[Cell]]:

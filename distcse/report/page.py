@@ -24,10 +24,15 @@ _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
     """Write evaluation.json, report.html and report.md into a folder; the paths of the two pages."""
     evaluation.write(folder / "evaluation.json")
+    return put_pages(folder, html(evaluation, history), markdown(evaluation, history))
+
+
+def put_pages(folder: Path, page: str, text: str) -> list[Path]:
+    """Write report.html and report.md, each whole or not at all; their paths."""
     files = [folder / "report.html", folder / "report.md"]
-    for file, text in zip(files, (html(evaluation, history), markdown(evaluation, history)), strict=True):
+    for file, written in zip(files, (page, text), strict=True):
         beside_it = file.with_name(f".{file.name}.{os.getpid()}")
-        beside_it.write_text(text, encoding="utf-8")
+        beside_it.write_text(written, encoding="utf-8")
         os.replace(beside_it, file)
     return files
 

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
-from distcse.report.grids import TITLES, number
+from distcse.report.grids import TITLES, number, spread_text
 from distcse.report.knobs import short, shown
-from distcse.report.page import environment
+from distcse.report.page import environment, put_pages
 from distcse.report.sweep_pictures import sweep_pictures
 from distcse.tuning.importance import importances
 from distcse.tuning.space import Space
-from distcse.tuning.summary import Row, Spread, dev_row, set_rows
+from distcse.tuning.summary import Row, dev_row, set_rows
 from distcse.tuning.sweep import SweepResult
-
-_SUITES = {**TITLES, "dev": "Dev score"}
 
 
 def write_sweep_pages(result: SweepResult) -> list[Path]:
     """Write report.html and report.md into the sweep's folder; their paths."""
-    content = _content(result)
-    shown = sweep_pictures(result.trials, Space(result.sweep, result.recipe).knobs, content["importances"])
-    files = [result.directory / "report.html", result.directory / "report.md"]
-    texts = [
-        environment(escape=True).get_template("sweep.html").render(**content, pictures=shown),
-        environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n",
-    ]
-    for file, text in zip(files, texts, strict=True):
-        beside = file.with_name(f".{file.name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, file)
-    return files
+    space = Space(result.sweep, result.recipe)
+    content = _content(result, space)
+    drawn = sweep_pictures(result.trials, space.knobs, content["importances"])
+    page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
+    text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
+    return put_pages(result.directory, page, text)
 
 
 def rows_of(result: SweepResult) -> list[Row]:
@@ -42,8 +33,7 @@ def rows_of(result: SweepResult) -> list[Row]:
     return [*([dev] if dev else []), *(set_rows(result.evaluation) if result.evaluation else [])]
 
 
-def _content(result: SweepResult) -> dict[str, Any]:
-    space = Space(result.sweep, result.recipe)
+def _content(result: SweepResult, space: Space) -> dict[str, Any]:
     numbers = {trial.name: place for place, trial in enumerate(result.trials, start=1)}
     ranked = sorted(
         result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
@@ -61,9 +51,9 @@ def _content(result: SweepResult) -> dict[str, Any]:
         "models": models,
         "summary": [
             {
-                "name": f"{_SUITES.get(row.suite, row.suite)}: {row.set}",
+                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set}",
                 "measure": row.measure,
-                "cells": [_spread(row.measure, row.spreads.get(name)) for name in models],
+                "cells": [spread_text(row.measure, row.spreads.get(name)) for name in models],
             }
             for row in rows
         ],
@@ -111,7 +101,3 @@ def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> lis
         note = f"{averages[0].suite.upper()} {averages[0].set}, ± {spread.deviation:.2f} over {spread.number} seeds"
         tiles.append({"name": name, "figure": number(averages[0].measure, spread.mean), "note": note})
     return tiles
-
-
-def _spread(measure: str, spread: Spread | None) -> str:
-    return "" if spread is None else f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
-from distcse.report.grids import TITLES, Grid, grids, legend, number
+from distcse.report.grids import TITLES, Grid, grids, legend, spread_text
 from distcse.report.knobs import in_a_line
 from distcse.tuning.summary import Row
 
@@ -183,9 +183,7 @@ def open_view() -> Iterator[View]:
 
 def print_evaluation(evaluation: Evaluation) -> None:
     """The tables on standard output: a row a model, under it how it compares with the base."""
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH  # a file has no edge to fold lines at
+    console = _for_tables()
     for grid in grids(evaluation):
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))
@@ -194,6 +192,13 @@ def print_evaluation(evaluation: Evaluation) -> None:
         console.print(f"\n{line} Clear ones are marked *.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _for_tables() -> Console:
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH  # a file has no edge to fold lines at
+    return console
 
 
 def print_summary(rows: Sequence[Row]) -> None:
@@ -205,13 +210,9 @@ def print_summary(rows: Sequence[Row]) -> None:
     for name in ("set", "measure", *models):
         table.add_column(name, justify="left" if name in ("set", "measure") else "right")
     for row in rows:
-        found = [row.spreads.get(name) for name in models]
-        cells = (f"{number(row.measure, s.mean)} ± {number(row.measure, s.deviation)}" if s else "" for s in found)
+        cells = (spread_text(row.measure, row.spreads.get(name)) for name in models)
         table.add_row(f"{TITLES.get(row.suite, row.suite)}: {row.set}", row.measure, *cells)
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    console.print(table)
+    _for_tables().print(table)
 
 
 def print_remarks(evaluation: Evaluation) -> None:

@@ -71,13 +71,10 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
 
 def _worker(config: dict[str, Any]) -> Outcome | RunError:
     """Ray Train's loop function."""
-    import torch
-
-    from distcse.teachers.actors import RemoteSource
+    from distcse.teachers.actors import RemoteSource, use_assigned_threads
 
     _quiet()
-    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-    torch.set_num_threads(max(1, int(cpus)))
+    use_assigned_threads()
     rank = ray.train.get_context().get_world_rank()
     sources = [RemoteSource(pool[rank % len(pool)]) for pool in config["servers"]]
     try:

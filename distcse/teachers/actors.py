@@ -33,7 +33,7 @@ class ShardBuilder:
     def __init__(
         self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
     ) -> None:
-        _use_assigned_threads()
+        use_assigned_threads()
         self._teacher = teacher
         self._encoder = open_embedder(teacher)
         self._corpus = Corpus.open(corpus)
@@ -49,7 +49,7 @@ class TeacherServer:
     """Hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
-        _use_assigned_threads()
+        use_assigned_threads()
         self._teacher = make_teacher()
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
@@ -143,5 +143,6 @@ def _run_token() -> str:
     return str(ray.get_runtime_context().get_job_id())
 
 
-def _use_assigned_threads() -> None:
+def use_assigned_threads() -> None:
+    """As many threads as CPUs that Ray gave this actor."""
     torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

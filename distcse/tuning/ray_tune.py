@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
@@ -23,6 +22,7 @@ from ray.tune.search import BasicVariantGenerator
 from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
 from distcse.recipe import Sweep
+from distcse.teachers.actors import use_assigned_threads
 from distcse.tuning.records import Status, Trial, read_trial
 from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
@@ -90,7 +90,7 @@ def _fit(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
     def trial(sample: dict[str, Any]) -> None:
-        _use_assigned_threads()
+        use_assigned_threads()
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
         given = tune.get_checkpoint() if desk.exchanges else None
         with given.as_directory() if given else nullcontext() as donor:
@@ -263,9 +263,3 @@ def news_of(trial: Trial) -> TrialNews:
         trial.values,
         trial.why,
     )
-
-
-def _use_assigned_threads() -> None:
-    import torch
-
-    torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
