@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from distcse.corpus import Corpus
@@ -103,6 +103,16 @@ def house_of(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
     """The house that `training.workers` asks for, and what must be entered around its work."""
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
+    return OnRay(), _cluster_with_room_for(recipe)
+
+
+@contextmanager
+def _cluster_with_room_for(recipe: Recipe) -> Iterator[None]:
+    """A cluster that can give a run its workers; one that never can is refused before any teacher embeds a row."""
     from distcse.training.cluster import cluster
 
-    return OnRay(), cluster()
+    with cluster():
+        from distcse.student.ray_train import resources_per_worker
+
+        resources_per_worker(recipe)
+        yield

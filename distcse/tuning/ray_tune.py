@@ -58,7 +58,7 @@ def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, wat
         config = _config(sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space)
         _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, watch)
     elif sweep.search.algorithm == "tpe":
-        config = _config(sweep, room, sweep.search.trials, _tpe(space, sweep))
+        config = _config(sweep, room, sweep.search.trials, tpe(space, sweep))
         _fit(desk, space.values, {}, config, sweep, folder, room, watch)
     else:
         drawn = sweep.search.algorithm == "random"
@@ -168,7 +168,8 @@ def _domains(space: Space) -> dict[str, Any]:
     return found
 
 
-def _tpe(space: Space, sweep: Sweep) -> Any:
+def tpe(space: Space, sweep: Sweep) -> Any:
+    """Ray Tune's Optuna searcher: multivariate tree-structured Parzen estimator, trials under way taken for bad ones."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 

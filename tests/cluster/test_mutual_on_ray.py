@@ -88,32 +88,45 @@ def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
         assert mine.begin < theirs.end and theirs.begin < mine.end  # at the same time
 
 
-def test_a_driver_that_is_killed_is_followed_by_one_that_goes_on(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+def test_drivers_that_are_stopped_and_killed_are_followed_by_ones_that_go_on(
+    recipe_with: MakeRecipe, tmp_path: Path
+) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders do; the last one comes to the end."""
     undisturbed = run_mutual(recipe_with(), Watch())
     recipe_with(*ON_RAY)
-    knobs = [*LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
-    command = [sys.executable, "-m", "distcse.train", str(tmp_path / "recipe.yaml"), *knobs]
+    arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
+    run = _until(arguments, "cycle-1-cross", signal.SIGTERM)
+    assert _until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
+    directory, recipe = RunDirectory.reopen(run, ["ray=false"])
+    assert isinstance(recipe, MutualRecipe)
+    resumed = run_mutual(recipe, Watch(), directory)
+    assert resumed.best and not resumed.interrupted
+    assert_same_labels(undisturbed, resumed)
+
+
+def _until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
+    """Start `distcse.train` and send it a signal once a group has taken a step of a phase; the run's folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    for stop in (signal.SIGKILL, signal.SIGTERM):
-        process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**kept, "NO_COLOR": "1"}, cwd=ROOT
-        )
-        assert process.stderr is not None
-        run = None
-        for line in process.stderr:
-            if "run directory" in line:
-                run = Path(line.split()[-1])
-            if run is not None and "cycle-1-bi training" in line:
-                _wait_for_steps(run, "cycle-1-bi")
-                break
-        process.send_signal(stop)
-        _, told = process.communicate(timeout=120)
-        assert run is not None and process.returncode in (-signal.SIGKILL, 130), told
-        directory, recipe = RunDirectory.reopen(run, ["ray=false"])
-        assert isinstance(recipe, MutualRecipe)
-        resumed = run_mutual(recipe, Watch(), directory)
-        assert resumed.best and not resumed.interrupted
-        assert_same_labels(undisturbed, resumed)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distcse.train", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**kept, "NO_COLOR": "1"},
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    run = None
+    for line in process.stderr:
+        if "run directory" in line:
+            run = Path(line.split()[-1])
+        if run is not None and f"{phase} training" in line:
+            _wait_for_steps(run, phase)
+            break
+    process.send_signal(stop)
+    _, told = process.communicate(timeout=120)
+    assert run is not None and process.returncode == (130 if stop == signal.SIGTERM else -stop), told
+    return run
 
 
 def _wait_for_steps(run: Path, phase: str) -> None:

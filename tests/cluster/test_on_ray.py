@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from distcse.encoder import Encoder
@@ -17,10 +16,10 @@ from distcse.errors import EncoderError, RunError
 from distcse.events import DevScore, Event, Stage, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.run import run
-from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
+from tests.weights import assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
 
@@ -41,38 +40,35 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
     )
 
 
-def weights(directory: RunDirectory) -> dict[str, torch.Tensor]:
-    folder = Checkpoints(directory.path).latest()
-    assert folder is not None
-    return load_state(folder).weights
-
-
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    for name, tensor in one.items():
-        if not name.endswith("key.bias"):
-            torch.testing.assert_close(other[name], tensor, atol=5e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def rows_embedded(events: list[Event]) -> list[int]:
     return [e.done for e in events if isinstance(e, Stage) and e.finished and e.name.startswith("teacher")]
 
 
 @pytest.mark.slow
-def test_two_workers_with_deepspeed_equal_one_process_and_reuse_tables(recipe_with: MakeRecipe) -> None:
+def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recipe_with: MakeRecipe) -> None:
     events: list[Event] = []
-    on_ray = run(
-        recipe_with("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.servers=2"),
-        Watch(events.append),
-    )
-    assert on_ray.outcome.position.finished
-    assert rows_embedded(events) == [on_ray.rows, on_ray.rows]
-    assert [event.step for event in events if isinstance(event, Steps)][-1] == on_ray.outcome.steps
+    steps: list[int] = []
+
+    def note(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Steps):
+            steps.append(event.step)
+
+    knobs = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.servers=2")
+    first = run(recipe_with(*knobs, "training.log_every=1"), Watch(note, lambda: len(steps) >= 2))
+    assert first.outcome.interrupted and 0 < first.outcome.position.step < first.outcome.steps
+    assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
+    assert rows_embedded(events) == [first.rows, first.rows]
+    directory, recipe = RunDirectory.reopen(first.directory.path, ["training.workers=1"])
+    on_ray = run(recipe, Watch(note), directory)
+    assert on_ray.outcome.position.finished and not on_ray.outcome.interrupted
+    assert steps == list(range(1, on_ray.outcome.steps + 1))
     assert [event.step for event in events if isinstance(event, DevScore)] == [0, 6, 12, 18, 22]
 
     here_events: list[Event] = []
     here = run(recipe_with("training.workers=0"), Watch(here_events.append))
     assert rows_embedded(here_events) == [0, 0]
-    assert_close(weights(here.directory), weights(on_ray.directory))
+    assert_same_learning(weights_of(here.directory.path), weights_of(on_ray.directory.path))
     pairs = list(zip(here.outcome.position.scores, on_ray.outcome.position.scores, strict=True))
     assert all(a == b for (a, _), (b, _) in pairs)
     assert all(a == pytest.approx(b, abs=0.1) for (_, a), (_, b) in pairs)  # two pairs that are near may change places
@@ -103,26 +99,8 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRec
     )
     assert killed == ["RayTrainWorker", "TeacherServer"]
     assert disturbed.outcome.position.finished
-    assert_close(weights(undisturbed.directory), weights(disturbed.directory))
+    assert_same_learning(weights_of(undisturbed.directory.path), weights_of(disturbed.directory.path))
     assert ray.is_initialized()
-
-
-@pytest.mark.slow
-def test_interrupted_on_two_workers_resumed_on_one(recipe_with: MakeRecipe) -> None:
-    undisturbed = run(recipe_with("training.workers=0"), Watch())
-    steps: list[int] = []
-
-    def note(event: Event) -> None:
-        if isinstance(event, Steps):
-            steps.append(event.step)
-
-    first = run(recipe_with("training.workers=2", "training.log_every=1"), Watch(note, lambda: len(steps) >= 2))
-    assert first.outcome.interrupted and 0 < first.outcome.position.step < first.outcome.steps
-    assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
-    directory, recipe = RunDirectory.reopen(first.directory.path, ["training.workers=1"])
-    second = run(recipe, Watch(), directory)
-    assert second.outcome.position.finished and not second.outcome.interrupted
-    assert_close(weights(undisturbed.directory), weights(second.directory))
 
 
 @pytest.mark.slow
@@ -159,8 +137,8 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     assert rows_embedded(events) == [on_ray.rows]  # a cross-encoder has no table
     here = run(recipe_with(*knobs, "training.workers=0"), Watch())
     # Batch norm takes the constant out of what reaches it: that bias moves by rounding alone.
-    same = {n: t for n, t in weights(here.directory).items() if not n.endswith(("LayerNorm.bias", "running_mean"))}
-    assert_close(same, weights(on_ray.directory))
+    one, other = (weights_of(done.directory.path) for done in (here, on_ray))
+    assert_same_learning(one, other, but=("LayerNorm.bias", "running_mean"))
 
 
 def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:

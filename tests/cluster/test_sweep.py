@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
@@ -19,7 +21,10 @@ from distcse.encoder import Encoder
 from distcse.events import Event, Stage, TrialNews, Watch
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
+from distcse.student.run import run
+from distcse.tuning.ray_tune import tpe
 from distcse.tuning.records import read_trials
+from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
@@ -146,15 +151,29 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 44  # went on from its checkpoint
 
 
-def test_tpe_with_a_trainer_of_two_workers_in_each_trial(recipe: Recipe, tmp_path: Path) -> None:
+def test_tpe_draws_where_trials_were_good(recipe: Recipe, tmp_path: Path) -> None:
+    """Told scores that are best at tau2 = 0.05 and equal weights, it comes nearer to both."""
+    knobs = {TAU2: {"log_uniform": [0.005, 0.5]}, "teachers.encoders.*.alpha": {"simplex": True}}
+    sweep = make_sweep(tmp_path, knobs, search={"trials": 60, "startup": 10})
+    space = Space(sweep, recipe)
+    searcher = tpe(space, sweep)
+    far = []
+    for number in range(60):
+        found = space.values(searcher.suggest(str(number)))
+        weight = found["teachers.encoders.0.alpha"]
+        far.append(abs(math.log(found[TAU2] / 0.05)) + abs(weight - 0.5))
+        searcher.on_trial_complete(str(number), {"best": -far[-1]})
+    assert np.mean(far[-20:]) < np.mean(far[:10]) / 2
+
+
+def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path: Path) -> None:
     two = recipe.model_copy(update={"training": recipe.training.model_copy(update={"workers": 2, "max_steps": 12})})
     knobs = {TAU2: {"log_uniform": [0.02, 0.2]}, "teachers.encoders.*.alpha": {"simplex": True}}
-    sweep = make_sweep(tmp_path, knobs, search={"trials": 2, "startup": 1, "concurrent": 2})
-    result = carried_out(two, sweep)
-    assert [trial.status for trial in result.trials] == ["finished"] * 2
-    for trial in result.trials:
-        weights = [trial.values[f"teachers.encoders.{n}.alpha"] for n in range(2)]
-        assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
+    sweep = make_sweep(tmp_path, knobs, search={"trials": 1, "concurrent": 1})
+    (trial,) = carried_out(two, sweep).trials
+    assert trial.status == "finished" and trial.reported[-1].progress == 100
+    weights = [trial.values[f"teachers.encoders.{n}.alpha"] for n in range(2)]
+    assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
 
 
 def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> None:
@@ -199,9 +218,14 @@ def test_a_sweep_of_a_mutual_distillation(
 
 def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe: Recipe, tmp_path: Path) -> None:
     space = tmp_path / "space.yaml"
-    sweep = make_sweep(tmp_path, {LR: {"values": [1e-3, 3e-4, 1e-5]}}, search={"algorithm": "grid", "concurrent": 1})
-    undisturbed = carried_out(recipe, sweep)
-    assert undisturbed.winner is not None
+    rates = [1e-3, 3e-4, 1e-5]
+    make_sweep(tmp_path, {LR: {"values": rates}}, search={"algorithm": "grid", "concurrent": 1})
+    undisturbed = {}
+    for rate in rates:
+        alone = recipe.training.model_copy(update={"workers": 0, "lr": rate})
+        best = run(recipe.model_copy(update={"training": alone}), Watch()).outcome.position.best
+        assert best is not None
+        undisturbed[rate] = best[1]
 
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_API_SERVER_ADDRESS"):
@@ -231,9 +255,10 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe:
     for name in ended:
         assert after[name] == before[name]  # to the second it took
     winner = max(after.values(), key=lambda t: t.best.score if t.best else 0)
-    assert winner.values == undisturbed.winner.values
-    assert winner.best is not None and undisturbed.winner.best is not None
-    assert winner.best.score == pytest.approx(undisturbed.winner.best.score, abs=0.05)
+    assert winner.values == {LR: max(undisturbed, key=undisturbed.__getitem__)}
+    for trial in after.values():
+        assert trial.best is not None
+        assert trial.best.score == pytest.approx(undisturbed[trial.values[LR]], abs=0.05)
     assert f"python -m distcse.train {folder / 'best.yaml'}" in resumed.stdout
 
 

@@ -77,12 +77,16 @@ def test_the_known_figures(model: VectorModel, sets: dict[str, ScoredPairs], dev
 
 
 def test_sts_through_sentence_transformers(model: VectorModel, sets: dict[str, ScoredPairs], minilm: str) -> None:
-    """On pairs of different sentences: where both are equal, its cosines are 1 give or take a bit, and tie or not by chance."""
+    """On pairs of different sentences: where both are equal, its cosines are 1 give or take a bit, and tie or not by chance.
+
+    On three of the five sets, those with one score, several and short sentences: it encodes each side anew.
+    """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
     theirs = SentenceTransformer(str(resolve_model(minilm)), device="cpu")
-    for name, pairs in sets.items():
+    for name in ("STS13", "STS-B", "SICK-R"):
+        pairs = sets[name]
         different = np.flatnonzero(model.similarities(pairs.first, pairs.second) < 1)
         assert len(pairs.gold) - len(different) < 80
         first, second = ([side[row] for row in different] for side in (pairs.first, pairs.second))
