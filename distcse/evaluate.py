@@ -7,25 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distcse.errors import DistcseError, EvaluationError
+from distcse.command import exit_status
+from distcse.errors import EvaluationError
 from distcse.events import Listener, Stage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
     options = _parser().parse_args(arguments)
-    try:
-        _main(options)
-    except DistcseError as mistake:
-        sys.stderr.write(f"distcse: {mistake}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("distcse: stopped; nothing was written\n")
-        return 130
-    return 0
+    return exit_status(lambda: _main(options), kept="nothing was written")
 
 
-def _main(options: argparse.Namespace) -> None:
+def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
     import torch
 
@@ -73,6 +66,7 @@ def _main(options: argparse.Namespace) -> None:
         print_lines(["", f"written {write_results(candidates, options.data, options.mteb)}"])
     if options.out is not None:
         print_lines(["", *(f"written {file}" for file in write_pages(evaluation, options.out))])
+    return 0
 
 
 def _check_mteb(options: argparse.Namespace) -> None:

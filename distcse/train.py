@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse.errors import DistcseError, RecipeError
+from distcse.command import INTERRUPTED, StopOnSignal, exit_status
+from distcse.errors import RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
-from distcse.stopping import INTERRUPTED, StopOnSignal
 
 if TYPE_CHECKING:
     from distcse.training.directory import RunDirectory
@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        return _main(options)
-    except DistcseError as mistake:
-        sys.stderr.write(f"distcse: {mistake}\n")
-        return 2 if isinstance(mistake, RecipeError) else 1
-    except KeyboardInterrupt:
-        sys.stderr.write("distcse: stopped at once; the last checkpoint is kept\n")
-        return INTERRUPTED
+    return exit_status(lambda: _main(options), kept="the last checkpoint is kept")
 
 
 def _main(options: argparse.Namespace) -> int:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.errors import DistcseError, RecipeError, RunError
+from distcse.command import INTERRUPTED, StopOnSignal, exit_status
+from distcse.errors import RecipeError, RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
-from distcse.stopping import INTERRUPTED, StopOnSignal
 
 _SWEEP = "sweep."
 _EXTRA = ("optuna", "simpleeval")
@@ -18,19 +18,16 @@ _EXTRA = ("optuna", "simpleeval")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
+    return exit_status(lambda: _with_extra(options), kept="trials that ended are kept")
+
+
+def _with_extra(options: argparse.Namespace) -> int:
     try:
         return _main(options)
-    except DistcseError as mistake:
-        sys.stderr.write(f"distcse: {mistake}\n")
-        return 2 if isinstance(mistake, RecipeError) else 1
     except ModuleNotFoundError as lacking:
         if lacking.name not in _EXTRA:
             raise
-        sys.stderr.write(f'distcse: {lacking}; pip install "distcse[tune]"\n')
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("distcse: stopped at once; trials that ended are kept\n")
-        return INTERRUPTED
+        raise RunError(f'{lacking}; pip install "distcse[tune]"') from None
 
 
 def _main(options: argparse.Namespace) -> int:

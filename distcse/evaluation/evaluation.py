@@ -18,6 +18,7 @@ from distcse.evaluation.neighbours import Changed, Changes, changed_neighbours
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import Task, can_do
 from distcse.events import Listener, Stage, ignore
+from distcse.files import put
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Evaluation:
 
     def write(self, file: Path) -> None:
         """Store as JSON."""
-        file.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
+        put(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:

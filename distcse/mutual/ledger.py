@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RunError
+from distcse.files import put, whole
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
 
@@ -108,12 +108,9 @@ class Ledger:
             self._write()
 
     def _store(self, name: str, array: Scores) -> str:
-        file, beside = self._labels / f"{name}.npy", self._labels / f".{name}.npy"
-        with open(beside, "wb") as out:
+        file = self._labels / f"{name}.npy"
+        with whole(file) as beside, open(beside, "wb") as out:
             np.save(out, array)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, file)
         return hashlib.sha256(array.tobytes()).hexdigest()
 
     def _load(self, name: str, expected: str) -> Scores:
@@ -127,9 +124,4 @@ class Ledger:
         return array
 
     def _write(self) -> None:
-        beside = self._file.with_name(f".{self._file.name}")
-        with open(beside, "w", encoding="utf-8") as out:
-            json.dump(self._state, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, self._file)
+        put(self._file, json.dumps(self._state, indent=1))

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from distcse.errors import CorpusError
 from distcse.evaluation import read_table
 from distcse.evaluation.tables import ENDINGS
+from distcse.files import whole
 from distcse.recipe import MutualRecipe
 
 _DRAW_STREAM = 2**31
@@ -46,9 +47,8 @@ class Pairs:
 
     def write(self, file: Path) -> None:
         """Store as Parquet."""
-        beside = file.with_name(f".{file.name}")
-        pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), beside)
-        beside.replace(file)
+        with whole(file) as beside:
+            pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), beside)
 
     @classmethod
     def read(cls, file: Path) -> Pairs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch
+from distcse.files import put
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
@@ -192,9 +192,7 @@ def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder
     encoder.eval().save(folder / "model")
     dev = dict(position.scores).get(position.step)
     told = Trained(str(folder / "model"), position.step, dev, steps)
-    beside = folder / f".trained.{os.getpid()}"
-    beside.write_text(json.dumps(asdict(told)))
-    os.replace(beside, folder / "trained.json")
+    put(folder / "trained.json", json.dumps(asdict(told)))
     shutil.rmtree(folder / "checkpoints")
 
 

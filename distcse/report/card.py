@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import yaml
 
 from distcse import __version__
 from distcse.evaluation import Evaluation
+from distcse.files import put
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.student.run import Result
@@ -18,8 +18,8 @@ def write_card(result: Result) -> None:
     """Put README.md (the card) and distcse/recipe.yaml beside the saved model."""
     model = result.directory.model
     (model / "distcse").mkdir(exist_ok=True)
-    write_whole(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
-    write_whole(model / "README.md", card(result))
+    put(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+    put(model / "README.md", card(result))
 
 
 def card(result: Result) -> str:
@@ -90,10 +90,3 @@ def scores_told(evaluation: Evaluation | None) -> str:
     if evaluation.missing:
         lines += ["", f"Not measured: {'; '.join(evaluation.missing)}."]
     return "\n".join(lines)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename into place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

@@ -7,9 +7,10 @@ import os
 import yaml
 
 from distcse import __version__
+from distcse.files import put
 from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
-from distcse.report.card import scores_told, write_whole
+from distcse.report.card import scores_told
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
 
@@ -25,8 +26,8 @@ def write_group_cards(result: MutualResult) -> None:
     """Put README.md (the card) and distcse/recipe.yaml beside every model that was chosen."""
     for best in result.best:
         (best.model / "distcse").mkdir(exist_ok=True)
-        write_whole(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
-        write_whole(best.model / "README.md", group_card(result, best))
+        put(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+        put(best.model / "README.md", group_card(result, best))
 
 
 def group_card(result: MutualResult, best: Best) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from distcse import __version__
 from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
+from distcse.files import put
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
@@ -31,9 +31,7 @@ def put_pages(folder: Path, page: str, text: str) -> list[Path]:
     """Write report.html and report.md, each whole or not at all; their paths."""
     files = [folder / "report.html", folder / "report.md"]
     for file, written in zip(files, (page, text), strict=True):
-        beside_it = file.with_name(f".{file.name}.{os.getpid()}")
-        beside_it.write_text(written, encoding="utf-8")
-        os.replace(beside_it, file)
+        put(file, written)
     return files
 
 

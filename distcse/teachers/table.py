@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
+from distcse.files import put, whole
 
 FORMAT = 1
 
@@ -66,7 +66,7 @@ class EmbeddingTable:
         """The table of this identity in `cache`, its folder made and labelled if it is new; shards may be missing."""
         directory = cache / "tables" / identity.key
         directory.mkdir(parents=True, exist_ok=True)
-        _write_atomically(directory / "table.json", json.dumps(asdict(identity), indent=2).encode())
+        put(directory / "table.json", json.dumps(asdict(identity), indent=2))
         return cls(directory, identity)
 
     def shard_range(self, shard: int) -> range:
@@ -96,15 +96,11 @@ class EmbeddingTable:
                 f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows in this shard); "
                 "try precision: fp32, or take the rows out of the corpus"
             )
-        payload = self._payload(shard)
-        beside = payload.with_name(f".{payload.name}.{os.getpid()}")
-        with open(beside, "wb") as file:
-            np.save(file, (vectors / norms).astype(np.float16))
-            file.flush()
-            os.fsync(file.fileno())
-        label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": _checksum(beside)}
-        os.replace(beside, payload)
-        _write_atomically(self._label(shard), json.dumps(label).encode())
+        with whole(self._payload(shard)) as beside:
+            with open(beside, "wb") as file:
+                np.save(file, (vectors / norms).astype(np.float16))
+            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": _checksum(beside)}
+        put(self._label(shard), json.dumps(label))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """(n,) row ids -> (n, dimension) float32 unit vectors. Normalised again: float16 moves a norm by 1e-4."""
@@ -150,12 +146,3 @@ class EmbeddingTable:
 def _checksum(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)

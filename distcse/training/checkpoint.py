@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distcse.errors import RunError
+from distcse.files import put, whole
 from distcse.training.claim import Claim
 
 _STATE, _POSITION = "state.safetensors", "position.json"
@@ -87,9 +88,9 @@ class Checkpoints:
         tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
         for name, moments in state.moments.items():
             tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside / _STATE)
-        _flush(beside / _STATE)
-        _write(beside / _POSITION, json.dumps({**asdict(position), "updates": state.updates}))
+        with whole(beside / _STATE) as file:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        put(beside / _POSITION, json.dumps({**asdict(position), "updates": state.updates}))
         if target.exists():
             shutil.rmtree(target)
         os.replace(beside, target)
@@ -118,9 +119,7 @@ class Checkpoints:
         return self._pointed("best")
 
     def _point(self, pointer: str, name: str) -> None:
-        beside = self._root / f".{pointer}.{os.getpid()}"
-        _write(beside, name)
-        os.replace(beside, self._root / pointer)
+        put(self._root / pointer, name)
 
     def _pointed(self, pointer: str) -> Path | None:
         file = self._root / pointer
@@ -157,13 +156,3 @@ def load_position(folder: Path) -> Position:
     """Read where a checkpoint stands."""
     entry = json.loads((folder / _POSITION).read_text())
     return Position(entry["step"], [(step, score) for step, score in entry["scores"]], entry["finished"])
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

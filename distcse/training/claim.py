@@ -6,12 +6,12 @@ time would write the same folders.
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.errors import RunError
+from distcse.files import put
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class Claim:
     def stake(cls, run: Path) -> Claim:
         """Take a run's directory over: claims before this one no longer hold."""
         claim = cls(run / "claim", secrets.token_hex(8))
-        beside = run / f".claim.{os.getpid()}"
-        beside.write_text(claim.token)
-        os.replace(beside, claim.file)
+        put(claim.file, claim.token)
         return claim
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from distcse.errors import RecipeError, RunError
 from distcse.events import Event, InGroup
+from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, read_recipe, recipe_yaml
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
@@ -87,14 +88,14 @@ class RunDirectory:
                 raise RunError(
                     f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
                 ) from None
-            (path / "recipe.yaml").write_text(recipe_yaml(recipe))
+            put(path / "recipe.yaml", recipe_yaml(recipe))
             return cls(path)
         raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
 
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
-        (path / "recipe.yaml").write_text(recipe_yaml(recipe))
+        put(path / "recipe.yaml", recipe_yaml(recipe))
         return cls(path)
 
     @classmethod
@@ -133,7 +134,7 @@ class RunDirectory:
             "commit": _commit(),
             "versions": _versions(),
         }
-        file.write_text(json.dumps(record, indent=2))
+        put(file, json.dumps(record, indent=2))
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl."""

@@ -6,11 +6,12 @@ Whatever a report or a resumed sweep says of a trial comes from here; Ray Tune's
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from distcse.files import put
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
 _FILE = "trial.json"
@@ -68,9 +69,7 @@ class Trial:
 
     def write(self, folder: Path) -> None:
         """Into the trial's folder."""
-        beside = folder / f".{_FILE}.{os.getpid()}"
-        beside.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-        os.replace(beside, folder / _FILE)
+        put(folder / _FILE, json.dumps(asdict(self), indent=1))
 
 
 def read_trial(folder: Path) -> Trial | None:

@@ -20,6 +20,7 @@ from typing import Any
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation, Reading, Tasks, evaluate, open_candidate
 from distcse.events import Note, Watch
+from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import labelled_tasks
@@ -63,8 +64,8 @@ class SweepResult:
 def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
     """A folder for a new sweep, with what was asked in it."""
     path = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"})).path
-    (path / "recipe.yaml").write_text(recipe_yaml(recipe))
-    (path / "space.yaml").write_text(recipe_yaml(sweep))
+    put(path / "recipe.yaml", recipe_yaml(recipe))
+    put(path / "space.yaml", recipe_yaml(sweep))
     return path
 
 
@@ -157,7 +158,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
 def _note_winner(recipe: Recipe | MutualRecipe, directory: Path) -> Trial | None:
     winner = winner_of(read_trials(directory / _TRIALS))
     if winner is not None:
-        (directory / "best.yaml").write_text(recipe_yaml(with_values(recipe, winner.values)))
+        put(directory / "best.yaml", recipe_yaml(with_values(recipe, winner.values)))
     return winner
 
 

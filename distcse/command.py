@@ -1,13 +1,36 @@
-"""What Ctrl-C and SIGTERM mean to the front doors."""
+"""What the commands have in common: how they end, and what Ctrl-C and SIGTERM mean to them."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
+from distcse.errors import DistcseError, RecipeError
+
 INTERRUPTED = 130
-"""Exit status of a run that was asked to stop."""
+"""Exit status of a command that was asked to stop."""
+
+
+def exit_status(work: Callable[[], int], kept: str) -> int:
+    """Do a command's work; an error is one line on stderr.
+
+    Args:
+        work: Returns the exit status where nothing went wrong.
+        kept: What a second Ctrl-C leaves.
+
+    Returns:
+        What `work` says; 1 where it failed, 2 for a mistake in what was asked, 130 where it was stopped at once.
+    """
+    try:
+        return work()
+    except DistcseError as mistake:
+        sys.stderr.write(f"distcse: {mistake}\n")
+        return 2 if isinstance(mistake, RecipeError) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"distcse: stopped at once; {kept}\n")
+        return INTERRUPTED
 
 
 class StopOnSignal:
