@@ -121,9 +121,15 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
 
 
 def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe, tmp_path: Path) -> None:
+    """In a sweep that is itself interrupted, as by Ctrl-C, and goes on."""
     from ray.util.state import list_actors
 
+    heard: list[float] = []
     killed: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, TrialNews):
+            heard.append(event.progress)
 
     def kill(event: Event) -> None:
         if isinstance(event, TrialNews) and event.progress > 50 and not killed and event.values[LR] == 1e-3:
@@ -139,12 +145,17 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
         schedule={"kind": "asha", "grace": 0.5, "reduction": 1.5},
     )
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
-    result = carried_out(longer, sweep, Watch(kill))
+    directory = begin(longer, sweep)
+    interrupted = run_sweep(longer, sweep, directory, Watch(hear, lambda: max(heard, default=0) > 10))
+    assert interrupted.interrupted and not interrupted.winners and interrupted.evaluation is None
+    assert [trial.status for trial in interrupted.trials] == ["running"]
+    assert (directory / "trials.csv").exists()
+    result = run_sweep(longer, sweep, directory, Watch(kill))
     found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
     assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e39} == {"diverged"}
     assert "not finite at step" in found[1e-3, 1e39].why
     assert killed == [found[1e-3, 1.0].name]
-    assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].starts == 2
+    assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].starts == 3
     assert "stopped" in {trial.status for trial in result.trials}  # learns next to nothing, and came later
     assert result.winner is not None and result.winner.values == {LR: 1e-3, "objective.rank.gamma": 1.0}
     steps = [entry.step for entry in result.winner.reported]
