@@ -12,10 +12,11 @@ def by_length(ids: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]
     """Places of texts, longest first, in batches of at most `batch_tokens` with padding."""
     order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
     batches: list[list[int]] = []
-    while order:
-        size = max(1, batch_tokens // max(1, len(ids[order[0]])))
-        batches.append(order[:size])
-        order = order[size:]
+    begin = 0
+    while begin < len(order):
+        end = begin + max(1, batch_tokens // max(1, len(ids[order[begin]])))
+        batches.append(order[begin:end])
+        begin = end
     return batches
 
 

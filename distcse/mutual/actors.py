@@ -8,30 +8,33 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Note, Watch
+from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
-from distcse.recipe import MutualRecipe
+from distcse.recipe import GroupSection
 from distcse.training.board import open_board, relay, watch_of
 from distcse.training.cluster import worker_environment
 
 _PERIOD = 0.2
+_TOLD_AFTER = 30
+"""Seconds without room after which a group says so."""
 
 
 class TrainingActor:
     """One training worker of a group."""
 
-    def __init__(self, bench: Bench, rank: int, workers: int, cpus: float) -> None:
+    def __init__(self, bench: Bench, rank: int, workers: int, cpus: float, gpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
-        self._rank, self._workers = rank, workers
+        self._rank, self._workers, self._gpus = rank, workers, gpus
         self._worker = Worker(bench)
 
     def address(self) -> str:
@@ -46,11 +49,11 @@ class TrainingActor:
             return
         import os
 
-        import torch
         import torch.distributed as dist
 
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # NCCL refuses two workers on one GPU.
+        backend = "nccl" if self._gpus >= 1 else "gloo"
         dist.init_process_group(backend, init_method=f"tcp://{address}", rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
@@ -139,7 +142,7 @@ class GroupOnRay:
             except RayTaskError as failed:
                 cause = failed.cause
                 raise cause if isinstance(cause, DistcseError) else _told(self.name, phase, failed) from failed
-            except RayActorError as lost:
+            except RayError as lost:  # killed, out of memory, its node gone, or what it had made gone with it
                 if self._closed:
                     raise RunError(f"group {self.name} was ended in {phase.name}") from lost
                 self._failures += 1
@@ -154,22 +157,37 @@ class GroupOnRay:
     def _open(self) -> None:
         if self._trainers:
             return
-        ray.get(self._place.ready())
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
         number = self._bench.group.workers
+        self._wait_for_place(number)
         for rank in range(number):
             beside = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
             common = {
                 "scheduling_strategy": beside,
                 "num_gpus": gpus / 2,
-                "runtime_env": {"env_vars": worker_environment()},
+                "runtime_env": {"env_vars": worker_environment(gpus)},
             }
             trainer = ray.remote(TrainingActor).options(num_cpus=cpus, **common)
             scorer = ray.remote(ScoringActor).options(num_cpus=0, **common)
-            self._trainers.append(trainer.remote(self._bench, rank, number, cpus))
+            self._trainers.append(trainer.remote(self._bench, rank, number, cpus, gpus))
             self._scorers.append(scorer.remote(self._bench, cpus))
         address = ray.get(self._trainers[0].address.remote())
         ray.get([trainer.join.remote(address) for trainer in self._trainers])
+
+    def _wait_for_place(self, workers: int) -> None:
+        """Until nodes have room: for ever, on a cluster that may grow; but saying so, and only as long as the run goes on."""
+        ready, waited = self._place.ready(), 0.0
+        while not ray.wait([ready], timeout=1)[0]:
+            if self._closed or self._watch.stop_wished():
+                raise Ended
+            waited += 1
+            if waited == _TOLD_AFTER:
+                wants = ", ".join(f"{number:g} {kind}" for kind, number in self._resources.items())
+                told = (
+                    f"waits for nodes with room for {workers} workers of {wants} each; ray: false runs groups in turns"
+                )
+                self._watch.post(Note(told, warning=True))
+        ray.get(ready)
 
     def _kill(self) -> None:
         for actor in (*self._trainers, *self._scorers):
@@ -177,28 +195,39 @@ class GroupOnRay:
         self._trainers, self._scorers = [], []
 
 
-def resources_of(recipe: MutualRecipe) -> list[dict[str, float]]:
-    """CPUs and GPUs of a worker of each group.
+def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
+    """CPUs and GPUs of a worker of each group. Unasked, CPUs are shared as evenly as nodes allow.
+
+    A worker has a GPU of its own where there are enough for all; groups of one worker share those there are.
 
     Raises:
         RunError: The cluster can never give them to all groups at the same time.
     """
     has = ray.cluster_resources()
-    workers = sum(group.workers for group in recipe.groups)
-    fits_gpu = has.get("GPU", 0.0) >= workers
-    even = max(0.1, int(10 * has.get("CPU", 0.0) / workers) / 10)
+    workers = sum(group.workers for group in groups)
+    even = even_share([node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]], workers)
+    there = has.get("GPU", 0.0)
+    alone = all(group.workers == 1 for group in groups)
+    share = 1.0 if there >= workers else 1 / -(-workers // there) if there >= 1 and alone else 0.0
     wants: list[dict[str, float]] = []
-    for group in recipe.groups:
-        gpus = float(fits_gpu) if group.gpus_per_worker is None else group.gpus_per_worker
+    for group in groups:
+        gpus = share if group.gpus_per_worker is None else group.gpus_per_worker
         wants.append({"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})})
     for kind in ("CPU", "GPU"):
-        asked = _sum(kind, wants, [group.workers for group in recipe.groups])
+        asked = _sum(kind, wants, [group.workers for group in groups])
         if asked > has.get(kind, 0.0) + 1e-9:
             raise RunError(
                 f"the groups need {asked:g} {kind}s at the same time, the cluster has {has.get(kind, 0.0):g}; lower "
                 f"groups.N.{kind.lower()}s_per_worker or groups.N.workers, or write ray: false to run them in turns"
             )
     return wants
+
+
+def even_share(nodes: Sequence[float], workers: int) -> float:
+    """The most CPUs that each of some workers can have on nodes of these CPUs, to a tenth; no worker lies on two nodes."""
+    shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
+    fitting = (share for share in shares if share and sum(int(cpus / share + 1e-9) for cpus in nodes) >= workers)
+    return max(fitting, default=0.1)
 
 
 def _sum(kind: str, wants: Sequence[Mapping[str, float]], workers: Sequence[int]) -> float:

@@ -30,6 +30,7 @@ class Exchange:
         self._ledger = ledger
         self._ending = ending
         self._changed = threading.Condition()
+        self._agree_where_due()  # a driver may have been killed after the last scores came, before their labels were made
 
     def post(self, group: str, phase: Phase, scores: Scores, trained: Trained | None) -> None:
         """A group's scores of a phase. Those of the last group make the labels."""
@@ -60,13 +61,15 @@ class Exchange:
                 self._changed.wait()
 
     def drop(self, group: str, why: str) -> bool:
-        """Go on without a group; labels that waited for it alone are made of what is there. The last one is not dropped."""
+        """Go on without a group; labels that waited for it alone are made of what is there.
+
+        The last one is not dropped, and none in a run that ends: groups that are closed fail for no fault of theirs.
+        """
         with self._changed:
-            if self._members() == [group]:
+            if self._members() == [group] or self._ending.is_set():
                 return False
             self._ledger.drop(group, why)
-            for number in range(2 * self._recipe.mutual.cycles + 1):
-                self._agree(Phase(number))
+            self._agree_where_due()
             self._changed.notify_all()
         return True
 
@@ -78,6 +81,10 @@ class Exchange:
 
     def _members(self) -> list[str]:
         return [group.name for group in self._recipe.groups if group.name not in self._ledger.dropped]
+
+    def _agree_where_due(self) -> None:
+        for number in range(2 * self._recipe.mutual.cycles + 1):
+            self._agree(Phase(number))
 
     def _agree(self, phase: Phase) -> None:
         members, there = self._members(), self._ledger.posted(phase)

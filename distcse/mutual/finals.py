@@ -56,6 +56,7 @@ def final_scores(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     candidates = []
     left = {name for name, _, _ in best}
+    trusted = {group.name: group.trust_remote_code for group in recipe.groups}
     for group in recipe.groups:
         if group.name in left:
             encoder = Encoder.from_section(group).to(device)
@@ -68,9 +69,11 @@ def final_scores(
                 continue
             title = f"{name} {kind}"
             if kind == "bi":
-                ours.append(candidate_of(title, str(model), Encoder.load(model).to(device), exposure))
+                encoder = Encoder.load(model, trust_remote_code=trusted[name]).to(device)
+                ours.append(candidate_of(title, str(model), encoder, exposure))
             else:
-                ours.append(scorer_of(title, str(model), CrossEncoder.load(model).to(device), exposure))
+                scorer = CrossEncoder.load(model, trust_remote_code=trusted[name]).to(device)
+                ours.append(scorer_of(title, str(model), scorer, exposure))
         candidates += ours
         if len(ours) > 1:
             about = About(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)

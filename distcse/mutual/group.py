@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+from distcse.errors import DistcseError, RunError
 from distcse.events import Watch
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
@@ -72,16 +75,30 @@ class InTurns:
         self._group, self._turn = group, turn
 
     def prepare(self, phase: Phase) -> None:
-        with self._turn:
+        with self._alone(phase):
             self._group.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> Trained | None:
-        with self._turn:
+        with self._alone(phase):
             return self._group.train(phase, labels)
 
     def score(self, phase: Phase) -> Scores:
-        with self._turn:
+        with self._alone(phase):
             return self._group.score(phase)
 
     def close(self) -> None:
         self._group.close()
+
+    @contextmanager
+    def _alone(self, phase: Phase) -> Iterator[None]:
+        """This group's turn. A failure that is no mistake of the user's carries its name, as it does on Ray."""
+        with self._turn:
+            try:
+                yield
+            except DistcseError:
+                raise
+            except Exception as failed:
+                told = str(failed).strip().splitlines()
+                raise RunError(
+                    f"group {self.name} failed in {phase.name}: {type(failed).__name__}{': ' + told[-1] if told else ''}"
+                ) from failed

@@ -21,6 +21,7 @@ from distcse.errors import RunError
 from distcse.files import put, whole
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
+from distcse.training.claim import Claim
 
 Scores = NDArray[np.float32]
 
@@ -30,12 +31,14 @@ class Ledger:
 
     Args:
         run: The run's directory.
+        claim: The right to write in it; None only reads.
 
     Raises:
-        RunError: The file there is none of ours.
+        RunError: The file there is none of ours; when writing, a later start of the run has taken it over.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, claim: Claim | None = None) -> None:
+        self._claim = claim
         self._file = run / "ledger.json"
         self._labels = run / "labels"
         self._labels.mkdir(parents=True, exist_ok=True)
@@ -124,4 +127,6 @@ class Ledger:
         return array
 
     def _write(self) -> None:
+        if self._claim is not None:
+            self._claim.check()
         put(self._file, json.dumps(self._state, indent=1))

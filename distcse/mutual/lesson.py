@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from distcse.recipe import LoopSection
 from distcse.training.noise import noise, noise_seed
 from distcse.training.schedule import total_steps
 
+T = TypeVar("T")
 Row = NDArray[np.int32]
 _FILLED = 0.75
+_SLICE = 10_000
 
 
 class Texts(NamedTuple):
@@ -92,7 +94,9 @@ class BiTokens:
 
     def __init__(self, encoder: Encoder, pairs: Pairs) -> None:
         unique = {text: place for place, text in enumerate(dict.fromkeys([*pairs.first, *pairs.second]))}
-        self._rows: list[Row] = [np.array(ids, dtype=np.int32) for ids in encoder.token_ids(list(unique))]
+        self._rows: list[Row] = [
+            np.array(ids, dtype=np.int32) for part in slices(list(unique)) for ids in encoder.token_ids(part)
+        ]
         self._first = np.array([unique[text] for text in pairs.first])
         self._second = np.array([unique[text] for text in pairs.second])
         self._pad = encoder.tokenizer.pad_token_id or 0
@@ -114,12 +118,17 @@ class CrossTokens:
     """Token ids of pairs as a cross-encoder reads them, in one order or both: rows n to 2n - 1 are turned round."""
 
     def __init__(self, encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> None:
-        found = [encoder.token_ids(list(pairs.both()))]
+        read = list(pairs.both())
+        self._orders = 2 if both_orders else 1
         if both_orders:
-            found.append(encoder.token_ids([(second, first) for first, second in pairs.both()]))
-        self._orders = len(found)
-        self._rows: list[Row] = [np.array(row, dtype=np.int32) for ids, _ in found for row in ids]
-        self._kinds = _rows([kinds for _, kinds in found])
+            read += [(second, first) for first, second in read]
+        self._rows: list[Row] = []
+        kinds: list[Row] = []
+        for part in slices(read):
+            found, told = encoder.token_ids(part)
+            self._rows += [np.array(row, dtype=np.int32) for row in found]
+            kinds += [np.array(row, dtype=np.int32) for row in told or []]
+        self._kinds = kinds or None
         self._pad = encoder.tokenizer.pad_token_id or 0
 
     def __len__(self) -> int:
@@ -135,9 +144,9 @@ class CrossTokens:
         return np.tile(labels, self._orders)
 
 
-def _rows(kinds: Sequence[list[list[int]] | None]) -> list[Row] | None:
-    given = [one for one in kinds if one is not None]
-    return [np.array(row, dtype=np.int32) for one in given for row in one] if given else None
+def slices(rows: list[T]) -> Iterator[list[T]]:
+    """Rows in parts that are tokenised at a time: as Python's integers all of them would fill the memory."""
+    return (rows[begin : begin + _SLICE] for begin in range(0, len(rows), _SLICE))
 
 
 class PairLesson:
@@ -176,7 +185,7 @@ class PairLesson:
         self._labels = torch.from_numpy(tokens.labels(labels))
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
         self._dev, self._every, self._seed, self._rank = dev, every, seed, rank
-        self._batch_size = section.batch_size
+        self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
         self.steps = total_steps(section, self._sampler.steps_per_epoch)
 
@@ -198,8 +207,15 @@ class PairLesson:
         return share, {"loss": share.detach()}
 
     def is_scored(self, done: int) -> bool:
-        in_epoch = done % self._sampler.steps_per_epoch
-        return in_epoch % self._every == 0
+        """At the first whole update from every `every`th step of an epoch, and from its last, on."""
+        last = done - self._accumulation
+        passed = self._milestones(done) - self._milestones(last)
+        return done % self._accumulation == 0 and passed > 0
+
+    def _milestones(self, done: int) -> int:
+        """How many steps that call for a score lie at or before one."""
+        epochs, in_epoch = divmod(max(done, 0), self._sampler.steps_per_epoch)
+        return epochs * -(-self._sampler.steps_per_epoch // self._every) + in_epoch // self._every
 
     @property
     def score_name(self) -> str | None:

@@ -6,11 +6,13 @@ Trans-Encoder learns from a task's own pairs, the test pairs among them. With mi
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
@@ -20,9 +22,12 @@ from distcse.events import Listener, Stage
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
 
-_STREAM = 2**31 + 1
+_STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _FLAT_UP_TO = 200_000
 _LISTS_PROBED = 32
+_ASKED_PER_PAIR = 10
+"""Sentences whose neighbours BM25 looks for, for each pair wanted: each costs a pass over the index."""
+_ASKED_AT_A_TIME = 2000
 
 Found = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
@@ -48,7 +53,7 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
     if any(band.share for band in section.bands):
         pools += _bands(recipe, section, texts, post)
     if section.bm25_share:
-        pools.append((section.bm25_share, _by_words(texts, section.neighbours, post)))
+        pools.append((section.bm25_share, _by_words(texts, section, recipe.seed, post)))
     if section.random_share:
         pools.append((section.random_share, _strangers(len(texts), section.pairs, random)))
     rows = _drawn(pools, section.pairs, random)
@@ -59,7 +64,7 @@ def _bands(
     recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], post: Listener
 ) -> list[tuple[float, Found]]:
     """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
-    encoder = Encoder.from_section(recipe.groups[0])
+    encoder = Encoder.from_section(recipe.groups[0]).to("cuda" if torch.cuda.is_available() else "cpu")
     vectors = encoder.encode(
         texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
     )
@@ -96,8 +101,8 @@ def _nearest(vectors: NDArray[np.float32], neighbours: int) -> tuple[NDArray[np.
     return cosines, rows
 
 
-def _by_words(texts: Sequence[str], neighbours: int, post: Listener) -> Found:
-    """Pairs of sentences that share telling words (BM25)."""
+def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Listener) -> Found:
+    """Pairs of sentences that share telling words (BM25): neighbours of as many sentences as the wanted pairs call for."""
     try:
         import bm25s
     except ImportError:
@@ -108,10 +113,20 @@ def _by_words(texts: Sequence[str], neighbours: int, post: Listener) -> Found:
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
     index = bm25s.BM25()
     index.index(tokens, show_progress=False)
-    rows, scores = index.retrieve(tokens, k=min(neighbours + 1, len(texts)), show_progress=False)
-    ours = np.repeat(np.arange(len(texts)), rows.shape[1])
-    pairs = np.stack([ours, rows.ravel().astype(np.int64)], axis=1)
-    found = _once(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
+    asked = np.arange(len(texts))
+    if len(asked) > _ASKED_PER_PAIR * section.pairs:
+        random = np.random.Generator(np.random.PCG64([seed, _BM25_STREAM]))
+        asked = np.sort(random.permutation(asked)[: _ASKED_PER_PAIR * section.pairs])
+    pools: list[Found] = []
+    for begin in range(0, len(asked), _ASKED_AT_A_TIME):
+        ours = asked[begin : begin + _ASKED_AT_A_TIME]
+        queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in ours], tokens.vocab)
+        neighbours = min(section.neighbours + 1, len(texts))
+        rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=os.cpu_count() or 1)
+        pairs = np.stack([np.repeat(ours, neighbours), rows.ravel().astype(np.int64)], axis=1)
+        pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
+        post(Stage("mining", begin + len(ours), len(asked), "sentences compared by words"))
+    found = _once(np.concatenate(pools))
     post(Stage("mining", len(found), len(found), "pairs", finished=True, note=f"{len(found):,} neighbours by BM25"))
     return found
 

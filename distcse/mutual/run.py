@@ -61,7 +61,9 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     """
     DevPairs.of(recipe)
     tasks = wanted_tasks(recipe)
-    for group in recipe.groups:
+    dropped = Ledger(resume.path).dropped if resume else {}
+    at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
+    for group in (recipe.groups[number] for number in at_work):
         Encoder.from_section(group)
         resolve_model(group.cross_backbone or group.backbone)
     directory = resume or RunDirectory.create(recipe)
@@ -71,9 +73,9 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     claim = Claim.stake(directory.path)
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(pairs.fingerprint)
-    ledger = Ledger(directory.path)
+    ledger = Ledger(directory.path, claim)
     ledger.begin(pairs.fingerprint)
-    benches = [Bench(recipe, number, directory.path, claim) for number in range(len(recipe.groups))]
+    benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
     with _groups(recipe, benches, watch) as groups:
         interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), watch)
     best, evaluation = [], None
@@ -110,7 +112,7 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
     with cluster():
         from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
 
-        wants = resources_of(recipe)
+        wants = resources_of([bench.group for bench in benches])
         groups: list[Group] = []
         try:
             for bench, own, want in zip(benches, watches, wants, strict=True):
@@ -136,17 +138,20 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
             stops[number] = True
         except DistcseError as failed:
             if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, str(failed)):
-                exchange.end()
                 raise
+            group.close()
             own.post(Note(f"dropped: {failed}", warning=True))
             own.post(Doing("", "dropped"))
+
+    def follow_or_end(number: int) -> None:
+        try:
+            follow(number)
         except BaseException:
             exchange.end()
             raise
 
-    at_work = [number for number, group in enumerate(groups) if group.name not in ledger.dropped]
     threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
-    following = [threads.submit(follow, number) for number in at_work]
+    following = [threads.submit(follow_or_end, number) for number in range(len(groups))]
     hurried = False
     try:
         for future in following:
@@ -191,7 +196,8 @@ def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Be
     """The best cycle of each formulation of each group by dev score (the last one without), copied to `models/`."""
     found: list[Best] = []
     kinds: tuple[Kind, ...] = ("bi", "cross")
-    for group, bench in zip(recipe.groups, benches, strict=True):
+    for bench in benches:
+        group = bench.group
         if group.name in ledger.dropped:
             continue
         phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]

@@ -27,6 +27,9 @@ from distcse.training.loop import learn
 from distcse.training.noise import noise_seed
 from distcse.training.workers import rank, wait_for_all, world_size
 
+_SLICE = 200_000
+"""Pairs whose vectors are held at a time; sentences of several pairs are encoded once in each slice."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -142,12 +145,16 @@ class Worker:
         group, cross = self._bench.group, self._bench.recipe.cross
         before = Phase(phase.number - 1)
         follows = self._bench.recipe.mutual.initialisation == "sequential" and before.number > 0
-        model = str(self._bench.folder(before) / "model") if follows else None
+        model = str(self._bench.folder(before) / "model")
         layers = None if follows else group.layers
         if phase.kind == "bi":
-            update = {"backbone": model or group.backbone, "layers": layers}
-            return Encoder.from_section(group.model_copy(update=update))
-        source = model or group.cross_backbone or group.backbone
+            start = Encoder.from_section(group)
+            if not follows:
+                return start
+            # A cross-encoder's folder does not say how a bi-encoder pools.
+            known = {"pooling": start.pooling, "prompt": start.prompt, "max_length": start.max_length}
+            return Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **known}))
+        source = model if follows else group.cross_backbone or group.backbone
         return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
 
 
@@ -166,20 +173,24 @@ class Scorer:
         """
         model = self._model(phase).to("cuda" if torch.cuda.is_available() else "cpu")
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
-        mine = self._pairs[begin:end]
-        scores = pair_model(model).similarities(mine.first, mine.second).astype(np.float32)
+        scores = np.empty(end - begin, dtype=np.float32)
+        for here in range(begin, end, _SLICE):
+            mine = self._pairs[here : min(end, here + _SLICE)]
+            found = pair_model(model).similarities(mine.first, mine.second)
+            scores[here - begin : here - begin + len(mine)] = found
         if broken := int((~np.isfinite(scores)).sum()):
             group = self._bench.group.name
             raise EncoderError(f"group {group}, {phase.name}: {broken:,} of {len(scores):,} scores are no numbers")
         return scores
 
     def _model(self, phase: Phase) -> Encoder | CrossEncoder:
+        group = self._bench.group
         if not phase.number:
-            return Encoder.from_section(self._bench.group)
+            return Encoder.from_section(group)
         folder = self._bench.folder(phase) / "model"
         if phase.kind == "cross":
-            return CrossEncoder.load(folder)
-        return Encoder.load(folder)
+            return CrossEncoder.load(folder, trust_remote_code=group.trust_remote_code)
+        return Encoder.load(folder, trust_remote_code=group.trust_remote_code)
 
 
 def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder: Path, steps: int) -> None:

@@ -55,11 +55,12 @@ def read_run(path: Path) -> History:
     losses: dict[str, dict[int, float]] = {}
     dev: dict[int, float] = {}
     stages: list[tuple[str, float, str]] = []
-    dev_name, before, training = "", events[0]["time"] if events else 0.0, 0.0
+    dev_name, before, training, grouped = "", events[0]["time"] if events else 0.0, 0.0, 0.0
     for event in events:
         kind, time = event["event"], event["time"]
         if "group" in event:
-            continue  # side by side with others: told in the cycles
+            grouped, before = grouped + time - before, time  # side by side with others: told in the cycles
+            continue
         if kind == "Steps":
             for part, value in event["losses"].items():
                 losses.setdefault(part, {})[event["step"]] = value
@@ -75,9 +76,11 @@ def read_run(path: Path) -> History:
     document = yaml.safe_load(recipe)
     groups = [group["name"] for group in document.get("groups", [])]
     last = max((step for values in losses.values() for step in values), default=0)
+    at = next((place for place, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
     if last:
-        at = next((place for place, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
         stages.insert(at, ("training", training, f"{last:,} steps, dev scores included"))
+    if groups:
+        stages.insert(at, ("groups", grouped, f"{len(groups)} side by side: training, scoring, waiting"))
     return History(
         name=path.name,
         losses={part: sorted(values.items()) for part, values in losses.items()},

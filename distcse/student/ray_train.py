@@ -46,7 +46,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
             name=f"train-{time.time_ns()}",
             storage_path=str(job.run / "ray"),
             failure_config=FailureConfig(max_failures=job.recipe.training.max_failures),
-            worker_runtime_env={"env_vars": worker_environment()},
+            worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),
     )
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.

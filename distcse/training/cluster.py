@@ -59,7 +59,8 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
         raise RunError(
             f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
-            "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or write training.workers=0 to run without Ray"
+            "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
+            "ray=false for groups"
         ) from refused
     if threading.current_thread() is threading.main_thread():
         # Ray takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
@@ -70,9 +71,14 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         ray.shutdown()
 
 
-def worker_environment() -> dict[str, str]:
-    """Environment variables of a training worker: what the allocator needs, and this process's own where they matter."""
-    return {**_ALLOCATOR, **{name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}}
+def worker_environment(gpus: float) -> dict[str, str]:
+    """Environment variables of a training worker: what the allocator needs, and this process's own where they matter.
+
+    Args:
+        gpus: GPUs that it was given; one without must not see those of others, which Ray hides only if told to.
+    """
+    passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    return {**_ALLOCATOR, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:

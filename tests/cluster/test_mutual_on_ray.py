@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MakeRecipe = Callable[..., MutualRecipe]
 LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.every=20", "mutual.cycles=1")
+SHORT = ("cross.epochs=4", "bi.epochs=4")
 ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
 
 
@@ -148,7 +149,7 @@ def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> N
         if isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps):
             kill_actor("TrainingActor")
 
-    alone = ("groups.1.cpus_per_worker=1", "ray=true", "groups.0.cpus_per_worker=1", "mutual.max_failures=0")
+    alone = (*SHORT, *ON_RAY, "mutual.max_failures=0")
     with pytest.raises(RunError, match=r"group (bert|roberta) lost a worker 1 times, the last time in cycle-1-cross"):
         run_mutual(recipe_with(*alone), Watch(kill))
     dropped = run_mutual(recipe_with(*alone, "mutual.on_failure=drop"), Watch(_once(kill)))
@@ -167,7 +168,7 @@ def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
 
 
 def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, cluster: None) -> None:
-    still = [f"groups.{number}.dropout=0.0" for number in (0, 1)]
+    still = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
     one = run_mutual(recipe_with(*still), Watch())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
     two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Watch())
@@ -178,3 +179,12 @@ def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, clu
 def test_more_than_the_cluster_has_is_refused_at_once(recipe_with: MakeRecipe, cluster: None) -> None:
     with pytest.raises(RunError, match=r"the groups need 65 CPUs at the same time, the cluster has 6"):
         run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Watch())
+
+
+def test_cpus_are_shared_as_nodes_allow() -> None:
+    from distcse.mutual.actors import even_share
+
+    assert even_share([16], 3) == 5.3
+    assert even_share([8, 8], 3) == 4  # not 5.3: no worker lies on two nodes
+    assert even_share([8, 2], 3) == 2.6
+    assert even_share([0, 4], 4) == 1

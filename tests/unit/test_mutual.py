@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate,
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
 from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.exchange import Exchange
+from distcse.mutual.group import InTurns
 from distcse.mutual.labels import combine
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.lesson import BiPairs, BiTokens, CrossPairs, CrossTokens
@@ -224,11 +228,69 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> N
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe) -> None:
+def test_labels_that_were_due_when_the_driver_was_killed_are_made_by_the_next(both: MakeRecipe) -> None:
+    result = run_mutual(both("mutual.cycles=1"), Watch())
+    run = result.directory.path
+    expected = labels_of(result)
+    state = json.loads((run / "ledger.json").read_text())
+    for number in ("1", "2"):
+        del state["labels"][number]
+    del state["posted"]["2"]
+    (run / "ledger.json").write_text(json.dumps(state))
+    for group in ("bert", "roberta"):
+        shutil.rmtree(run / "groups" / group / "cycle-1-bi")
+    directory, recipe = RunDirectory.reopen(run, [])
+    assert isinstance(recipe, MutualRecipe)
+    for ours, theirs in zip(labels_of(run_mutual(recipe, Watch(), directory)), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
+    found: list[tuple[int, int]] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, InGroup) and isinstance(event.event, DevScore):
+            found.append((event.event.step, event.event.total))
+
+    knobs = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
+    run_mutual(alone(*knobs, "mutual.cycles=1"), Watch(note))
+    cross, bi = ([step for step, total in found if total == steps] for steps in (21, 8))
+    # Epochs of 7 and of 3 steps, a score due every 2 steps and at the end of each: at the first whole update from there on
+    assert cross == [3, 6, 9, 12, 15, 18, 21] and bi == [2, 4, 6, 8]
+
+
+def test_a_run_that_ends_drops_nobody_and_one_that_is_taken_over_notes_nothing(
+    both: MakeRecipe, tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path, Claim.stake(tmp_path))
+    exchange = Exchange(both(), ledger, threading.Event())
+    exchange.end()
+    assert not exchange.drop("bert", "its actors were closed") and not ledger.dropped
+    Claim.stake(tmp_path)
+    with pytest.raises(RunError, match="was taken over by a later start"):
+        ledger.drop("bert", "too late")
+    assert not Ledger(tmp_path).dropped
+
+
+def test_what_goes_wrong_in_a_group_of_this_process_carries_its_name() -> None:
+    class Full:
+        name = "bert"
+
+        def prepare(self, phase: Phase) -> None:
+            raise OSError(28, "No space left on device")
+
+    group: Any = Full()
+    with pytest.raises(RunError, match=r"group bert failed in cycle-1-cross: OSError: .*No space left on device"):
+        InTurns(group, threading.Lock()).prepare(Phase(1))
+
+
+def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, tmp_path: Path) -> None:
     knobs = ("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
-    for initialisation in (knobs, knobs[1:]):
-        result = run_mutual(alone(*initialisation), Watch())
+    start.save(tmp_path / "says-how-it-pools")
+    itself = (f"groups.0.backbone={tmp_path / 'says-how-it-pools'}", "groups.0.pooling=null")
+    for chosen in (knobs, knobs[1:], (*knobs, *itself)):
+        result = run_mutual(alone(*chosen), Watch())
         moved = Encoder.load(result.directory.path / "models" / "bert" / "bi")
         for name, tensor in start.state_dict().items():
             torch.testing.assert_close(moved.state_dict()[name], tensor, atol=1e-5, rtol=0)
@@ -250,7 +312,13 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
         run_mutual(both(knob), Watch())
     with pytest.raises(EncoderError, match="broken"):  # the last one is not dropped
         run_mutual(both(knob, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Watch())
-    result = run_mutual(both(knob, "mutual.on_failure=drop"), Watch())
+    shutil.copytree(both().groups[1].backbone, tmp_path / "moved")
+    drop = (knob, "mutual.on_failure=drop", f"groups.1.backbone={tmp_path / 'moved'}")
+    result = run_mutual(both(*drop), Watch())
+    shutil.rmtree(tmp_path / "moved")  # nothing of a dropped group is wanted again
+    directory, recipe = RunDirectory.reopen(result.directory.path, [])
+    assert isinstance(recipe, MutualRecipe)
+    assert run_mutual(recipe, Watch(), directory).best == result.best
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
     ledger = Ledger(result.directory.path)
     np.testing.assert_array_equal(ledger.labels(Phase(1)), ledger.scores("bert", Phase(1)))
@@ -338,6 +406,8 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
     assert set(values) == set(models)
     history = read_run(result.directory.path)
     assert history.cycles is not None and history.cycles.number == 2
+    seconds = {name: took for name, took, _ in history.stages}
+    assert list(seconds)[:3] == ["pairs", "groups", "exposure"] and seconds["groups"] > seconds["exposure"]
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
     with pytest.raises(
