@@ -57,7 +57,7 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
     from distcse.events import Watch
     from distcse.report.knobs import in_a_line
-    from distcse.report.sweep_page import rows_of, write_sweep_pages
+    from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
     from distcse.report.terminal import open_view, print_lines, print_summary
     from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
@@ -76,6 +76,7 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
             f"winner  dev {result.winner.best.score:.2f}  {in_a_line(result.winner.values)}",
             f"recipe  {result.best_recipe}",
         ]
+    lines += [f"missing {told}" for told in unfinished(result)]
     lines += [f"report  {file}" for file in write_sweep_pages(result)]
     lines.append(f"trials  {directory / 'trials.csv'}")
     if result.interrupted:
@@ -88,6 +89,9 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     if result.winner is None:
         why = next((trial.why for trial in result.trials if trial.why), "see its events")
         raise RunError(f"no trial of {len(result.trials)} came to its end; the first said: {why}")
+    lost = [run for run in result.winners if run.status != "finished"]
+    if lost and len(lost) == len(result.winners):
+        raise RunError(f"none of the {len(lost)} runs at the end came through; the first said: {lost[0].why}")
     return 0
 
 

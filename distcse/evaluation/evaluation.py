@@ -96,6 +96,14 @@ class Evaluation:
         found = next(s for s in self.scores if (s.suite, s.set, s.measure) == (suite, of, measure))
         return found.values[model]
 
+    def share_seen(self, score: Score, model: str) -> float:
+        """Share of a set's sentences that were in a model's training text; for an average the largest of its sets'."""
+        exposure = next(about.exposure for about in self.models if about.name == model)
+        alike = (
+            [s.set for s in self.scores if s.suite == score.suite and not s.average] if score.average else [score.set]
+        )
+        return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in alike), default=0.0)
+
     def write(self, file: Path) -> None:
         """Store as JSON."""
         put(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))

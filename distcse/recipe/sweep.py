@@ -90,6 +90,12 @@ class WinnerSection(Section):
     compare: bool = True
     """Train the recipe as it is with the same seeds, to be compared with."""
 
+    @model_validator(mode="after")
+    def _seeds_differ(self) -> Self:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds is {self.seeds}; a seed twice is no second measurement")
+        return self
+
 
 class Sweep(Section):
     """A search over a recipe's knobs."""

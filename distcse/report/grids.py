@@ -133,19 +133,15 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         told = f"{'+' if apart.value >= 0 else ''}{number(score.measure, apart.value)} [{low}, {high}]"
     return Cell(
         number(score.measure, value),
-        _mark(evaluation, score, model),
+        mark_of(evaluation.share_seen(score, model)),
         told,
         apart is not None and apart.clear,
         best=len(score.values) > 1 and value == best,
     )
 
 
-def _mark(evaluation: Evaluation, score: Score, model: str) -> str:
-    exposure = next(about.exposure for about in evaluation.models if about.name == model)
-    sets = (
-        [s.set for s in evaluation.scores if s.suite == score.suite and not s.average] if score.average else [score.set]
-    )
-    share = max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
+def mark_of(share: float) -> str:
+    """The mark of a figure on a set of which this share was in the training text."""
     return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
-from distcse.report.grids import TITLES, number, spread_text
+from distcse.report.grids import TITLES, legend, mark_of, number, spread_text
 from distcse.report.knobs import short, shown
 from distcse.report.page import environment, put_pages
 from distcse.report.sweep_pictures import sweep_pictures
 from distcse.tuning.importance import importances
 from distcse.tuning.space import Space
-from distcse.tuning.summary import Row, dev_row, set_rows
+from distcse.tuning.summary import Row, dev_row, set_rows, side_of
 from distcse.tuning.sweep import SweepResult
 
 
@@ -31,6 +31,15 @@ def rows_of(result: SweepResult) -> list[Row]:
     """What the runs at the end came to: the dev score first, then the test sets."""
     dev = dev_row(result.winners)
     return [*([dev] if dev else []), *(set_rows(result.evaluation) if result.evaluation else [])]
+
+
+def unfinished(result: SweepResult) -> list[str]:
+    """Runs at the end that gave no model, and why: means are over the others."""
+    return [
+        f"{side_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.why}' if run.why else ''}"
+        for run in result.winners
+        if run.status != "finished"
+    ]
 
 
 def _content(result: SweepResult, space: Space) -> dict[str, Any]:
@@ -51,13 +60,15 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "models": models,
         "summary": [
             {
-                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set}",
+                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set} {mark_of(row.seen)}".strip(),
                 "measure": row.measure,
                 "cells": [spread_text(row.measure, row.spreads.get(name)) for name in models],
             }
             for row in rows
         ],
         "seeds": len(result.sweep.winner.seeds),
+        "unfinished": unfinished(result),
+        "legend": legend(result.evaluation) if result.evaluation else [],
         "knobs": [short(path) for path in paths],
         "trials": [
             {

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
-from distcse.report.grids import TITLES, Grid, grids, legend, spread_text
+from distcse.report.grids import TITLES, Grid, grids, legend, mark_of, spread_text
 from distcse.report.knobs import in_a_line
 from distcse.tuning.summary import Row
 
@@ -211,7 +211,8 @@ def print_summary(rows: Sequence[Row]) -> None:
         table.add_column(name, justify="left" if name in ("set", "measure") else "right")
     for row in rows:
         cells = (spread_text(row.measure, row.spreads.get(name)) for name in models)
-        table.add_row(f"{TITLES.get(row.suite, row.suite)}: {row.set}", row.measure, *cells)
+        name = f"{TITLES.get(row.suite, row.suite)}: {row.set} {mark_of(row.seen)}".strip()
+        table.add_row(name, row.measure, *cells)
     _for_tables().print(table)
 
 

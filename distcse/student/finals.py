@@ -76,7 +76,7 @@ def final_scores(
     wanted = wanted_measures(recipe)
     if not wanted:
         return None
-    exposure = _exposure(recipe, corpus, labelled, post)
+    exposure = exposure_of(recipe, corpus, labelled, post)
     exposure.write(model)
     teachers = recipe.teachers.encoders
     candidates = [
@@ -131,7 +131,8 @@ def _docstrings(recipe: Recipe) -> RetrievalTask:
     return RetrievalTask("docstrings", Collection(queries, documents, own, [None] * len(own)))
 
 
-def _exposure(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Exposure:
+def exposure_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Exposure:
+    """Which sentences of the test sets a student of this corpus was trained on."""
     if not labelled.tasks:
         return Exposure({})
     trained, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)

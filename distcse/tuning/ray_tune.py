@@ -6,8 +6,10 @@ pattern since Train V2. Dev scores go to Ray Tune by `ray.tune.report`; all else
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,9 +23,9 @@ from ray.tune.search import BasicVariantGenerator
 
 from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
-from distcse.recipe import Sweep
+from distcse.recipe import MutualRecipe, Sweep
 from distcse.teachers.actors import use_assigned_threads
-from distcse.tuning.records import Status, Trial, read_trial
+from distcse.tuning.records import Status, Trial, read_trial, read_trials
 from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import Desk, clear, run_trial
@@ -55,15 +57,17 @@ def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, wat
         StoppedError: `watch` wished it.
     """
     if sweep.schedule.kind == "pbt":
-        config = _config(sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space)
+        config = _config(
+            desk, sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
+        )
         _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, watch)
     elif sweep.search.algorithm == "tpe":
-        config = _config(sweep, room, sweep.search.trials, tpe(space, sweep))
+        config = _config(desk, sweep, room, sweep.search.trials, tpe(space, sweep))
         _fit(desk, space.values, {}, config, sweep, folder, room, watch)
     else:
         drawn = sweep.search.algorithm == "random"
         points = space.draws(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
-        config = _config(sweep, room, 1, None)
+        config = _config(desk, sweep, room, 1, None)
         _fit(desk, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, watch)
 
 
@@ -71,8 +75,10 @@ def train_all(
     desk: Desk, points: Sequence[dict[str, Any]], sweep: Sweep, folder: Path, room: Room, watch: Watch
 ) -> None:
     """Train a recipe with each of some sets of values, to the end."""
-    to_the_end = sweep.model_copy(update={"schedule": sweep.schedule.model_copy(update={"kind": "none"})})
-    config = _config(to_the_end, room, 1, None)
+    schedule = sweep.schedule.model_copy(update={"kind": "none"})
+    unlimited = sweep.search.model_copy(update={"hours": None})
+    to_the_end = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
+    config = _config(desk, to_the_end, room, 1, None)
     _fit(desk, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, watch)
 
 
@@ -98,10 +104,10 @@ def _fit(
 
     trainable = tune.with_resources(trial, room.reserved)
     listener = _Listener(desk, watch)
-    if tune.Tuner.can_restore(str(folder)):
+    if _goes_on(folder):
         tuner = tune.Tuner.restore(str(folder), trainable, resume_errored=False, param_space=space)
         # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
-        tuner._local_tuner._run_config.callbacks = [listener, *_loggers(sweep)]
+        tuner._local_tuner._run_config.callbacks = [listener, *loggers(sweep)]
     else:
         tuner = tune.Tuner(
             trainable,
@@ -111,11 +117,33 @@ def _fit(
                 name=folder.name,
                 storage_path=str(folder.parent),
                 failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
-                callbacks=[listener, *_loggers(sweep)],
+                callbacks=[listener, *loggers(sweep)],
+                # Each is a trial's whole state; a trial that goes on from another's asks for a recent one.
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4 if desk.exchanges else None),
                 verbose=0,
             ),
         )
     tuner.fit()
+    for known in read_trials(desk.trials):
+        if not known.ended:  # under way when `search.hours` were over, or unknown to Ray Tune since its state was torn
+            listener.note_end(known.name, "stopped")
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether a search in a folder can go on.
+
+    State that a killed driver left half written is removed. With it Ray Tune would train one trial and end; without it the
+    search begins anew, and values that a finished trial had are not trained again.
+    """
+    if not tune.Tuner.can_restore(str(folder)):
+        return False
+    states = sorted(folder.glob("experiment_state-*.json"), key=lambda file: file.stat().st_mtime)
+    try:
+        json.loads(states[-1].read_text(encoding="utf-8"))
+    except (IndexError, ValueError):
+        shutil.rmtree(folder)
+        return False
+    return True
 
 
 def _report(metrics: dict[str, Any]) -> None:
@@ -123,8 +151,11 @@ def _report(metrics: dict[str, Any]) -> None:
     tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder) if folder else None)
 
 
-def _config(sweep: Sweep, room: Room, samples: int, searcher: Any, space: Space | None = None) -> tune.TuneConfig:
+def _config(
+    desk: Desk, sweep: Sweep, room: Room, samples: int, searcher: Any, space: Space | None = None
+) -> tune.TuneConfig:
     hours = sweep.search.hours
+    together = isinstance(desk.recipe, MutualRecipe)
     return tune.TuneConfig(
         metric=_METRIC,
         mode="max",
@@ -133,7 +164,8 @@ def _config(sweep: Sweep, room: Room, samples: int, searcher: Any, space: Space 
         num_samples=samples,
         max_concurrent_trials=room.concurrent,
         time_budget_s=None if hours is None else hours * 3600,
-        reuse_actors=room.in_own_process,
+        # A group's thread may still train when its trial is stopped, longer than Ray Tune waits before it uses the actor again.
+        reuse_actors=room.in_own_process and not together,
         trial_dirname_creator=lambda trial: trial.trial_id,
     )
 
@@ -182,8 +214,12 @@ def tpe(space: Space, sweep: Sweep) -> Any:
     return OptunaSearch(space.distributions(), metric=_METRIC, mode="max", sampler=sampler)
 
 
-def _loggers(sweep: Sweep) -> list[Any]:
-    """Ray Tune's own, for those trackers that are asked for."""
+def loggers(sweep: Sweep) -> list[Any]:
+    """Ray Tune's own, for those trackers that are asked for.
+
+    Raises:
+        RecipeError: A tracker's package is not installed, or W&B knows nobody.
+    """
     found: list[Any] = []
     for tracker in sweep.trackers:
         try:
@@ -199,10 +235,14 @@ def _loggers(sweep: Sweep) -> list[Any]:
                 from ray.air.integrations.wandb import WandbLoggerCallback
 
                 found.append(WandbLoggerCallback(project=sweep.name))
+                found[-1].setup()
         except (ImportError, RuntimeError) as lacking:
+            package = {"tensorboard": "tensorboardX"}.get(tracker, tracker)
             raise RecipeError(
-                f"trackers has {tracker}, which cannot be used here: {lacking}; pip install {tracker}"
+                f"trackers has {tracker}, which cannot be used here: {lacking}; pip install {package}"
             ) from None
+        except ValueError as refused:
+            raise RecipeError(f"trackers has {tracker}, which cannot be used here: {refused}") from None
     return found
 
 
@@ -218,36 +258,36 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._tell(trial)
+        self._tell(trial.trial_id)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        self._tell(trial)
+        self._tell(trial.trial_id)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._ended(trial, "stopped")
+        self.note_end(trial.trial_id, "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         why = trial.error_file and Path(trial.error_file).read_text(encoding="utf-8").strip().splitlines()[-1]
-        self._ended(trial, "failed", why or "its process was lost")
+        self.note_end(trial.trial_id, "failed", why or "its process was lost")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._watch.stop_wished():
             raise StoppedError
 
-    def _ended(self, trial: Any, status: Status, why: str = "") -> None:
+    def note_end(self, name: str, status: Status, why: str = "") -> None:
         """A trial that did not say itself how it ended was ended by Ray Tune."""
-        folder = self._desk.trials / trial.trial_id
+        folder = self._desk.trials / name
         known = read_trial(folder)
         if known is not None and not known.ended:
             through = bool(known.reported) and known.reported[-1].progress >= 100
             replace(known, status="finished" if through else status, why=why).write(folder)
             clear(folder)
-        self._tell(trial)
+        self._tell(name)
 
-    def _tell(self, trial: Any) -> None:
-        known = read_trial(self._desk.trials / trial.trial_id)
+    def _tell(self, name: str) -> None:
+        known = read_trial(self._desk.trials / name)
         if known is not None:
             self._watch.post(news_of(known))
 

@@ -10,6 +10,10 @@ from distcse.errors import RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep
 from distcse.teachers import uses_table
 
+_AROUND_A_TRAINER = 0.01
+"""CPUs of a trial's process whose workers are others."""
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True)
 class Room:
@@ -31,11 +35,11 @@ class Room:
     @property
     def reserved(self) -> dict[str, float]:
         """What a trial's own process reserves: next to nothing where a trainer reserves for its workers."""
-        return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": 0.01}
+        return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _AROUND_A_TRAINER}
 
 
 def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Room:
-    """As many trials as the cluster has GPUs (or CPUs) for, each with an even share of the CPUs.
+    """As many trials as the cluster has CPUs and GPUs for, each with an even share of the CPUs.
 
     `training.cpus_per_worker` and `gpus_per_worker` of the recipe count, also fractions: 0.5 lets two trials share a core or GPU.
     A mutual distillation runs its groups in turns in the trial's process.
@@ -44,18 +48,20 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Room:
         RunError: The trials at a time that were asked for do not fit.
     """
     has = ray.cluster_resources()
-    gpus = has.get("GPU", 0.0)
-    cpus = has.get("CPU", 1.0) - _serving(recipe)
+    serving = _live_servers(recipe)
+    cpus = has.get("CPU", 1.0) - serving
+    gpus = has.get("GPU", 0.0) - (serving * recipe.teachers.builder_gpus if isinstance(recipe, Recipe) else 0.0)
     training = recipe.training if isinstance(recipe, Recipe) else None
     workers = training.workers if training else 0
     cpu = training.cpus_per_worker if training else None
-    gpu = training.gpus_per_worker if training and training.gpus_per_worker is not None else float(gpus > 0)
-    each = max(1, workers)
-    fitting = gpus // (gpu * each) if gpu else cpus // ((cpu or 1) * each)
-    concurrent = sweep.search.concurrent or max(1, int(fitting))
-    cpu = cpu or max(1.0, cpus // (concurrent * each))
+    gpu = training.gpus_per_worker if training and training.gpus_per_worker is not None else float(gpus >= 1)
+    each, around = max(1, workers), _AROUND_A_TRAINER if workers > 1 else 0.0
+    fitting = min(_times(cpus, (cpu or 1) * each + around), *([_times(gpus, gpu * each)] if gpu else []))
+    concurrent = sweep.search.concurrent or max(1, fitting)
+    cpus -= around * concurrent
     together = each * concurrent
-    if cpu * together > cpus or gpu * together > gpus:
+    cpu = cpu or max(1.0, cpus // together)
+    if cpu * together > cpus + _ROUNDING or gpu * together > gpus + _ROUNDING:
         raise RunError(
             f"{concurrent} trials at a time need {cpu * together:g} CPUs and {gpu * together:g} GPUs, the cluster has {cpus:g} "
             f"and {gpus:g} for them; lower search.concurrent, training.workers or training.cpus_per_worker and gpus_per_worker"
@@ -72,8 +78,13 @@ def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
     return recipe.model_copy(update={"evaluation": evaluation, "training": recipe.training.model_copy(update=share)})
 
 
-def _serving(recipe: Recipe | MutualRecipe) -> int:
-    """CPUs that live teachers keep to themselves."""
+def _times(there: float, each: float) -> int:
+    """How often something fits; a tenth fits ten times."""
+    return int(there / each + _ROUNDING)
+
+
+def _live_servers(recipe: Recipe | MutualRecipe) -> int:
+    """Servers of live teachers, which keep a CPU each, and their GPUs, to themselves."""
     if isinstance(recipe, MutualRecipe):
         return 0
     section = recipe.teachers

@@ -33,6 +33,8 @@ class Row:
     measure: str
     spreads: dict[str, Spread]
     """By model: `recipe` and `best`, in a mutual distillation each of their encoders."""
+    seen: float = 0.0
+    """The largest share of the set's sentences that was in a model's training text."""
 
 
 def side_of(run: Trial) -> str:
@@ -58,6 +60,7 @@ def set_rows(evaluation: Evaluation) -> list[Row]:
             score.set,
             score.measure,
             {name: spread_of(values) for name, values in _joined(score.values).items()},
+            max(evaluation.share_seen(score, model) for model in score.values),
         )
         for score in evaluation.scores
     ]

@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
-from distcse.evaluation import Evaluation, Reading, Tasks, evaluate, open_candidate
+from distcse.evaluation import Evaluation
 from distcse.events import Note, Watch
 from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
-from distcse.student.dev import check_labelled_data
-from distcse.student.finals import labelled_tasks
 from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
 from distcse.teachers import uses_table
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory
+from distcse.tuning.finals import check_labels, measure
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
 from distcse.tuning.space import Space
-from distcse.tuning.summary import BEST, side_of
 from distcse.tuning.table import write_tables
 from distcse.tuning.trial import Desk
 
@@ -91,8 +89,14 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
             raise RecipeError(
                 "pbt hands checkpoints from trial to trial in their own processes; write training.workers: 1"
             )
-        check_labelled_data(recipe)
-        _tasks(recipe)
+        if recipe.dev_score == "agreement" and (
+            weights := next((p for p in space.knobs if p.endswith(".alpha")), None)
+        ):
+            raise RecipeError(
+                f"knobs.{weights} would choose itself: the dev score is the agreement with the teachers' weighted mean; give "
+                "evaluation.data, or take the weights out of the space"
+            )
+    check_labels(recipe)
     return space
 
 
@@ -108,9 +112,10 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watc
     evaluation = None
     interrupted = False
     with cluster(fast_allocator=True):
-        from distcse.tuning.ray_tune import StoppedError, search, train_all
+        from distcse.tuning.ray_tune import StoppedError, loggers, search, train_all
         from distcse.tuning.room import given, room_of
 
+        loggers(sweep)  # refused now rather than after the teachers' pass
         room = room_of(recipe, sweep)
         with _teachers(recipe, room.in_own_process, watch) as house:
             try:
@@ -126,7 +131,9 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watc
     write_tables(trials, directory)
     if winner is not None and not interrupted:
         winners = read_trials(directory / _WINNERS)
-        evaluation = _measure(recipe, winners, directory / _WINNERS, watch)
+        evaluation = measure(recipe, winners, directory / _WINNERS, watch)
+        if evaluation is not None:
+            evaluation.write(directory / "evaluation.json")
     return SweepResult(recipe, sweep, directory, trials, winner, winners, evaluation, interrupted)
 
 
@@ -166,31 +173,3 @@ def _with_seeds(winner: Trial, sweep: Sweep) -> list[dict[str, Any]]:
     """The winner's values with each seed, and the recipe's own."""
     ours = [{**winner.values, "seed": seed} for seed in sweep.winner.seeds]
     return ours + [{"seed": seed} for seed in sweep.winner.seeds if sweep.winner.compare]
-
-
-def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
-    if isinstance(recipe, Recipe):
-        return labelled_tasks(recipe)
-    from distcse.mutual.finals import wanted_tasks
-
-    return wanted_tasks(recipe)
-
-
-def _measure(recipe: Recipe | MutualRecipe, winners: list[Trial], folder: Path, watch: Watch) -> Evaluation | None:
-    """The models of the runs at the end on the test sets."""
-    tasks = _tasks(recipe)
-    if not tasks.tasks:
-        return None
-    candidates = []
-    for trial in sorted(winners, key=lambda trial: (side_of(trial) == BEST, trial.values["seed"])):
-        name = f"{side_of(trial)}, seed {trial.values['seed']}"
-        models = {name: folder / trial.name / "model"}
-        if isinstance(recipe, MutualRecipe):
-            inside = folder / trial.name / "models"
-            models = {f"{name}, {g.name} {k}": inside / g.name / k for g in recipe.groups for k in ("bi", "cross")}
-        candidates += [open_candidate(key, str(model), Reading()) for key, model in models.items() if model.is_dir()]
-    if not candidates:
-        return None
-    evaluation = evaluate(candidates, tasks, base=candidates[0].about.name, settings={"STS": "all"}, post=watch.post)
-    evaluation.write(folder.parent / "evaluation.json")
-    return evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -18,12 +19,14 @@ import pytest
 import yaml
 
 from distcse.encoder import Encoder
+from distcse.errors import RecipeError, RunError
 from distcse.events import Event, Stage, TrialNews, Watch
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.student.run import run
 from distcse.tuning.ray_tune import tpe
 from distcse.tuning.records import read_trials
+from distcse.tuning.room import room_of
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
 from tests.jobs import make_recipe
@@ -159,7 +162,32 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     assert "stopped" in {trial.status for trial in result.trials}  # learns next to nothing, and came later
     assert result.winner is not None and result.winner.values == {LR: 1e-3, "objective.rank.gamma": 1.0}
     steps = [entry.step for entry in result.winner.reported]
-    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 44  # went on from its checkpoint
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 44
+    events = (directory / "trials" / killed[0] / "events.jsonl").read_text().splitlines()
+    scored = [event["step"] for event in map(json.loads, events) if event["event"] == "DevScore"]
+    assert scored.count(0) == 1  # went on from its checkpoint, twice
+
+
+def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -> None:
+    knobs = {LR: {"log_uniform": [1e-5, 1e-3]}}
+    search = {"algorithm": "random", "trials": 200, "hours": 12 / 3600, "concurrent": 1}
+    sweep = make_sweep(tmp_path, knobs, search=search)
+    longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 4})})
+    result = carried_out(longer, sweep)
+    assert 0 < len(result.trials) < 200 and not result.interrupted
+    assert {trial.status for trial in result.trials} <= {"finished", "stopped"}
+    assert result.trials[-1].status == "stopped" and result.winner is not None
+
+
+def test_state_that_was_torn_is_not_gone_on_with(recipe: Recipe, tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, {LR: {"values": [1e-3, 1e-4]}}, search={"algorithm": "grid", "concurrent": 1})
+    directory = begin(recipe, sweep)
+    first = run_sweep(recipe, sweep, directory, Watch())
+    (state,) = (directory / "search").glob("experiment_state-*.json")
+    state.write_text(state.read_text()[:100])
+    again = run_sweep(recipe, sweep, directory, Watch())
+    assert [trial.recalled_from for trial in again.trials[2:]] == [trial.name for trial in first.trials]
+    assert again.winner == first.winner
 
 
 def test_tpe_draws_where_trials_were_good(recipe: Recipe, tmp_path: Path) -> None:
@@ -177,8 +205,10 @@ def test_tpe_draws_where_trials_were_good(recipe: Recipe, tmp_path: Path) -> Non
     assert np.mean(far[-20:]) < np.mean(far[:10]) / 2
 
 
-def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path: Path) -> None:
-    two = recipe.model_copy(update={"training": recipe.training.model_copy(update={"workers": 2, "max_steps": 12})})
+def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
+    training = recipe.training.model_copy(update={"workers": 2, "max_steps": 12})
+    evaluation = recipe.evaluation.model_copy(update={"data": str(labelled)})
+    two = recipe.model_copy(update={"training": training, "evaluation": evaluation})
     knobs = {TAU2: {"log_uniform": [0.02, 0.2]}, "teachers.encoders.*.alpha": {"simplex": True}}
     sweep = make_sweep(tmp_path, knobs, search={"trials": 1, "concurrent": 1})
     (trial,) = carried_out(two, sweep).trials
@@ -274,10 +304,15 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe:
 
 
 def test_what_a_sweep_cannot_do_is_told_before_it_starts(recipe: Recipe, tmp_path: Path) -> None:
-    from distcse.errors import RunError
-
     sweep = make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 99})
     with pytest.raises(RunError, match="99 trials at a time need 99 CPUs"):
         carried_out(recipe, sweep)
+    two = recipe.model_copy(
+        update={"training": recipe.training.model_copy(update={"workers": 2, "cpus_per_worker": None})}
+    )
+    room = room_of(two, make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 1}))
+    assert room.reserved["CPU"] + 2 * room.cpus <= 6  # else its workers would wait for ever
+    with pytest.raises(RecipeError, match=r"alpha would choose itself: the dev score is the agreement"):
+        carried_out(recipe, make_sweep(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}))
     with pytest.raises(RunError, match="is no sweep"):
         reopen(tmp_path / "nowhere")

@@ -128,6 +128,7 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         ),
         ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, "pbt changes values by itself"),
         ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
+        ({"objective.rank.tau2": {"values": [0.1]}}, {"winner": {"seeds": [1, 1]}}, "a seed twice is no second"),
         ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
         ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, "did you mean 'tpe'"),
         ({}, {}, "knobs"),

@@ -1,0 +1,76 @@
+"""The end of a sweep: the models of the runs at its end on the test sets, which nothing before has read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from distcse.corpus import Corpus
+from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
+from distcse.events import Watch
+from distcse.mutual.dev import DevPairs
+from distcse.mutual.finals import wanted_tasks
+from distcse.mutual.pairs import Pairs
+from distcse.recipe import MutualRecipe, Recipe
+from distcse.student.dev import check_labelled_data
+from distcse.student.finals import exposure_of, labelled_tasks
+from distcse.tuning.records import Trial
+from distcse.tuning.summary import BEST, side_of
+
+
+def check_labels(recipe: Recipe | MutualRecipe) -> None:
+    """Read dev and test sets: better refused now than after all trials."""
+    if isinstance(recipe, MutualRecipe):
+        DevPairs.of(recipe)
+    else:
+        check_labelled_data(recipe)
+    _tasks(recipe)
+
+
+def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, watch: Watch) -> Evaluation | None:
+    """The models of runs, and which test sentences they were trained on; None where there is nothing to measure.
+
+    Args:
+        recipe: The sweep's recipe.
+        runs: The runs at the end.
+        folder: Where their folders are.
+        watch: Told what is at work.
+    """
+    tasks = _tasks(recipe)
+    if not tasks.tasks:
+        return None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, watch)
+    candidates = []
+    for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
+        name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
+        models = {name: place / "model"}
+        if isinstance(recipe, MutualRecipe):
+            models = {
+                f"{name}, {g.name} {k}": place / "models" / g.name / k for g in recipe.groups for k in ("bi", "cross")
+            }
+        models = {key: model for key, model in models.items() if model.is_dir()}
+        exposure = of_all or (_of_pairs(place, tasks) if models else None)
+        for key, model in models.items():
+            assert exposure is not None
+            exposure.write(model)
+            candidates.append(open_candidate(key, str(model), Reading(device=device)))
+    if not candidates:
+        return None
+    settings = {"STS": "all", "device": device, "precision": "fp32"}
+    return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=watch.post)
+
+
+def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
+    return wanted_tasks(recipe) if isinstance(recipe, MutualRecipe) else labelled_tasks(recipe)
+
+
+def _of_the_corpus(recipe: Recipe, tasks: Tasks, watch: Watch) -> Exposure:
+    return exposure_of(recipe, Corpus.prepare(recipe.corpus, Path(recipe.storage.cache)), tasks, watch.post)
+
+
+def _of_pairs(run: Path, tasks: Tasks) -> Exposure:
+    pairs = Pairs.read(run / "pairs.parquet")
+    return Exposure.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
