@@ -68,7 +68,7 @@ def _bands(
     vectors = encoder.encode(
         texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
     )
-    cosines, neighbours = _nearest(vectors, section.neighbours)
+    cosines, neighbours = nearest(vectors, section.neighbours)
     rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
     pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
     there = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
@@ -82,7 +82,7 @@ def _bands(
     return found
 
 
-def _nearest(vectors: NDArray[np.float32], neighbours: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def nearest(vectors: NDArray[np.float32], neighbours: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """(n, k) cosines and row ids of the nearest sentences, the sentence itself among them; exact in up to 200,000."""
     try:
         import faiss

@@ -11,7 +11,7 @@ import pytest
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, RecipeError
 from distcse.events import Event, Stage
-from distcse.mutual.mining import mine_pairs
+from distcse.mutual.mining import mine_pairs, nearest
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe
 from tests.pairs import make_mutual_recipe
@@ -74,3 +74,26 @@ def test_what_one_kind_lacks_the_others_give(mine: Mine) -> None:
         mine(band, "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
     with pytest.raises(RecipeError, match="all shares are 0"):
         mine("pairs.mine.bands=[]", "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
+
+
+@pytest.mark.slow
+def test_beyond_200_000_sentences_an_inverted_file_finds_nearly_all() -> None:
+    random = np.random.default_rng(0)
+    centres = random.normal(size=(3000, 16))
+    vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines, rows = nearest(vectors, 10)
+    assert rows.shape == (200_001, 11) and (np.diff(cosines, axis=1) <= 0).all()
+    found = 0
+    for row in range(0, 200_001, 4000):
+        exact = np.argsort(-(vectors @ vectors[row]))[:11]
+        found += len(set(exact.tolist()) & set(rows[row].tolist()))
+    assert found / (51 * 11) > 0.95
+
+
+def test_bm25_asks_for_as_many_neighbours_as_the_pairs_call_for(mine: Mine) -> None:
+    alone = ("pairs.mine.bands=[{low: -1, high: 2, share: 0}]", "pairs.mine.random_share=0", "bi.batch_size=4")
+    pairs, _, events = mine(*alone, "cross.batch_size=4", pairs=12)
+    assert len(pairs) == 12
+    compared = [e for e in events if isinstance(e, Stage) and e.unit == "sentences compared by words"]
+    assert compared[-1].total == 120  # ten a pair, of 384
