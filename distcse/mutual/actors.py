@@ -19,6 +19,7 @@ from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
 from distcse.recipe import GroupSection
+from distcse.training import allocator
 from distcse.training.board import open_board, relay, watch_of
 from distcse.training.cluster import worker_environment
 
@@ -62,7 +63,10 @@ class TrainingActor:
 
     def train(self, phase: Phase, labels: Scores, board: Any) -> Trained | None:
         """See `Worker.train`."""
-        return self._worker.train(phase, labels, watch_of(board))
+        try:
+            return self._worker.train(phase, labels, watch_of(board))
+        finally:
+            allocator.give_back()
 
 
 class ScoringActor:
@@ -76,7 +80,10 @@ class ScoringActor:
 
     def score(self, phase: Phase, part: int, parts: int) -> Scores:
         """See `Scorer.score`."""
-        return self._scorer.score(phase, part, parts)
+        try:
+            return self._scorer.score(phase, part, parts)
+        finally:
+            allocator.give_back()
 
 
 class GroupOnRay:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distcse.errors import RunError
+from distcse.training import allocator
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,11 +26,6 @@ _LOCAL_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-_ALLOCATOR = {
-    # glibc hands large blocks back to the kernel after every step and faults them in again: up to 5 times the step.
-    "MALLOC_MMAP_THRESHOLD_": "2147483648",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-}
 _PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
 
 
@@ -49,7 +45,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     if ray.is_initialized():
         yield
         return
-    environment = {"env_vars": _ALLOCATOR} if fast_allocator else None
+    environment = {"env_vars": allocator.FAST} if fast_allocator else None
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
@@ -78,7 +74,7 @@ def worker_environment(gpus: float) -> dict[str, str]:
         gpus: GPUs that it was given; one without must not see those of others, which Ray hides only if told to.
     """
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    return {**_ALLOCATOR, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    return {**allocator.FAST, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:

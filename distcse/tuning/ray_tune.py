@@ -25,6 +25,7 @@ from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
 from distcse.recipe import MutualRecipe, Sweep
 from distcse.teachers.actors import use_assigned_threads
+from distcse.training import allocator
 from distcse.tuning.records import Status, Trial, read_trial, read_trials
 from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
@@ -99,8 +100,11 @@ def _fit(
         use_assigned_threads()
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
         given = tune.get_checkpoint() if desk.exchanges else None
-        with given.as_directory() if given else nullcontext() as donor:
-            run_trial(desk, name, chosen, _report, Path(donor) if donor else None)
+        try:
+            with given.as_directory() if given else nullcontext() as donor:
+                run_trial(desk, name, chosen, _report, Path(donor) if donor else None)
+        finally:
+            allocator.give_back()
 
     trainable = tune.with_resources(trial, room.reserved)
     listener = _Listener(desk, watch)

@@ -1,0 +1,38 @@
+"""Memory that a training leaves free goes back to the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from distcse.training import allocator
+from tests.conftest import ROOT
+
+_PROGRAM = """
+from pathlib import Path
+from distcse.training.allocator import give_back
+
+def megabytes():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+held = [b"x" * 2**20 for _ in range(400)]
+last = held[-1]  # what lies on top keeps the heap from shrinking by itself
+del held
+kept = megabytes()
+give_back()
+print(kept - megabytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told how to behave")
+def test_free_memory_is_given_back_when_asked() -> None:
+    environment = {**os.environ, **allocator.FAST, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert float(done.stdout) > 300
