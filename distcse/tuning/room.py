@@ -56,7 +56,9 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Room:
     cpu = training.cpus_per_worker if training else None
     gpu = training.gpus_per_worker if training and training.gpus_per_worker is not None else float(gpus >= 1)
     each, around = max(1, workers), _AROUND_A_TRAINER if workers > 1 else 0.0
-    fitting = min(_times(cpus, (cpu or 1) * each + around), *([_times(gpus, gpu * each)] if gpu else []))
+    fitting = _times(cpus, (cpu or 1) * each + around)
+    if gpu:
+        fitting = min(fitting, _times(gpus, gpu * each))
     concurrent = sweep.search.concurrent or max(1, fitting)
     cpus -= around * concurrent
     together = each * concurrent
