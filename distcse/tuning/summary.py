@@ -53,7 +53,8 @@ def dev_row(runs: Sequence[Trial]) -> Row | None:
 
 
 def set_rows(evaluation: Evaluation) -> list[Row]:
-    """A row for every score, its models joined over their seeds."""
+    """A row for every score, its models joined over their seeds; of STS the aggregate that was asked for."""
+    asked = evaluation.settings.get("STS", "all")
     return [
         Row(
             score.suite,
@@ -63,6 +64,7 @@ def set_rows(evaluation: Evaluation) -> list[Row]:
             max(evaluation.share_seen(score, model) for model in score.values),
         )
         for score in evaluation.scores
+        if score.suite != "sts" or score.measure == asked
     ]
 
 
