@@ -9,6 +9,7 @@ from typing import Protocol
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Watch
+from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
@@ -95,7 +96,7 @@ class InTurns:
         with self._turn:
             try:
                 yield
-            except DistcseError:
+            except (DistcseError, Ended):
                 raise
             except Exception as failed:
                 told = str(failed).strip().splitlines()
