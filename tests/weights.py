@@ -27,7 +27,7 @@ def assert_same_learning(one: Weights, other: Weights, but: tuple[str, ...] = ()
     """Two trainings with steps of 1e-3 that differ in the order of their sums alone.
 
     Adam divides a gradient by its size, so where one is nearly nothing a rounding can turn a step round: an element may
-    be off by a part of a step, a tensor on average by a hundredth of one.
+    be off by a fifth of a step, a tensor on average by a hundredth of one.
 
     Args:
         one: Weights by name.
@@ -40,7 +40,7 @@ def assert_same_learning(one: Weights, other: Weights, but: tuple[str, ...] = ()
         if not name.endswith((NO_GRADIENT, *but)):
             apart = (other[name].double() - tensor.double()).abs()
             told = f"{name} is off by {apart.mean():.1e} on average, {apart.max():.1e} at most"
-            assert apart.mean() <= mean and apart.max() <= 1e-3, told
+            assert apart.mean() <= mean and apart.max() <= 20 * mean, told
 
 
 def assert_equal_weights(one: Weights, other: Weights) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distcse.files import put
+
 _FILE = Path("distcse") / "exposure.json"
 _NOT_WORDS = re.compile(r"[\W_]+")
 TRANSDUCTIVE_FROM = 0.5
@@ -32,7 +34,7 @@ class Exposure:
     def write(self, model: Path) -> None:
         """Put it into a model's folder."""
         (model / _FILE).parent.mkdir(exist_ok=True)
-        (model / _FILE).write_text(json.dumps(dict(self.shares), indent=2))
+        put(model / _FILE, json.dumps(dict(self.shares), indent=2))
 
     @classmethod
     def read(cls, model: Path) -> Exposure:

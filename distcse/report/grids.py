@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.exposure import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.tuning.summary import Spread
+from distcse.tuning.summary import Row, Spread
 
 TITLES = {
     "sts": "STS",
@@ -133,14 +133,19 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         told = f"{'+' if apart.value >= 0 else ''}{number(score.measure, apart.value)} [{low}, {high}]"
     return Cell(
         number(score.measure, value),
-        mark_of(evaluation.share_seen(score, model)),
+        _mark_of(evaluation.share_seen(score, model)),
         told,
         apart is not None and apart.clear,
         best=len(score.values) > 1 and value == best,
     )
 
 
-def mark_of(share: float) -> str:
+def row_title(row: Row) -> str:
+    """A sweep's row by suite and set, with its mark."""
+    return f"{TITLES.get(row.suite, row.suite)}: {row.set} {_mark_of(row.seen)}".strip()
+
+
+def _mark_of(share: float) -> str:
     """The mark of a figure on a set of which this share was in the training text."""
     return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
 

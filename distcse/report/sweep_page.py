@@ -7,7 +7,7 @@ from typing import Any
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
-from distcse.report.grids import TITLES, legend, mark_of, number, spread_text
+from distcse.report.grids import legend, number, row_title, spread_text
 from distcse.report.knobs import short, shown
 from distcse.report.page import environment, put_pages
 from distcse.report.sweep_pictures import sweep_pictures
@@ -60,7 +60,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "models": models,
         "summary": [
             {
-                "name": f"{TITLES.get(row.suite, row.suite)}: {row.set} {mark_of(row.seen)}".strip(),
+                "name": row_title(row),
                 "measure": row.measure,
                 "cells": [spread_text(row.measure, row.spreads.get(name)) for name in models],
             }

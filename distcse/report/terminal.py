@@ -17,7 +17,7 @@ from rich.text import Text
 
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
-from distcse.report.grids import TITLES, Grid, grids, legend, mark_of, spread_text
+from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.report.knobs import in_a_line
 from distcse.tuning.summary import Row
 
@@ -211,8 +211,7 @@ def print_summary(rows: Sequence[Row]) -> None:
         table.add_column(name, justify="left" if name in ("set", "measure") else "right")
     for row in rows:
         cells = (spread_text(row.measure, row.spreads.get(name)) for name in models)
-        name = f"{TITLES.get(row.suite, row.suite)}: {row.set} {mark_of(row.seen)}".strip()
-        table.add_row(name, row.measure, *cells)
+        table.add_row(row_title(row), row.measure, *cells)
     _for_tables().print(table)
 
 
