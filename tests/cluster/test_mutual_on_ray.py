@@ -23,6 +23,7 @@ from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
 from distcse.training.directory import RunDirectory
 from tests.conftest import ROOT
+from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -49,16 +50,6 @@ def labels_of(run: Path) -> list[np.ndarray]:
 def assert_same_labels(one: MutualResult, other: MutualResult) -> None:
     for number, (a, b) in enumerate(zip(labels_of(one.directory.path), labels_of(other.directory.path), strict=True)):
         np.testing.assert_allclose(a, b, atol=1e-4, err_msg=Phase(number).name)
-
-
-def kill_actor(kind: str) -> bool:
-    """SIGKILL the process of one live actor of a class; whether there was one."""
-    from ray.util.state import list_actors
-
-    alive = [a for a in list_actors(limit=1000) if kind in a.class_name and a.state == "ALIVE" and a.pid]
-    if alive:
-        os.kill(alive[0].pid, signal.SIGKILL)
-    return bool(alive)
 
 
 def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from distcse.recipe import Recipe
 from distcse.student.run import run
 from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
+from tests.kills import kill_actor
 from tests.models import make_cross_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
 
@@ -79,7 +78,6 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
 @pytest.mark.slow
 def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRecipe) -> None:
     import ray
-    from ray.util.state import list_actors
 
     undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Watch())
     killed: list[str] = []
@@ -88,9 +86,7 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRec
         if not isinstance(event, Steps) or event.step < 16 or len(killed) == 2:
             return
         wanted = "TeacherServer" if killed else "RayTrainWorker"
-        victims = [a for a in list_actors(limit=1000) if wanted in a.class_name and a.state == "ALIVE" and a.pid]
-        if victims:
-            os.kill(victims[0].pid, signal.SIGKILL)
+        if kill_actor(wanted):
             killed.append(wanted)
 
     disturbed = run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from distcse.tuning.room import room_of
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
 from tests.jobs import make_recipe
+from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -125,8 +125,6 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
 
 def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe, tmp_path: Path) -> None:
     """In a sweep that is itself interrupted, as by Ctrl-C, and goes on."""
-    from ray.util.state import list_actors
-
     heard: list[float] = []
     killed: list[str] = []
 
@@ -135,9 +133,9 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
             heard.append(event.progress)
 
     def kill(event: Event) -> None:
-        if isinstance(event, TrialNews) and event.progress > 50 and not killed and event.values[LR] == 1e-3:
-            running = [a for a in list_actors(limit=1000) if "ImplicitFunc" in a.class_name and a.state == "ALIVE"]
-            os.kill(running[0].pid, signal.SIGKILL)
+        if not isinstance(event, TrialNews) or event.progress <= 50 or event.values[LR] != 1e-3:
+            return
+        if not killed and kill_actor("ImplicitFunc"):
             killed.append(event.trial)
 
     knobs = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e39]}}
