@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +20,9 @@ from distcse.errors import CorpusError, RunError
 from distcse.events import Listener, Stage
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
+from distcse.teachers.nearest import nearest
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
-_FLAT_UP_TO = 200_000
-_LISTS_PROBED = 32
 _ASKED_PER_PAIR = 10
 """Sentences whose neighbours BM25 looks for, for each pair wanted: each costs a pass over the index."""
 _ASKED_AT_A_TIME = 2000
@@ -68,7 +66,7 @@ def _bands(
     vectors = encoder.encode(
         texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
     )
-    cosines, neighbours = nearest(vectors, section.neighbours)
+    cosines, neighbours = nearest(vectors, section.neighbours, "pairs.mine")
     rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
     pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
     there = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
@@ -80,25 +78,6 @@ def _bands(
         post(Stage("mining", len(one), len(one), "pairs", finished=True, note=note))
         found.append((band.share, one))
     return found
-
-
-def nearest(vectors: NDArray[np.float32], neighbours: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """(n, k) cosines and row ids of the nearest sentences, the sentence itself among them; exact in up to 200,000."""
-    try:
-        import faiss
-    except ImportError:
-        raise RunError('pairs.mine needs faiss; pip install "distcse[mining]"') from None
-    count, width = vectors.shape
-    if count <= _FLAT_UP_TO:
-        index: Any = faiss.IndexFlatIP(width)
-    else:
-        lists = int(4 * np.sqrt(count))
-        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
-        index.train(vectors[:: max(1, count // (64 * lists))])
-        index.nprobe = _LISTS_PROBED
-    index.add(vectors)
-    cosines, rows = index.search(vectors, min(neighbours + 1, count))
-    return cosines, rows
 
 
 def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Listener) -> Found:

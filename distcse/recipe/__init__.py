@@ -1,5 +1,15 @@
 """The recipe: every knob of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
+from distcse.recipe.encoders import (
+    EncoderSection,
+    EndpointSection,
+    Pooling,
+    Projection,
+    StudentSection,
+    TeacherSection,
+    TeachersSection,
+    TrainedSection,
+)
 from distcse.recipe.loading import load_recipe, packaged_recipes, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.recipe.mutual import (
     BiSection,
@@ -10,29 +20,17 @@ from distcse.recipe.mutual import (
     MutualSection,
     PairsSection,
 )
-from distcse.recipe.schema import (
+from distcse.recipe.objective import (
     ConsistencySection,
-    CorpusSection,
     DetectionSection,
-    EncoderSection,
-    EndpointSection,
-    EvaluationSection,
     InfoNCESection,
-    LoopSection,
     ObjectiveSection,
-    Pooling,
-    Projection,
     RankRegressionSection,
     RankSection,
-    Recipe,
-    StorageSection,
-    StudentSection,
-    TeacherSection,
-    TeachersSection,
-    TrainedSection,
-    TrainingSection,
 )
+from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
+from distcse.recipe.training import LoopSection, TrainingSection
 
 __all__ = [
     "BiSection",

@@ -6,16 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.schema import (
-    CorpusSection,
-    LoopSection,
-    Measure,
-    Name,
-    Section,
-    StorageSection,
-    TrainedSection,
-    Weight,
-)
+from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.schema import CorpusSection, Measure, StorageSection
+from distcse.recipe.section import Name, Section, Weight
+from distcse.recipe.training import LoopSection
 
 
 class BandSection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.schema import Name, Section
+from distcse.recipe.section import Name, Section
 
 Value = bool | int | float | str | None | list[int]
 Tracker = Literal["tensorboard", "mlflow", "wandb"]

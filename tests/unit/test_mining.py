@@ -11,9 +11,10 @@ import pytest
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, RecipeError
 from distcse.events import Event, Stage
-from distcse.mutual.mining import mine_pairs, nearest
+from distcse.mutual.mining import mine_pairs
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe
+from distcse.teachers.nearest import nearest
 from tests.pairs import make_mutual_recipe
 
 Mine = Callable[..., tuple[Pairs, MutualRecipe, list[Event]]]
@@ -82,7 +83,7 @@ def test_beyond_200_000_sentences_an_inverted_file_finds_nearly_all() -> None:
     centres = random.normal(size=(3000, 16))
     vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    cosines, rows = nearest(vectors, 10)
+    cosines, rows = nearest(vectors, 10, "pairs.mine")
     assert rows.shape == (200_001, 11) and (np.diff(cosines, axis=1) <= 0).all()
     found = 0
     for row in range(0, 200_001, 4000):

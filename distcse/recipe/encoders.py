@@ -1,0 +1,119 @@
+"""The encoders of a recipe: who learns, who teaches, and the actors that host teachers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distcse.recipe.section import Section
+
+Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
+Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
+
+
+class EncoderSection(Section):
+    """An encoder to load: a backbone and how its token vectors become one vector."""
+
+    backbone: str
+    """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
+    pooling: Pooling | None = None
+    """How token vectors become one vector; null reads it from the folder (sentence-transformers layout)."""
+    max_length: Annotated[int, Field(ge=4, le=8192)] | None = None
+    """Tokens kept of a sentence, special tokens included; null reads it from the folder."""
+    prompt: str = ""
+    """Text put before every sentence, or a template with `{sentence}` in it."""
+    trust_remote_code: bool = False
+    """Let the folder's own Python code run. Only for models you have read."""
+
+
+class TrainedSection(EncoderSection):
+    """An encoder that learns and is saved."""
+
+    pooling: Pooling | None = "cls"
+    """Its pooling; it is saved with the model."""
+    max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
+    """Tokens kept of a sentence in training and in the saved model."""
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Dropout of the backbone in training; null keeps the backbone's own."""
+
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> Self:
+        if self.pooling == "mask" or "{sentence}" in self.prompt:
+            raise ValueError(
+                "pooling mask and templates are for teachers: the saved model's layout has no place for them; "
+                "write another pooling, or a prompt without {sentence}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_ascend(self) -> Self:
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers):
+            raise ValueError(f"layers must be ascending and distinct, such as [0, 2, 4]; got {self.layers}")
+        return self
+
+
+class StudentSection(TrainedSection):
+    """The encoder that learns from lists."""
+
+    projection: Projection = "tanh_mlp"
+    """Head between the pooled vector and the objective. In training only; never saved."""
+
+
+class EndpointSection(Section):
+    """An OpenAI-compatible embeddings endpoint."""
+
+    url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")]
+    """Its base, such as http://host:8080/v1; `/embeddings` is asked. The teacher's `backbone` is the model's name there."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, where one is needed; the key itself is in no recipe."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Sentences of one request."""
+    connections: Annotated[int, Field(ge=1)] = 4
+    """Requests under way at a time."""
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds to wait for an answer."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """Attempts after a lost connection or an answer such as 429 or 503, the pause doubling from half a second."""
+
+
+class TeacherSection(EncoderSection):
+    """One frozen teacher: an encoder, a cross-encoder (its folder says so), or an endpoint."""
+
+    endpoint: EndpointSection | None = None
+    """Where the teacher is asked over HTTP instead of being loaded."""
+
+    alpha: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
+    space: Literal["cosine", "rank"] = "cosine"
+    """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
+    references: Annotated[int, Field(ge=2)] = 100_000
+    """Sentences of the corpus, drawn by the seed, that a rank-space teacher orders; all of a smaller corpus."""
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Arithmetic of the frozen forward pass. bf16 moves cosines by up to 4e-3; tables are stored in fp16 either way."""
+
+
+class TeachersSection(Section):
+    """The frozen teachers and the actors that host them."""
+
+    encoders: list[TeacherSection] = Field(default_factory=list)
+    """The teachers; none leaves the rank term without lists."""
+    mode: Literal["auto", "table", "live"] = "auto"
+    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is
+    `table` wherever the rows are fixed. A cross-encoder has no vectors and always runs live."""
+    builders: Annotated[int, Field(ge=1)] | None = None
+    """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
+    builder_gpus: Annotated[float, Field(ge=0)] = 0
+    """GPUs, or a fraction of one, for each embedding actor and each live server."""
+    servers: Annotated[int, Field(ge=1)] = 1
+    """List servers of each teacher; workers share them evenly."""
+    block_steps: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Steps whose lists travel as one object; the next block is always asked for ahead."""
+    shard_rows: Annotated[int, Field(ge=1)] = 8192
+    """Rows of one table shard: what is lost at most when a builder is killed."""
+    shuffle_groups: Annotated[int, Field(ge=2)] | None = None
+    """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
+    """Tokens in one frozen forward pass."""

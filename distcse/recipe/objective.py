@@ -1,0 +1,111 @@
+"""The terms of the objective and their weights. The defaults are those of RankCSE's common setting (paper, Table 9)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from distcse.recipe.section import Section, Weight
+
+Temperature = Annotated[float, Field(gt=0, le=10)]
+
+
+class InfoNCESection(Section):
+    """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4)."""
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+
+
+class ConsistencySection(Section):
+    """Consistency of the two views' lists (RankCSE Eq. 2)."""
+
+    beta: Weight = 1.0
+    """Weight β of the term in the sum."""
+    form: Literal["js", "neg_entropy"] = "js"
+    """`js` is the paper's Jensen–Shannon divergence; `neg_entropy` is what the public code computes."""
+
+
+class RankSection(Section):
+    """Ranking distillation from the teachers' lists (RankCSE Eq. 4 and 5)."""
+
+    form: Literal["list_net", "list_mle"] = "list_net"
+    """ListNet matches the top-one distribution; ListMLE maximises the likelihood of the teachers' order."""
+    gamma: Weight = 1.0
+    """Weight γ of the term in the sum."""
+    tau2: Temperature = 0.05
+    """Temperature of the student's list."""
+    tau3: Temperature = 0.025
+    """Temperature of the teachers' list (ListNet only)."""
+    exclude_positive: bool | None = None
+    """Leave the sentence itself out of its list; null is the paper's choice: yes for ListNet, no for ListMLE."""
+    list_reduction: Literal["sum", "mean"] = "sum"
+    """ListMLE's reduction over a list; `mean` divides by the list's length."""
+    eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
+    """ListMLE: null is exact; 1e-10 or 1e-7 adds the public codes' constant inside the logarithm."""
+
+
+class RankRegressionSection(Section):
+    """The student's cosines shall be the teachers' rank-space similarities (RankEncoder Eq. 6)."""
+
+    weight: Weight = 0.05
+    """Weight λ of the term."""
+    lower: Annotated[float, Field(ge=-2, le=2)] = 0.5
+    """τl: pairs less similar than this are left out."""
+    upper: Annotated[float, Field(ge=-2, le=2)] = 0.8
+    """τu: pairs more similar than this are left out; 0.9999 drops the sentence itself alone."""
+    student_similarity: Literal["cross_view", "same_view"] = "cross_view"
+    """Cosine of a pair's different views, as the public code has it, or of its first views."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> RankRegressionSection:
+        if self.lower >= self.upper:
+            raise ValueError(f"lower is {self.lower} and upper {self.upper}; no pair lies between them")
+        return self
+
+
+class DetectionSection(Section):
+    """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
+
+    weight: Weight = 0.005
+    """Weight λ of the term."""
+    generator: str | None = None
+    """Folder or hub id of a masked language model with the student's vocabulary; `deletion` needs none."""
+    operation: Literal["replacement", "insertion", "deletion"] = "replacement"
+    """What is done to the sentence (DiffCSE Table 4)."""
+    masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of tokens that are masked, inserted or deleted; each view has its own."""
+    replace: Literal["all_positions", "masked_only"] = "all_positions"
+    """The generator's choice counts everywhere, as in the public code, or at masked positions alone."""
+    reduction: Literal["all", "nonpad"] = "all"
+    """The mean is over all positions, padding too, as in the public code, to which λ is tuned; or over tokens."""
+    condition: Literal["projected", "pooled"] = "projected"
+    """The vector that the discriminator is told: behind the projection, or before it."""
+    generator_dropout: bool = True
+    """Dropout in the frozen generator, as the public code has it."""
+
+    @model_validator(mode="after")
+    def _has_a_generator(self) -> DetectionSection:
+        if self.generator is None and self.operation != "deletion":
+            raise ValueError(f"operation {self.operation} needs a generator; write generator: FOLDER or a hub id")
+        return self
+
+
+class ObjectiveSection(Section):
+    """The weighted sum of terms; a term set to null is left out."""
+
+    tau1: Temperature = 0.05
+    """Temperature of InfoNCE and of the consistency term."""
+    info_nce: InfoNCESection | None = InfoNCESection()
+    """The contrastive term."""
+    consistency: ConsistencySection | None = ConsistencySection()
+    """The consistency term."""
+    rank: RankSection | None = RankSection()
+    """The distillation term; needs teachers."""
+    rank_regression: RankRegressionSection | None = None
+    """RankEncoder's term; needs teachers, in rank space as the paper has them."""
+    detection: DetectionSection | None = None
+    """DiffCSE's term."""
+    combine: Literal["sum", "hinge"] = "sum"
+    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""

@@ -1,0 +1,75 @@
+"""How weights are moved, and by whom. The defaults are those of RankCSE (paper, App. A)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distcse.recipe.section import Precision, Section
+
+
+class LoopSection(Section):
+    """How weights are moved: batch, optimiser, schedule, engine."""
+
+    batch_size: Annotated[int, Field(ge=2)] = 128
+    """Sentences (or pairs) of a step over all workers: also the length of every list."""
+    epochs: Annotated[float, Field(gt=0)] = 4
+    """Passes over the corpus; a fraction is allowed."""
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Stop (and end the schedule) after so many steps, whatever `epochs` says."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 3e-5
+    """Peak learning rate of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of all steps in which the rate rises from 0; it then falls linearly to 0."""
+    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+    gradient_accumulation: Annotated[int, Field(ge=1)] = 1
+    """Steps whose gradients are averaged before the optimiser moves. Lists stay `batch_size` long."""
+    precision: Precision = "fp32"
+    """bf16 runs the student under autocast; parameters, losses and optimiser stay fp32."""
+    engine: Literal["auto", "deepspeed", "plain"] = "auto"
+    """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed ZeRO stage; 0 is fastest for small students."""
+    log_every: Annotated[int, Field(ge=1)] = 10
+    """Steps between two reports of loss and rate."""
+
+    @model_validator(mode="after")
+    def _stage_has_its_engine(self) -> Self:
+        if self.zero_stage and self.engine == "plain":
+            raise ValueError("zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0")
+        return self
+
+
+class TrainingSection(LoopSection):
+    """The student's loop, and the workers that run it."""
+
+    workers: Annotated[int, Field(ge=0)] = 1
+    """Ray Train workers; 0 runs the same loop in this process, without Ray."""
+    cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
+    """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    """GPUs of a worker; null takes one where the cluster has enough."""
+    dropout_streams: Annotated[int, Field(ge=1)] | None = None
+    """Parts of a batch with dropout noise of their own; null is one a worker. A run that shall continue to equal weights on
+    another number of workers names one number for both (a multiple of each)."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Restarts from the last checkpoint after a worker or node is lost."""
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainingSection:
+        for key, parts in (("workers", self.workers or 1), ("dropout_streams", self.dropout_streams or 1)):
+            if self.batch_size % parts:
+                allowed = ", ".join(str(n) for n in range(1, 65) if self.batch_size % n == 0)
+                raise ValueError(
+                    f"{key} is {parts}, which does not divide batch_size {self.batch_size}; allowed: {allowed}"
+                )
+        if self.dropout_streams and self.dropout_streams % (self.workers or 1):
+            raise ValueError(
+                f"dropout_streams is {self.dropout_streams}, which is no multiple of workers {self.workers}; "
+                f"write a multiple of {self.workers}"
+            )
+        return self
