@@ -7,7 +7,17 @@ which rows make the batch of a step, and `collate` makes a rectangle of them.
 
 from distcse.corpus.collate import Tokens, collate
 from distcse.corpus.corpus import Corpus
+from distcse.corpus.grouping import Grouping
 from distcse.corpus.sampler import BatchSampler, split_held_out
 from distcse.corpus.tokens import TokenTable, tokenizer_fingerprint
 
-__all__ = ["BatchSampler", "Corpus", "TokenTable", "Tokens", "collate", "split_held_out", "tokenizer_fingerprint"]
+__all__ = [
+    "BatchSampler",
+    "Corpus",
+    "Grouping",
+    "TokenTable",
+    "Tokens",
+    "collate",
+    "split_held_out",
+    "tokenizer_fingerprint",
+]

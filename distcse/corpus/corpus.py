@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
 from distcse.corpus.hub import open_dataset, read_dataset
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, making
-from distcse.corpus.readers import Row, file_kind, find_files, read_sentences
+from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 
 FORMAT = 2
 _LABEL = "corpus.json"
+_DOMAINS = "domains.npy"
+_MOST_DOMAINS = 65_535
 _CHUNK = 8192
 
 Progress = Callable[[int], None]
@@ -41,8 +43,13 @@ class Corpus:
         """Hash of the sentences and their order, whatever file they came from."""
         self.blank_rows: int = described["blank_rows"]
         """Rows of the source without text: skipped."""
+        self.domains: list[str] = described.get("domains", [])
+        """Names of the rows' domains; none where the recipe names no column of them."""
+        self.content: str = "-".join([self.fingerprint, *([described["domain_digest"]] if self.domains else [])])
+        """The fingerprint, and that of the rows' domains where they have any."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
+        self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
 
     @classmethod
     def prepare(cls, section: CorpusSection, cache: Path, on_progress: Progress | None = None) -> Corpus:
@@ -61,7 +68,9 @@ class Corpus:
         if (described := is_whole(directory, _LABEL)) is not None:
             return cls(directory, described, reused=True)
         with making(directory, _LABEL) as (beside, label):
-            label.update(_write(beside, source.rows(), section.limit, on_progress or _nobody), sources=source.names)
+            rows = source.rows(section.column)
+            domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
+            label.update(_write(beside, rows, domains, section.limit, on_progress or _nobody), sources=source.names)
         return cls(directory, label, reused=False)
 
     @classmethod
@@ -79,6 +88,12 @@ class Corpus:
         """The sentences of row ids, in their order."""
         return [row.tobytes().decode() for row in self._rows.rows(ids)]
 
+    def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """(n,) row ids -> (n,) places of their domains in `domains`."""
+        if self._domain_ids is None:
+            raise CorpusError("the corpus has no domains; write corpus.domain: COLUMN")
+        return self._domain_ids[ids]
+
     def sizes(self, ids: RowIds) -> NDArray[np.int64]:
         """Bytes of the sentences in UTF-8, without reading them."""
         return self._rows.lengths(ids)
@@ -91,22 +106,27 @@ class _Source:
     """For whoever opens the label: files, the data set, or packages with their versions."""
     content: list[str]
     """What identifies the content, wherever it lies."""
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[str], Iterator[Row]]
+    """The values of a column, row by row; where there are no columns, of the only one."""
 
 
 def _source(section: CorpusSection) -> _Source:
     if section.path is not None:
         files = find_files([section.path] if isinstance(section.path, str) else section.path)
+        if section.domain is not None and (plain := [file for file in files if not has_columns(file)]):
+            raise CorpusError(
+                f"corpus.domain is {section.domain!r}, but {plain[0]} has no columns; use .jsonl, .csv, .parquet"
+            )
         contents = [_content_hash(file) for file in files]
-        return _Source("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
+        return _Source("path", [str(file) for file in files], contents, lambda column: _rows_of(files, column))
     if section.dataset is not None:
         dataset = open_dataset(section)
         mark = str(dataset._fingerprint)
-        return _Source("dataset", [section.dataset], [mark], lambda: read_dataset(dataset, section.column))
+        return _Source("dataset", [section.dataset], [mark], lambda column: read_dataset(dataset, column))
     if section.docstrings is not None:
         packages = section.docstrings
         marks = packages_fingerprint(packages)
-        return _Source("docstrings", marks, marks, lambda: iter(docstring_sentences(packages)))
+        return _Source("docstrings", marks, marks, lambda column: iter(docstring_sentences(packages)))
     raise CorpusError(
         "the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )
@@ -114,6 +134,7 @@ def _source(section: CorpusSection) -> _Source:
 
 def _key(source: _Source, section: CorpusSection) -> str:
     described = [FORMAT, source.kind, source.content, section.column, section.limit]
+    described += [] if section.domain is None else [section.domain]
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
 
@@ -137,13 +158,56 @@ def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
             raise CorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
 
 
-def _write(folder: Path, rows: Iterator[Row], limit: int | None, on_progress: Progress) -> dict[str, Any]:
+class _Domains:
+    """The domains of the rows that are kept, noted as they come."""
+
+    def __init__(self, values: Iterator[Row]) -> None:
+        self._values = values
+        self._places: dict[str, int] = {}
+        self._ids: list[int] = []
+
+    def note(self, is_kept: bool) -> None:
+        """The next row's domain; one without a value is of the domain ''."""
+        name = next(self._values) or ""
+        if is_kept:
+            self._ids.append(self._places.setdefault(name, len(self._places)))
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Store the ids; returns what the label says of them."""
+        if len(self._places) > _MOST_DOMAINS:
+            raise CorpusError(
+                f"corpus.domain has {len(self._places):,} different values, at most {_MOST_DOMAINS:,} are domains; "
+                "name another column"
+            )
+        ids = np.array(self._ids, dtype=np.uint16)
+        np.save(folder / _DOMAINS, ids)
+        return {
+            "domains": list(self._places),
+            "domain_digest": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest(),
+        }
+
+
+def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
+    try:
+        ids = np.load(folder / _DOMAINS, allow_pickle=False)
+    except (OSError, ValueError) as broken:
+        raise CorpusError(f"{folder / _DOMAINS} cannot be read ({broken}); remove {folder}") from None
+    if len(ids) != rows:
+        raise CorpusError(f"{folder / _DOMAINS} has {len(ids)} rows, the corpus {rows}; remove {folder}")
+    return np.asarray(ids, dtype=np.uint16)
+
+
+def _write(
+    folder: Path, rows: Iterator[Row], domains: _Domains | None, limit: int | None, on_progress: Progress
+) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
     blank = written = 0
 
     def sentences() -> Iterator[str]:
         nonlocal blank
         for row in rows:
+            if domains is not None:
+                domains.note(row is not None)
             if row is None:
                 blank += 1
             else:
@@ -161,7 +225,8 @@ def _write(folder: Path, rows: Iterator[Row], limit: int | None, on_progress: Pr
         writer.finish()
     if not written:
         raise CorpusError("the corpus holds no sentence")
-    return {"rows": written, "blank_rows": blank, "fingerprint": digest.hexdigest(), "format": FORMAT}
+    label = {"rows": written, "blank_rows": blank, "fingerprint": digest.hexdigest(), "format": FORMAT}
+    return label if domains is None else {**label, **domains.write(folder)}
 
 
 def _nobody(done: int) -> None:

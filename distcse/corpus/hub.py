@@ -27,8 +27,9 @@ def open_dataset(section: CorpusSection) -> Any:
             f"data set {name!r} (configuration {section.dataset_config!r}, split {section.split!r}) cannot be had: "
             f"{_reason(refused)}"
         ) from refused
-    if section.column not in loaded.column_names:
-        raise CorpusError(f"data set {name} has {no_column(section.column, loaded.column_names)}")
+    for column in (section.column, section.domain or section.column):
+        if column not in loaded.column_names:
+            raise CorpusError(f"data set {name} has {no_column(column, loaded.column_names)}")
     return loaded
 
 

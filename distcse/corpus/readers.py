@@ -59,6 +59,11 @@ def file_kind(file: Path) -> str:
     raise CorpusError(f"{file}: unknown kind of file; known: {', '.join(_READERS)}")
 
 
+def has_columns(file: Path) -> bool:
+    """Whether a file's rows are more than one text."""
+    return not file_kind(file).startswith(".txt")
+
+
 def read_sentences(file: Path, column: str) -> Iterator[Row]:
     """Rows of one file, streamed.
 

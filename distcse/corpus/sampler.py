@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.corpus.grouping import Grouping
 from distcse.errors import CorpusError
 
 _HELD_OUT_STREAM = 2**32 - 1
@@ -20,12 +21,15 @@ class BatchSampler:
         rows: (n,) row ids to learn from, or n for the rows 0 to n - 1.
         batch_size: Rows of a batch.
         seed: Of the permutations.
+        grouping: Who follows whom into a batch; None leaves it to chance.
 
     Raises:
         CorpusError: Fewer rows than one batch.
     """
 
-    def __init__(self, rows: NDArray[np.int64] | int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, rows: NDArray[np.int64] | int, batch_size: int, seed: int, grouping: Grouping | None = None
+    ) -> None:
         ids = np.arange(rows) if isinstance(rows, int) else np.asarray(rows, dtype=np.int64)
         if len(ids) < batch_size:
             raise CorpusError(
@@ -35,8 +39,8 @@ class BatchSampler:
         self._rows = ids
         self._batch_size = batch_size
         self._seed = seed
-        self._epoch: int | None = None
-        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._grouping = grouping
+        self._orders: dict[int, NDArray[np.int64]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -46,14 +50,19 @@ class BatchSampler:
     def batch(self, step: int) -> NDArray[np.int64]:
         """(batch_size,) row ids of a step, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._order, self._epoch = generator.permutation(len(self._rows)), epoch
-        return self._rows[self._order[place * self._batch_size : (place + 1) * self._batch_size]]
+        if epoch not in self._orders:
+            # Two are kept: what looks back or ahead over an epoch's end asks for both by turns.
+            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: self._order(epoch)}
+        return self._orders[epoch][place * self._batch_size : (place + 1) * self._batch_size]
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
         """(count, batch_size) row ids of the steps from `first` on."""
         return np.stack([self.batch(step) for step in range(first, first + count)])
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+        order = self._rows[generator.permutation(len(self._rows))]
+        return self._grouping.order(order, generator) if self._grouping else order
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

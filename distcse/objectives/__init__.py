@@ -9,13 +9,15 @@ W first.
 
 from distcse.objectives.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.objectives.detection import Detection, detection
-from distcse.objectives.info_nce import InfoNCE, info_nce
+from distcse.objectives.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.objectives.list_mle import ListMLE, list_mle
 from distcse.objectives.list_net import ListNet, list_net
-from distcse.objectives.lists import mix_lists, shuffle_groups, without_positive
+from distcse.objectives.lists import mix_lists, shuffle_groups, trust_of, without_positive
 from distcse.objectives.objective import Objective, build_objective
 from distcse.objectives.pseudo_labels import bce_soft, mse_cosine
 from distcse.objectives.rank_regression import RankRegression, squared_errors
+from distcse.objectives.regression import Regression, cosine_errors, squared_distances
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views, gather_views
 
 __all__ = [
@@ -26,9 +28,12 @@ __all__ = [
     "ListNet",
     "Objective",
     "RankRegression",
+    "Regression",
+    "Taught",
     "Views",
     "bce_soft",
     "build_objective",
+    "cosine_errors",
     "detection",
     "gather_views",
     "info_nce",
@@ -38,7 +43,10 @@ __all__ = [
     "mix_lists",
     "mse_cosine",
     "negative_entropy",
+    "negative_weights",
     "shuffle_groups",
+    "squared_distances",
     "squared_errors",
+    "trust_of",
     "without_positive",
 ]

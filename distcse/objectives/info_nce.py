@@ -6,26 +6,58 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
 
 
-def info_nce(similarities: Tensor, tau1: float, offset: int = 0) -> Tensor:
+def info_nce(similarities: Tensor, tau1: float, offset: int = 0, softened: Tensor | None = None) -> Tensor:
     """(R, C) cosines -> (R,) losses: -log softmax(S_i / τ1) at the positive, column `offset + i`.
 
     One direction, z1 to z2, cosine, in-batch negatives (SimCSE Eq. 1; RankCSE §4.1).
+
+    Args:
+        similarities: The student's cosines.
+        tau1: Temperature.
+        offset: Place of the first row in the global batch.
+        softened: (R, C) weights in [0, 1] of the negatives' terms in the softmax (`negative_weights`); None weighs all 1.
     """
     rows = len(similarities)
     positives = torch.arange(offset, offset + rows, device=similarities.device)
-    return cross_entropy(similarities / tau1, positives, reduction="none")
+    logits = similarities / tau1
+    if softened is not None:
+        logits = logits + softened.to(logits.dtype).clamp(min=torch.finfo(logits.dtype).tiny).log()
+    return cross_entropy(logits, positives, reduction="none")
+
+
+def negative_weights(lists: Tensor, above: float, form: str, offset: int = 0) -> Tensor:
+    """(R, C) similarities of the teachers -> (R, C) weights of InfoNCE's negatives: who is no negative counts less.
+
+    Args:
+        lists: The teachers' similarities.
+        above: Pairs at least this similar are held to say the same.
+        form: `mask` leaves them out; `soften` lets their weight fall from 1 at `above` to 0 at similarity 1.
+        offset: Place of the first row: the positives keep weight 1.
+    """
+    same = lists >= above
+    left = torch.zeros_like(lists) if form == "mask" else ((1 - lists) / (1 - above)).clamp(0, 1)
+    weights = torch.where(same, left, 1.0)
+    weights.diagonal(offset).fill_(1.0)
+    return weights
 
 
 class InfoNCE(nn.Module):
-    """The term in an objective."""
+    """The term in an objective; with `above`, negatives that the teachers call alike are masked or softened."""
 
-    def __init__(self, tau1: float) -> None:
+    def __init__(self, tau1: float, above: float | None = None, form: str = "mask") -> None:
         super().__init__()
         self.tau1 = tau1
+        self.above = above
+        self.form = form
 
-    def forward(self, views: Views, lists: Tensor | None = None) -> Tensor:
+    def forward(self, views: Views, taught: Taught | None = None) -> Tensor:
         """This worker's share."""
-        return info_nce(views.similarities, self.tau1, views.offset).sum() / views.columns
+        softened = None
+        if self.above is not None:
+            assert taught is not None and taught.lists is not None
+            softened = negative_weights(taught.lists[:, : views.columns], self.above, self.form, views.offset)
+        return info_nce(views.similarities, self.tau1, views.offset, softened).sum() / views.columns

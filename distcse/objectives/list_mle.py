@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.objectives.lists import without_positive
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
 
 
@@ -18,8 +19,9 @@ def list_mle(
     list_reduction: str = "sum",
     eps: float | None = None,
     offset: int = 0,
+    trust: Tensor | None = None,
 ) -> Tensor:
-    """(R, C) cosines of student and teachers -> (R,) values of -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
+    """(R, L) cosines of student and teachers -> (R,) values of -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
 
     Args:
         similarities: The student's cosines.
@@ -31,12 +33,15 @@ def list_mle(
             maximum was taken out. It acts like a phantom item at cosine max - τ2·ln(1/eps): items below it are pushed
             up, the positive down.
         offset: Place of the first row in the global batch.
+        trust: (R, L) weights: each place of the order counts as much as the sentence there; None counts all alike.
     """
     if exclude_positive:
         similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)
+        trust = None if trust is None else without_positive(trust, offset)
     order = lists.argsort(dim=1, descending=True, stable=True)
     logits = (similarities / tau2).gather(1, order)
-    losses = (_exact_suffixes(logits) if eps is None else _suffixes_with_eps(logits, eps)).sum(dim=1)
+    places = _exact_suffixes(logits) if eps is None else _suffixes_with_eps(logits, eps)
+    losses = (places if trust is None else places * trust.gather(1, order)).sum(dim=1)
     return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
 
 
@@ -64,15 +69,17 @@ class ListMLE(nn.Module):
         self.list_reduction = list_reduction
         self.eps = eps
 
-    def forward(self, views: Views, lists: Tensor) -> Tensor:
+    def forward(self, views: Views, taught: Taught) -> Tensor:
         """This worker's share."""
+        assert taught.lists is not None
         losses = list_mle(
-            views.similarities,
-            lists,
+            views.listed,
+            views.blanked(taught.lists),
             self.tau2,
             exclude_positive=self.exclude_positive,
             list_reduction=self.list_reduction,
             eps=self.eps,
             offset=views.offset,
+            trust=taught.trust,
         )
         return losses.sum() / views.columns

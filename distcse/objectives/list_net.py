@@ -5,21 +5,34 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from distcse.objectives.lists import without_positive
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
 
 
 def list_net(
-    similarities: Tensor, lists: Tensor, tau2: float, tau3: float, *, exclude_positive: bool = True, offset: int = 0
+    similarities: Tensor,
+    lists: Tensor,
+    tau2: float,
+    tau3: float,
+    *,
+    exclude_positive: bool = True,
+    offset: int = 0,
+    trust: Tensor | None = None,
 ) -> Tensor:
-    """(R, C) cosines of student and teachers -> (R,) cross-entropies (RankCSE Eq. 4, footnote 1).
+    """(R, L) cosines of student and teachers -> (R,) cross-entropies (RankCSE Eq. 4, footnote 1).
 
     -Σ_j softmax(ST_i / τ3)_j · log softmax(S_i / τ2)_j. The teachers' entropy is not subtracted: the gradient is
-    that of the Kullback-Leibler divergence.
+    that of the Kullback-Leibler divergence. With `trust`, (R, L) weights w, it is Σ_j w_j (q_j - p_j - p_j log q_j): each
+    pair's own divergence, so that the teachers' list stays the minimum whatever the weights, and 1 everywhere changes nothing.
     """
     if exclude_positive:
         similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)
+        trust = None if trust is None else without_positive(trust, offset)
     target = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
-    return -(target * (similarities / tau2).log_softmax(dim=1)).sum(dim=1)
+    found = (similarities / tau2).log_softmax(dim=1)
+    if trust is None:
+        return -(target * found).sum(dim=1)
+    return (trust * (found.exp() - target - target * found)).sum(dim=1)
 
 
 class ListNet(nn.Module):
@@ -31,14 +44,16 @@ class ListNet(nn.Module):
         self.tau3 = tau3
         self.exclude_positive = exclude_positive
 
-    def forward(self, views: Views, lists: Tensor) -> Tensor:
+    def forward(self, views: Views, taught: Taught) -> Tensor:
         """This worker's share."""
+        assert taught.lists is not None
         losses = list_net(
-            views.similarities,
-            lists,
+            views.listed,
+            views.blanked(taught.lists),
             self.tau2,
             self.tau3,
             exclude_positive=self.exclude_positive,
             offset=views.offset,
+            trust=taught.trust,
         )
         return losses.sum() / views.columns

@@ -7,21 +7,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_FLAT = 1e-6
+"""Deviation of a list whose entries are all one."""
 
-def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
+
+def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
     """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE Eq. 6, for N teachers).
 
     Raw cosines are mixed, before any temperature; the weights' scale does not matter. Float64 lists stay float64.
+
+    Args:
+        lists: The teachers' lists.
+        weights: One a teacher, or (T, R): each row's own.
 
     Raises:
         ValueError: Another number of weights than of teachers.
     """
     if len(weights) != len(lists):
         raise ValueError(f"{len(lists)} lists and {len(weights)} weights")
-    share = torch.tensor(weights, dtype=torch.float64, device=lists.device)
-    share = (share / share.sum()).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
+    share = torch.as_tensor(weights, dtype=torch.float64).to(lists.device)
+    share = (share / share.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
     # No matrix product: autocast and TF32 round those, and a rounded cosine is a tie or a swap in a teacher's order.
-    return (share[:, None, None] * lists.to(share.dtype)).sum(dim=0)
+    each = share[:, None, None] if share.dim() == 1 else share[:, :, None]
+    return (each * lists.to(share.dtype)).sum(dim=0)
+
+
+def trust_of(lists: Tensor, scale: float) -> Tensor:
+    """(T, R, C) cosines of T teachers -> (R, C) weights exp(-spread / scale) in (0, 1]: how far they agree on each pair.
+
+    Teachers' cosines lie in ranges of their own: each list is brought to mean 0 and deviation 1 first. The spread is then the
+    standard deviation over teachers. One teacher agrees with itself: all weights are 1.
+    """
+    wide = lists.float()
+    deviation, mean = torch.std_mean(wide, dim=2, keepdim=True, correction=0)
+    standard = (wide - mean) / deviation.clamp(min=_FLAT)
+    return torch.exp(-standard.std(dim=0, correction=0) / scale)
 
 
 def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int) -> Tensor:

@@ -12,12 +12,14 @@ from distcse.objectives.info_nce import InfoNCE
 from distcse.objectives.list_mle import ListMLE
 from distcse.objectives.list_net import ListNet
 from distcse.objectives.rank_regression import RankRegression
+from distcse.objectives.regression import Regression
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
 from distcse.recipe import ObjectiveSection, RankSection
 
 
 class Objective(nn.Module):
-    """Σ weight · term(views, lists), or with `hinge` the larger of InfoNCE and rank regression, and the others.
+    """Σ weight · term(views, taught), or with `hinge` the larger of InfoNCE and rank regression, and the others.
 
     Args:
         terms: Name to module.
@@ -34,10 +36,18 @@ class Objective(nn.Module):
     @property
     def needs_lists(self) -> bool:
         """Whether a term wants the teachers' lists."""
-        return "rank" in self.terms or "rank_regression" in self.terms
+        softened = (
+            isinstance(term := self.terms["info_nce"], InfoNCE) and term.above if "info_nce" in self.terms else None
+        )
+        return "rank" in self.terms or "rank_regression" in self.terms or softened is not None
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether a term wants the teachers' vectors."""
+        return "regression" in self.terms
 
     def forward(
-        self, views: Views, lists: Tensor | None = None, found: Detection | None = None
+        self, views: Views, taught: Taught | None = None, found: Detection | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This worker's share of the loss, and detached shares by name.
 
@@ -46,20 +56,21 @@ class Objective(nn.Module):
 
         Args:
             views: The batch.
-            lists: (R, C) float32 weighted mean of the teachers' lists; needed by a rank term.
+            taught: The teachers' lists, needed by a rank term; their vectors, needed by regression.
             found: What the discriminator made of the batch; needed by detection.
 
         Raises:
-            ValueError: A rank term without lists, or lists of another shape than (R, C).
+            ValueError: A rank term without lists, or lists of another shape than the student's.
         """
-        wanted = (views.rows, views.columns)
-        if lists is None and self.needs_lists:
+        taught = taught or Taught()
+        wanted = (views.rows, views.columns + (0 if views.memory is None else len(views.memory)))
+        if taught.lists is None and self.needs_lists:
             raise ValueError(f"the rank term wants lists of shape {wanted}, got none")
-        if lists is not None and lists.shape != wanted:
-            raise ValueError(f"lists are of shape {tuple(lists.shape)}; this worker's views want {wanted}")
+        if taught.lists is not None and taught.lists.shape != wanted:
+            raise ValueError(f"lists are of shape {tuple(taught.lists.shape)}; this worker's views want {wanted}")
         # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
-            shares = {name: term(views, lists) for name, term in self.terms.items()}
+            shares = {name: term(views, taught) for name, term in self.terms.items()}
             accuracies: dict[str, Tensor] = {}
             if found is not None:
                 shares["detection"], accuracies = found.shares()
@@ -82,7 +93,9 @@ def build_objective(section: ObjectiveSection) -> Objective:
     terms: dict[str, nn.Module] = {}
     weights: dict[str, float] = {}
     if section.info_nce is not None and section.info_nce.weight:
-        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1), section.info_nce.weight
+        twins = section.info_nce.false_negatives
+        softened = (twins.above, twins.form) if twins else (None, "mask")
+        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1, *softened), section.info_nce.weight
     if section.consistency is not None and section.consistency.beta:
         terms["consistency"] = Consistency(section.tau1, section.consistency.form)
         weights["consistency"] = section.consistency.beta
@@ -92,6 +105,8 @@ def build_objective(section: ObjectiveSection) -> Objective:
         same_view = regression.student_similarity == "same_view"
         terms["rank_regression"] = RankRegression(regression.lower, regression.upper, same_view)
         weights["rank_regression"] = regression.weight
+    if section.regression is not None and section.regression.weight:
+        terms["regression"], weights["regression"] = Regression(section.regression.form), section.regression.weight
     if section.detection is not None:
         weights["detection"] = section.detection.weight
     return Objective(terms, weights, section.combine)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
 
 _NO_PAIR = 1e-8
@@ -32,8 +33,10 @@ class RankRegression(nn.Module):
         self.upper = upper
         self.same_view = same_view
 
-    def forward(self, views: Views, lists: Tensor) -> Tensor:
-        """This worker's share: its own rows' errors over the number of pairs that all workers keep."""
+    def forward(self, views: Views, taught: Taught) -> Tensor:
+        """This worker's share: its own rows' errors over the number of pairs of the batch that all workers keep."""
+        assert taught.lists is not None
+        lists = taught.lists[:, : views.columns]
         similarities = views.same if self.same_view else views.similarities
         pairs = kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 _SHORTEST = 1e-12
 """Length below which a vector counts as zero."""
+_OPPOSITE = -1.0
+"""The least cosine there is."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Views:
         all_z1: (C, d) first views of the global batch.
         all_z2: (C, d) second views of the global batch.
         offset: Place of this worker's first row in the global batch.
+        memory: (K, d) vectors of sentences beyond the batch that lengthen its lists, without gradient; None has none.
+        met_again: (R, K) whether a sentence in the memory is the row itself.
     """
 
     z1: Tensor
@@ -32,6 +36,8 @@ class Views:
     all_z1: Tensor
     all_z2: Tensor
     offset: int = 0
+    memory: Tensor | None = None
+    met_again: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -49,6 +55,23 @@ class Views:
         return _cosines(self.z1, self.all_z2)
 
     @cached_property
+    def listed(self) -> Tensor:
+        """(R, C + K): S, and the cosines of z1_i and the memory, those of a sentence met again blanked; S without a memory."""
+        if self.memory is None:
+            return self.similarities
+        return self.blanked(torch.cat([self.similarities, _cosines(self.z1, self.memory)], dim=1))
+
+    def blanked(self, matrix: Tensor) -> Tensor:
+        """(R, C + K) similarities -> the same, a row's own sentence in the memory as far away as can be.
+
+        Blanked in the student's list and in the teachers' alike, it has next to no weight in either, and no gradient.
+        """
+        if self.met_again is None:
+            return matrix
+        batch, memory = matrix[:, : self.columns], matrix[:, self.columns :]
+        return torch.cat([batch, memory.masked_fill(self.met_again, _OPPOSITE)], dim=1)
+
+    @cached_property
     def same(self) -> Tensor:
         """(R, C) cosines of z1_i and z1_j, in the dtype of `similarities`."""
         return _cosines(self.z1, self.all_z1)
@@ -59,8 +82,10 @@ class Views:
         return _cosines(self.z2, self.all_z1)
 
 
-def gather_views(z1: Tensor, z2: Tensor) -> Views:
+def gather_views(z1: Tensor, z2: Tensor, memory: Tensor | None = None, met_again: Tensor | None = None) -> Views:
     """This worker's (R, d) views -> `Views` of the global batch, differentiable through the gather.
+
+    The memory is the same on all workers; see `Views` for it.
 
     Without a process group, or with one worker, the global batch is the worker's own. Half-precision views become
     float32 before they travel: all workers' gradients are summed on the way back, and bf16 would round each sum.
@@ -72,10 +97,10 @@ def gather_views(z1: Tensor, z2: Tensor) -> Views:
         raise ValueError(f"views of shapes {tuple(z1.shape)} and {tuple(z2.shape)}; both hold the same sentences")
     z1, z2 = _wide(z1), _wide(z2)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Views(z1, z2, z1, z2)
+        return Views(z1, z2, z1, z2, memory=memory, met_again=met_again)
     _require_equal_rows(len(z1), z1.device)
     all_z1, all_z2 = _gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
-    return Views(z1, z2, all_z1, all_z2, offset=dist.get_rank() * len(z1))
+    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), memory, met_again)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -112,10 +137,10 @@ def _cosines(left: Tensor, right: Tensor) -> Tensor:
     # Normalise, then multiply: the references' broadcast cosine holds R·C·d numbers and takes 131 times as long.
     # Autocast would round the product to bf16.
     with torch.autocast(left.device.type, enabled=False):
-        return _unit(_wide(left)) @ _unit(_wide(right)).T
+        return unit(_wide(left)) @ unit(_wide(right)).T
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def unit(vectors: Tensor) -> Tensor:
     """(n, d) -> rows of length 1. A zero row stays zero and passes no gradient.
 
     torch's `normalize` divides a zero row by 1e-12: its gradient, 1e12 times the others', would leave nothing of them

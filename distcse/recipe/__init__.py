@@ -23,14 +23,17 @@ from distcse.recipe.mutual import (
 from distcse.recipe.objective import (
     ConsistencySection,
     DetectionSection,
+    FalseNegativesSection,
     InfoNCESection,
+    MemorySection,
     ObjectiveSection,
     RankRegressionSection,
     RankSection,
+    RegressionSection,
 )
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
-from distcse.recipe.training import LoopSection, TrainingSection
+from distcse.recipe.training import LoopSection, NeighboursSection, TrainingSection
 
 __all__ = [
     "BiSection",
@@ -41,13 +44,16 @@ __all__ = [
     "EncoderSection",
     "EndpointSection",
     "EvaluationSection",
+    "FalseNegativesSection",
     "GroupSection",
     "InfoNCESection",
     "KnobSection",
     "LoopSection",
+    "MemorySection",
     "MiningSection",
     "MutualRecipe",
     "MutualSection",
+    "NeighboursSection",
     "ObjectiveSection",
     "PairsSection",
     "Pooling",
@@ -55,6 +61,7 @@ __all__ = [
     "RankRegressionSection",
     "RankSection",
     "Recipe",
+    "RegressionSection",
     "ScheduleSection",
     "SearchSection",
     "StorageSection",

@@ -87,6 +87,8 @@ class TeacherSection(EncoderSection):
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
+    alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Weights in place of alpha for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
     space: Literal["cosine", "rank"] = "cosine"
     """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
     references: Annotated[int, Field(ge=2)] = 100_000
@@ -115,5 +117,8 @@ class TeachersSection(Section):
     """Rows of one table shard: what is lost at most when a builder is killed."""
     shuffle_groups: Annotated[int, Field(ge=2)] | None = None
     """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""
+    trust: Annotated[float, Field(gt=0)] | None = None
+    """Pairs on which several teachers disagree count less: by exp(-spread / trust), the spread being the standard deviation
+    over teachers of a pair's similarity, in standard deviations of its list. null lets all pairs count alike."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
     """Tokens in one frozen forward pass."""

@@ -11,11 +11,23 @@ from distcse.recipe.section import Section, Weight
 Temperature = Annotated[float, Field(gt=0, le=10)]
 
 
+class FalseNegativesSection(Section):
+    """Pairs of a batch that the teachers call near-identical are no negatives."""
+
+    above: Annotated[float, Field(gt=-1, lt=1)] = 0.9
+    """Similarity, by the teachers' weighted mean, from which on a pair says the same."""
+    form: Literal["mask", "soften"] = "mask"
+    """`mask` leaves such negatives out; `soften` lets their weight fall from 1 at `above` to 0 at similarity 1."""
+
+
 class InfoNCESection(Section):
     """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4)."""
 
     weight: Weight = 1.0
     """Weight of the term in the sum."""
+
+    false_negatives: FalseNegativesSection | None = None
+    """What is done about negatives that are none; needs teachers."""
 
 
 class ConsistencySection(Section):
@@ -25,6 +37,23 @@ class ConsistencySection(Section):
     """Weight β of the term in the sum."""
     form: Literal["js", "neg_entropy"] = "js"
     """`js` is the paper's Jensen–Shannon divergence; `neg_entropy` is what the public code computes."""
+
+
+class MemorySection(Section):
+    """Sentences beyond the batch that lengthen every list; the gradient goes through the batch's side only."""
+
+    batches: Annotated[int, Field(ge=0)] = 8
+    """Recent batches whose student vectors, as they were then, are kept in a queue."""
+    landmarks: Annotated[int, Field(ge=0)] = 0
+    """Rows of the corpus, drawn by the seed and not trained on, that are in every list."""
+    refresh: Annotated[int, Field(ge=1)] = 16
+    """Steps after which the landmarks are encoded anew by the student."""
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> MemorySection:
+        if not self.batches and not self.landmarks:
+            raise ValueError("holds nothing; write batches or landmarks above 0, or memory: null")
+        return self
 
 
 class RankSection(Section):
@@ -44,6 +73,8 @@ class RankSection(Section):
     """ListMLE's reduction over a list; `mean` divides by the list's length."""
     eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
     """ListMLE: null is exact; 1e-10 or 1e-7 adds the public codes' constant inside the logarithm."""
+    memory: MemorySection | None = None
+    """Longer lists than the batch; null keeps them as long as the batch."""
 
 
 class RankRegressionSection(Section):
@@ -63,6 +94,18 @@ class RankRegressionSection(Section):
         if self.lower >= self.upper:
             raise ValueError(f"lower is {self.lower} and upper {self.upper}; no pair lies between them")
         return self
+
+
+class RegressionSection(Section):
+    """The student's vector shall be that of its teachers (Stella and Jasper; LEAF)."""
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    form: Literal["cosine", "mse"] = "cosine"
+    """`cosine` is 1 - cos; `mse` the squared distance, which learns the length too."""
+    teachers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Numbers of the teachers whose vectors are joined, by their alphas, into the target; null takes all. One teacher of the
+    student's own width is the target as it is; anything else is projected onto the student's width."""
 
 
 class DetectionSection(Section):
@@ -105,6 +148,8 @@ class ObjectiveSection(Section):
     """The distillation term; needs teachers."""
     rank_regression: RankRegressionSection | None = None
     """RankEncoder's term; needs teachers, in rank space as the paper has them."""
+    regression: RegressionSection | None = None
+    """Vector targets beside lists, or instead; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
     combine: Literal["sum", "hinge"] = "sum"

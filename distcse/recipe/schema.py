@@ -29,6 +29,8 @@ class CorpusSection(Section):
     """Names of installed packages whose documentation strings are the corpus (the quickstart's source)."""
     column: str = "text"
     """Column (.csv, .parquet, data set) or key (.jsonl) that holds the sentence."""
+    domain: str | None = None
+    """Column or key that names a row's domain, for teachers with weights by domain."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Keep the first so many sentences."""
 
@@ -37,6 +39,8 @@ class CorpusSection(Section):
         given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"gives {' and '.join(given)}, but a corpus has one source; keep one of them")
+        if self.domain is not None and self.docstrings is not None:
+            raise ValueError("domain names a column, and docstrings have none; leave it null")
         return self
 
 
@@ -123,12 +127,38 @@ class Recipe(Section):
             terms.consistency and terms.consistency.beta,
             terms.rank and terms.rank.gamma,
             terms.rank_regression and terms.rank_regression.weight,
+            terms.regression and terms.regression.weight,
             terms.detection and terms.detection.weight,
         )
         if not any(weights):
             raise ValueError(
                 "objective has no term of weight above 0; keep one of "
-                "info_nce, consistency, rank, rank_regression, detection"
+                "info_nce, consistency, rank, rank_regression, regression, detection"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_are_there_for_what_asks_them(self) -> Recipe:
+        terms, there = self.objective, len(self.teachers.encoders)
+        asking = {
+            "objective.regression": terms.regression,
+            "objective.info_nce.false_negatives": terms.info_nce and terms.info_nce.false_negatives,
+            "training.neighbours": self.training.neighbours,
+        }
+        for name, wants in asking.items():
+            if wants is not None and not there:
+                raise ValueError(f"{name} needs teachers; add teachers.encoders, or write {name}: null")
+        if terms.regression is None:
+            return self
+        chosen = terms.regression.teachers
+        if chosen is not None and (not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= there):
+            raise ValueError(
+                f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {there - 1}, each once"
+            )
+        if self.student.projection != "none":
+            raise ValueError(
+                "objective.regression moves the vectors that are used, and nothing may stand between; "
+                "write student.projection: none"
             )
         return self
 

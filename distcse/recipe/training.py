@@ -9,6 +9,29 @@ from pydantic import Field, model_validator
 from distcse.recipe.section import Precision, Section
 
 
+class NeighboursSection(Section):
+    """Batches in which sentences stand beside some of their nearest neighbours, as the teachers see them.
+
+    In a random batch nearly all pairs are dissimilar; with neighbours in it, lists hold graded similarities. Every row still
+    comes once an epoch. Teachers need tables; the neighbours are found once and kept beside them.
+    """
+
+    companions: Annotated[int, Field(ge=1)] = 3
+    """Neighbours that an anchor takes into its batch, at most; those that another anchor took are gone."""
+    nearest: Annotated[int, Field(ge=1)] = 1
+    """First rank of the band they are drawn from; above 1 leaves paraphrases and doubles apart."""
+    farthest: Annotated[int, Field(ge=1)] = 16
+    """Last rank of the band."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the anchors that take any; the others come alone."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> Self:
+        if self.nearest > self.farthest:
+            raise ValueError(f"nearest is {self.nearest} and farthest {self.farthest}; no rank lies between them")
+        return self
+
+
 class LoopSection(Section):
     """How weights are moved: batch, optimiser, schedule, engine."""
 
@@ -47,6 +70,8 @@ class LoopSection(Section):
 class TrainingSection(LoopSection):
     """The student's loop, and the workers that run it."""
 
+    neighbours: NeighboursSection | None = None
+    """Who stands beside whom in a batch; null leaves it to chance."""
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the same loop in this process, without Ray."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None

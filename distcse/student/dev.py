@@ -14,7 +14,7 @@ from distcse.encoder import Encoder
 from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe
-from distcse.teachers import ListSource
+from distcse.teachers import Alphas, ListSource
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DevSet:
         if recipe.dev_score == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
             return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel(encoder.encode), pairs))
-        texts, lists = corpus.texts(held_out), teacher_lists(recipe, held_out, sources)
+        texts, lists = corpus.texts(held_out), teacher_lists(recipe, corpus, held_out, sources)
         return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
 
 
@@ -44,11 +44,13 @@ def check_labelled_data(recipe: Recipe) -> None:
         labelled_dev(Path(str(recipe.evaluation.data)))
 
 
-def teacher_lists(recipe: Recipe, rows: NDArray[np.int64], sources: Sequence[ListSource]) -> NDArray[np.float32]:
+def teacher_lists(
+    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], sources: Sequence[ListSource]
+) -> NDArray[np.float32]:
     """(n, n) weighted mean cosines of the teachers among n rows."""
     import torch
 
     answers = [source.request(rows[None, :], slice(None)) for source in sources]
     lists = torch.from_numpy(np.stack([answer.result()[0] for answer in answers]))
-    mixed: NDArray[np.float32] = mix_lists(lists, [teacher.alpha for teacher in recipe.teachers.encoders]).numpy()
+    mixed: NDArray[np.float32] = mix_lists(lists, Alphas(recipe.teachers.encoders, corpus).of(rows)).numpy()
     return mixed

@@ -34,7 +34,7 @@ from distcse.evaluation import (
 from distcse.events import Listener, Stage
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection
-from distcse.teachers import open_embedder, scores_pairs
+from distcse.teachers import Alphas, open_embedder, scores_pairs
 
 _RETRIEVAL_SIZE = 1000
 _CHUNK = 1 << 16
@@ -98,7 +98,7 @@ def final_scores(
 def _agreement(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
     _, held_out = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
     texts = corpus.texts(held_out)
-    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+    alphas = Alphas(recipe.teachers.encoders, corpus).of(held_out)
     lists = np.stack([_lists(teacher.model, texts) for teacher in teachers])
     return AgreementTask(texts, mix_lists(torch.from_numpy(lists), alphas).numpy())
 

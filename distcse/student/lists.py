@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from distcse.events import Watch
-from distcse.objectives import build_objective, gather_views
+from distcse.objectives import Taught, build_objective, gather_views
 from distcse.student.dev import DevSet
 from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
-from distcse.teachers import ListSource, TeacherEnsemble
+from distcse.teachers import Alphas, ListSource, TeacherEnsemble
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.loop import Outcome, finished, learn
 from distcse.training.workers import rank, world_size
@@ -38,7 +39,8 @@ class ListLesson:
         self._objective = build_objective(job.recipe.objective)
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(job.recipe.seed)
-        self.model = build_student(job.recipe.student, job.recipe.objective.detection)
+        self.model = build_student(job.recipe)
+        self._targets = job.targets.open() if job.targets is not None and self._objective.needs_targets else None
         self.steps = plan.steps
         self.rows = plan.rows
         self.patience = job.recipe.evaluation.patience
@@ -47,20 +49,38 @@ class ListLesson:
         if not self._sources or not self._objective.needs_lists:
             return
         section, plan = self._recipe.teachers, self._plan
-        alphas = [teacher.alpha for teacher in section.encoders]
-        steps = range(first, plan.steps)
         self._teachers = TeacherEnsemble(
-            self._sources, alphas, plan.sampler.block, plan.places, steps, section.block_steps, plan.shuffle
+            self._sources,
+            Alphas(section.encoders, plan.corpus).of,
+            plan.block,
+            plan.places,
+            range(first, plan.steps),
+            section.block_steps,
+            plan.shuffle,
+            section.trust,
         )
 
     def inputs(self, step: int, device: torch.device) -> Any:
-        return self._plan.streams(step, device)
+        return self._plan.batch(step, device)
 
     def loss(self, step: int, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
-        views = gather_views(answer.z1, answer.z2)
-        lists = self._teachers.lists(step).to(answer.z1.device) if self._teachers else None
-        share, parts = self._objective(views, lists, answer.found)
+        memory = self.model.memory
+        views = gather_views(answer.z1, answer.z2, memory.vectors if memory else None, self._met_again(step))
+        share, parts = self._objective(views, self._taught(step, answer.z1.device), answer.found)
+        if memory is not None:
+            memory.push(views.all_z1)
         return share, parts
+
+    def _taught(self, step: int, device: torch.device) -> Taught:
+        taught = self._teachers.taught(step).to(device) if self._teachers else Taught()
+        if self._targets is None:
+            return taught
+        rows = self._plan.sampler.batch(step)[self._plan.places]
+        return replace(taught, targets=torch.from_numpy(self._targets.vectors(rows)).to(device))
+
+    def _met_again(self, step: int) -> Tensor | None:
+        met = self._plan.met_again(step)
+        return None if met is None else torch.from_numpy(met).to(next(self.model.parameters()).device)
 
     def is_scored(self, done: int) -> bool:
         return done % self._recipe.evaluation.every == 0

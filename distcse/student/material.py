@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
+from distcse.errors import TeacherError
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.houses import House
 from distcse.student.plan import Job, Plan
-from distcse.teachers import EmbeddingTable, table_of, uses_table
+from distcse.teachers import (
+    EmbeddingTable,
+    TargetsAt,
+    fit_projection,
+    joined_vectors,
+    prepare_graph,
+    table_of,
+    uses_table,
+    write_projection,
+)
 from distcse.training.claim import Claim
+
+_FITTED_ON = 20_000
+"""Rows that a projection's components are fitted on."""
+_ALIGNED_ON = 4000
+"""Rows of them that are encoded by the student to turn the components towards it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,55 @@ class Text:
     def job(self, recipe: Recipe, run: Path, claim: Claim | None = None) -> Job:
         """What a worker is told to learn from this text."""
         return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim)
+
+    def job_with(
+        self,
+        recipe: Recipe,
+        run: Path,
+        claim: Claim | None,
+        tables: Sequence[EmbeddingTable | None],
+        watch: Watch,
+    ) -> Job:
+        """The same with what is made of the teachers' tables: the neighbour graph, and the targets' projection."""
+        neighbours, targets = None, None
+        alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+        if (section := recipe.training.neighbours) is not None:
+            whole = _whole(tables, range(len(tables)), "training.neighbours")
+            watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
+            neighbours = prepare_graph(whole, alphas, section.farthest, Path(recipe.storage.cache))
+            _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
+        if (regression := recipe.objective.regression) is not None and regression.weight:
+            chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
+            whole = _whole(tables, chosen, "objective.regression")
+            targets = self._targets(whole, [alphas[number] for number in chosen], run)
+        return replace(self.job(recipe, run, claim), neighbours=neighbours, targets=targets)
+
+    def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
+        at = TargetsAt([(table.directory, table.identity) for table in tables], alphas)
+        rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FITTED_ON]
+        joined = joined_vectors(tables, alphas, rows)
+        if len(tables) == 1 and joined.shape[1] == self.start.dimension:
+            return at
+        file = run / "projection.safetensors"
+        if not file.exists():
+            few = rows[:_ALIGNED_ON]
+            start = self.start.encode(self.corpus.texts(few), normalize=True)
+            write_projection(fit_projection(joined, joined[: len(few)], start), file)
+        return replace(at, projection=file)
+
+
+def _whole(tables: Sequence[EmbeddingTable | None], chosen: Iterable[int], asked_by: str) -> list[EmbeddingTable]:
+    """The tables of some teachers. `TeacherError` where one has none."""
+    found = []
+    for number in chosen:
+        table = tables[number]
+        if table is None:
+            raise TeacherError(
+                f"{asked_by} needs the vectors of teacher {number}, which answers live: a cross-encoder has none; "
+                "for others write teachers.mode: table"
+            )
+        found.append(table)
+    return found
 
 
 def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -> list[EmbeddingTable | None]:

@@ -14,8 +14,20 @@ from distcse.corpus.collate import Tokens
 from distcse.detection import EditDetector, build_detector
 from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
-from distcse.recipe import DetectionSection, StudentSection
+from distcse.recipe import Recipe, StudentSection
+from distcse.student.memory import Memory, gather_parts
 from distcse.training.noise import noise
+
+
+class Batch(NamedTuple):
+    """One step's input on this worker."""
+
+    streams: Sequence[tuple[Tokens, int]]
+    """Its rows, in parts with a seed of dropout noise each."""
+    landmarks: Sequence[Tokens] = ()
+    """This worker's part of the landmarks, where they are to be encoded anew."""
+    queue: Sequence[Tokens] = ()
+    """This worker's part of the sentences that fill the queue before the first step."""
 
 
 class Passed(NamedTuple):
@@ -37,6 +49,7 @@ class StudentModel(nn.Module):
         projection: The head between its vectors and the objective.
         detector: What DiffCSE adds.
         condition: Vector that the discriminator is told: `projected` or `pooled`.
+        memory: What lengthens the lists.
     """
 
     def __init__(
@@ -45,28 +58,34 @@ class StudentModel(nn.Module):
         projection: nn.Module,
         detector: EditDetector | None = None,
         condition: str = "projected",
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
         self.projection = projection
         self.detector = detector
         self.condition = condition
+        self.memory = memory
 
-    def forward(self, streams: Sequence[tuple[Tokens, int]]) -> Passed:
-        """Streams of (tokens, seed) -> views, and detection where there is a discriminator.
+    def forward(self, batch: Batch) -> Passed:
+        """A batch -> views, and detection where there is a discriminator.
 
         A stream is a part of the batch with dropout noise of its own, drawn from its seed alone. A run that goes on with
         another number of workers deals the same streams to them and so draws the same noise. Both views of a stream are
         one pass over twice its rows; both views of all streams are projected together, as batch norm wants.
         """
-        views = [self._views(tokens, seed) for tokens, seed in streams]
+        if self.memory is not None and batch.landmarks:
+            self.memory.refresh(gather_parts(self._quietly(batch.landmarks), len(self.memory.landmarks)))
+        if self.memory is not None and batch.queue:
+            self.memory.fill(gather_parts(self._quietly(batch.queue), len(self.memory.queue)))
+        views = [self._views(tokens, seed) for tokens, seed in batch.streams]
         first = torch.cat([pooled[: len(pooled) // 2] for pooled in views])
         second = torch.cat([pooled[len(pooled) // 2 :] for pooled in views])
         pooled = torch.cat([first, second])
         projected = self.projection(pooled)
         z1, z2 = projected.float().chunk(2)
         told = projected if self.condition == "projected" else pooled
-        return Passed(z1, z2, None if self.detector is None else self._detect(streams, told))
+        return Passed(z1, z2, None if self.detector is None else self._detect(batch.streams, told))
 
     def _detect(self, streams: Sequence[tuple[Tokens, int]], told: Tensor) -> Detection:
         """Both views of each stream have edits of their own, drawn from the stream's seed."""
@@ -82,6 +101,15 @@ class StudentModel(nn.Module):
         total: Detection = reduce(operator.add, found)
         return total
 
+    @torch.no_grad()
+    def _quietly(self, parts: Sequence[Tokens]) -> Tensor:
+        """(n, d) projected vectors, without dropout or gradient."""
+        was_training = self.training
+        self.eval()
+        vectors = torch.cat([self.projection(self.encoder(part.ids, part.mask)).float() for part in parts])
+        self.train(was_training)
+        return vectors
+
     def _views(self, tokens: Tokens, seed: int) -> Tensor:
         device = tokens.ids.device
         if not self.encoder.has_dropout:
@@ -94,14 +122,22 @@ class StudentModel(nn.Module):
         return both
 
 
-def build_student(section: StudentSection, detection: DetectionSection | None = None) -> StudentModel:
-    """The student of a recipe; projection and discriminator's head fresh from the current random state."""
+def build_encoder(section: StudentSection) -> StudentModel:
+    """A student of an encoder and its projection alone; the projection fresh from the current random state."""
     encoder = Encoder.from_section(section)
-    projection = build_projection(section.projection, encoder.dimension)
-    if detection is None or not detection.weight:
-        return StudentModel(encoder, projection)
-    detector = build_detector(detection, encoder, Encoder.from_section(section))
-    return StudentModel(encoder, projection, detector, detection.condition)
+    return StudentModel(encoder, build_projection(section.projection, encoder.dimension))
+
+
+def build_student(recipe: Recipe) -> StudentModel:
+    """The student of a recipe; projection and discriminator's head fresh from the current random state."""
+    student, objective = build_encoder(recipe.student), recipe.objective
+    if objective.rank is not None and objective.rank.gamma and (longer := objective.rank.memory) is not None:
+        queued = longer.batches * recipe.training.batch_size
+        student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)
+    if (detection := objective.detection) is not None and detection.weight:
+        student.detector = build_detector(detection, student.encoder, Encoder.from_section(recipe.student))
+        student.condition = detection.condition
+    return student
 
 
 def encoder_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,14 +10,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.corpus import BatchSampler, Corpus, Tokens, TokenTable, collate, split_held_out
-from distcse.recipe import Recipe
+from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, split_held_out
+from distcse.errors import CorpusError
+from distcse.recipe import MemorySection, Recipe
+from distcse.student.memory import own_part
+from distcse.student.model import Batch
+from distcse.teachers import TargetsAt, open_graph
 from distcse.training.claim import Claim
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import total_steps
 
 _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
+_LANDMARKS = 2**32 - 2
+"""Stream of the landmarks' draw, beside the epochs'."""
+_AT_A_TIME = 256
+"""Sentences of the memory that are encoded in one pass."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,10 @@ class Job:
     tokens: Path
     claim: Claim | None = None
     """The right to write in `run`."""
+    neighbours: Path | None = None
+    """The corpus's neighbour graph, where batches are grouped."""
+    targets: TargetsAt | None = None
+    """Where the teachers' vectors are, where a term wants them."""
 
 
 class Plan:
@@ -48,7 +60,9 @@ class Plan:
         self._tokens = TokenTable.open(job.tokens)
         self.corpus = Corpus.open(job.corpus)
         train_rows, self.held_out = split_held_out(len(self.corpus), job.recipe.evaluation.held_out, job.recipe.seed)
-        self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed)
+        self._memory = _memory_of(job.recipe)
+        self.landmarks, train_rows = _drawn(train_rows, self._memory.landmarks if self._memory else 0, self._seed)
+        self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed, _grouping(job))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
         self.places = slice(rank * rows, (rank + 1) * rows)
@@ -67,13 +81,65 @@ class Plan:
         """Rows of a batch that are this worker's."""
         return int(self.places.stop - self.places.start)
 
-    def streams(self, step: int, device: torch.device) -> list[tuple[Tokens, int]]:
-        """This worker's rows of a step, cut into streams, each with the seed of its dropout noise."""
+    def columns(self, step: int) -> NDArray[np.int64]:
+        """(L,) row ids of all lists of a step: the global batch, the queue's batches from the latest on, the landmarks."""
+        return np.concatenate([self.sampler.batch(step), self._queued(step), self.landmarks])
+
+    def block(self, first: int, count: int) -> NDArray[np.int64]:
+        """(count, L) row ids of the lists of the steps from `first` on."""
+        return np.stack([self.columns(step) for step in range(first, first + count)])
+
+    def met_again(self, step: int) -> NDArray[np.bool_] | None:
+        """(R, L - C) whether a sentence in the memory is one of this worker's rows; None without a memory."""
+        if self._memory is None:
+            return None
+        columns, batch = self.columns(step), len(self.sampler.batch(step))
+        return np.asarray(columns[:batch][self.places, None] == columns[None, batch:])
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        """This worker's rows of a step, cut into streams, each with the seed of its dropout noise; and what the memory wants."""
         rows: NDArray[np.int64] = self.sampler.batch(step)[self.places]
-        return [
-            (
-                collate(self._tokens.rows(part), self._tokens.pad_id).to(device),
-                noise_seed(self._seed, step, self._first_stream + number),
-            )
+        streams = [
+            (self._collated(part, device), noise_seed(self._seed, step, self._first_stream + number))
             for number, part in enumerate(np.split(rows, self._streams))
         ]
+        if self._memory is None:
+            return Batch(streams)
+        landmarks = self._parts(self.landmarks, device) if step % self._memory.refresh == 0 else []
+        return Batch(streams, landmarks, self._parts(self._queued(0), device) if step == 0 else [])
+
+    def _queued(self, step: int) -> NDArray[np.int64]:
+        """Row ids of the batches before a step, the latest first; before the first step, of the first epoch's last."""
+        earlier = range(step - 1, step - 1 - (self._memory.batches if self._memory else 0), -1)
+        batches = [self.sampler.batch(at if at >= 0 else at % self.sampler.steps_per_epoch) for at in earlier]
+        return np.concatenate([np.empty(0, dtype=np.int64), *batches])
+
+    def _parts(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
+        mine = rows[own_part(len(rows))]
+        return [self._collated(mine[at : at + _AT_A_TIME], device) for at in range(0, len(mine), _AT_A_TIME)]
+
+    def _collated(self, rows: NDArray[np.int64], device: torch.device) -> Tokens:
+        return collate(self._tokens.rows(rows), self._tokens.pad_id).to(device)
+
+
+def _memory_of(recipe: Recipe) -> MemorySection | None:
+    rank = recipe.objective.rank
+    return rank.memory if rank is not None and rank.gamma else None
+
+
+def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(landmarks, the other rows), both ascending."""
+    if count >= len(rows):
+        raise CorpusError(
+            f"objective.rank.memory.landmarks is {count}, but the corpus has {len(rows)} rows to learn from"
+        )
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[np.random.Generator(np.random.PCG64([seed, _LANDMARKS])).permutation(len(rows))[:count]] = True
+    return rows[chosen], rows[~chosen]
+
+
+def _grouping(job: Job) -> Grouping | None:
+    section = job.recipe.training.neighbours
+    if section is None or job.neighbours is None:
+        return None
+    return Grouping(open_graph(job.neighbours)[:, section.nearest - 1 :], section.companions, section.share)

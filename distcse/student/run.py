@@ -54,11 +54,12 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     claim = Claim.stake(directory.path)
 
     text = Text.prepare(recipe, watch)
-    directory.record(text.corpus.fingerprint)
+    directory.record(text.corpus.content)
     house, surroundings = (house, nullcontext()) if house else house_of(recipe)
     with surroundings:
         tables = prepare_tables(recipe, text.corpus, house, watch)
-        outcome = house.train(text.job(recipe, directory.path, claim), text.corpus, tables, watch)
+        job = text.job_with(recipe, directory.path, claim, tables, watch)
+        outcome = house.train(job, text.corpus, tables, watch)
     student = _export(recipe, directory)
     evaluation = None
     if not outcome.interrupted:

@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.objectives import mix_lists, shuffle_groups
+from distcse.objectives import Taught, mix_lists, shuffle_groups, trust_of
 from distcse.teachers.teacher import Teacher
 
 Lists = NDArray[np.float32]
 Batches = Callable[[int, int], NDArray[np.int64]]
+Weights = Callable[[NDArray[np.int64]], Sequence[float] | Tensor]
+"""(R,) row ids to (T,) or (T, R) positive weights of T teachers; their scale does not matter."""
 
 _BLOCK_BYTES = 32 * 2**20
 
@@ -52,29 +54,32 @@ class TeacherEnsemble:
 
     Args:
         sources: One for each teacher.
-        weights: As many positive weights; their scale does not matter.
-        batches: `batches(first, count)` gives the (count, C) row ids of steps `first` to `first + count`. It is a pure
-            function of the step, which is what lets lists be asked for before the student gets there.
+        weights: How much each counts in which row.
+        batches: `batches(first, count)` gives the (count, L) row ids of the lists of steps `first` to `first + count`. It is a
+            pure function of the step, which is what lets lists be asked for before the student gets there.
         rows: This worker's places in each global batch.
         steps: First step and the step after the last.
         block_steps: Steps in one block, at most; long lists make smaller blocks (32 MiB a teacher).
         shuffle: Neighbours in a list's order that change places at random, and the seed of a step; None leaves lists alone.
+        trust: Scale of the teachers' disagreement on a pair (`trust_of`); None trusts all pairs alike.
     """
 
     def __init__(
         self,
         sources: Sequence[ListSource],
-        weights: Sequence[float],
+        weights: Weights,
         batches: Batches,
         rows: slice,
         steps: range,
         block_steps: int = 32,
         shuffle: tuple[int, Callable[[int], int]] | None = None,
+        trust: float | None = None,
     ) -> None:
-        if len(sources) != len(weights) or not sources:
-            raise ValueError(f"{len(sources)} teachers and {len(weights)} weights; give one weight a teacher")
+        if not sources:
+            raise ValueError("an ensemble of no teachers; give at least one")
         self._sources = sources
-        self._weights = list(weights)
+        self._weights = weights
+        self._trust = trust
         self._batches = batches
         self._rows = rows
         self._steps = steps
@@ -84,8 +89,8 @@ class TeacherEnsemble:
         self.waited = 0.0
         """Seconds spent so far waiting for lists that were not there when the student wanted them."""
 
-    def lists(self, step: int) -> Tensor:
-        """(R, C) float32: the teachers' weighted mean cosines for a step. Steps are asked for in ascending order."""
+    def taught(self, step: int) -> Taught:
+        """The teachers' (R, L) mean similarities in a step, and how far they agree. Steps are asked in ascending order."""
         while step >= self._blocks[0].first + self._block_steps:
             self._blocks.pop(0)
         if len(self._blocks) == 1 and self._blocks[0].first + self._block_steps < self._steps.stop:
@@ -94,12 +99,12 @@ class TeacherEnsemble:
         began = time.perf_counter()
         answers = [answer.result() for answer in block.answers]
         self.waited += time.perf_counter() - began
-        of_step = np.stack([answer[step - block.first] for answer in answers])
-        mixed = mix_lists(torch.from_numpy(of_step), self._weights)
-        if self._shuffle is None:
-            return mixed
-        group, seed_of = self._shuffle
-        return shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0)
+        lists = torch.from_numpy(np.stack([answer[step - block.first] for answer in answers]))
+        mixed = mix_lists(lists, self._weights(self._batches(step, 1)[0][self._rows]))
+        if self._shuffle is not None:
+            group, seed_of = self._shuffle
+            mixed = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0)
+        return Taught(mixed, None if self._trust is None else trust_of(lists, self._trust))
 
     def _ask(self, first: int) -> _Block:
         columns = self._batches(first, min(self._block_steps, self._steps.stop - first))

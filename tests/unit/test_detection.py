@@ -17,7 +17,7 @@ from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Steps, Watch
 from distcse.recipe import DetectionSection
-from distcse.student.model import build_student
+from distcse.student.model import build_encoder
 from distcse.student.run import run
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_encoder, make_masked_lm
@@ -159,7 +159,7 @@ def test_diffcse_trains_and_leaves_the_encoder_alone(
     saved = {file.name for file in result.directory.model.rglob("*.safetensors")}
     assert saved == {"model.safetensors"}
     parameters = sum(p.numel() for p in Encoder.load(result.directory.model).parameters())
-    assert parameters == sum(p.numel() for p in build_student(result.recipe.student).encoder.parameters())
+    assert parameters == sum(p.numel() for p in build_encoder(result.recipe.student).encoder.parameters())
 
 
 def _in_worker(job: Any, tables: Any) -> Any:

@@ -19,7 +19,7 @@ from distcse.encoder import Encoder, build_projection, model_fingerprint, pool, 
 from distcse.encoder.projection import GlobalBatchNorm
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, StudentSection
-from distcse.student.model import StudentModel, build_student
+from distcse.student.model import Batch, StudentModel, build_encoder
 from tests.models import KINDS
 from tests.workers import run_workers
 
@@ -152,28 +152,28 @@ def test_pooling_by_hand() -> None:
 
 
 def test_views_are_noise_of_their_seed(tiny: Callable[..., Path]) -> None:
-    model = build_student(StudentSection(backbone=str(tiny("bert")), pooling="cls", projection="tanh_mlp")).train()
+    model = build_encoder(StudentSection(backbone=str(tiny("bert")), pooling="cls", projection="tanh_mlp")).train()
     ids = torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]])
     tokens = Tokens(ids, torch.ones_like(ids))
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    z1, z2, _ = model([(tokens, 1)])
+    z1, z2, _ = model(Batch([(tokens, 1)]))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert z1.shape == z2.shape == (2, 32) and not torch.allclose(z1, z2)
-    again = model([(tokens, 1)]).z1
-    other = model([(tokens, 2)]).z1
+    again = model(Batch([(tokens, 1)])).z1
+    other = model(Batch([(tokens, 2)])).z1
     assert torch.equal(again, z1) and not torch.allclose(other, z1)
-    both = model([(tokens, 1), (tokens, 2)]).z1
+    both = model(Batch([(tokens, 1), (tokens, 2)])).z1
     torch.testing.assert_close(both, torch.cat([z1, other]))
 
 
 def test_without_dropout_one_pass_makes_both_views(tiny: Callable[..., Path]) -> None:
     section = StudentSection(backbone=str(tiny("bert")), pooling="mean", dropout=0.0, projection="none")
-    model = build_student(section).train()
+    model = build_encoder(section).train()
     ids = torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]])
     passes: list[int] = []
     model.encoder.backbone.register_forward_hook(lambda module, given, output: passes.append(1))
-    z1, z2, _ = model([(Tokens(ids, torch.ones_like(ids)), 1)])
+    z1, z2, _ = model(Batch([(Tokens(ids, torch.ones_like(ids)), 1)]))
     assert torch.equal(z1, z2) and len(passes) == 1
     twice = StudentModel(model.encoder, nn.Identity()).eval()
     torch.testing.assert_close(z1, twice.encoder(ids, torch.ones_like(ids)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distcse.objectives import (
     Objective,
+    Taught,
     Views,
     build_objective,
     gather_views,
@@ -74,7 +75,7 @@ def test_gradient_of_an_objective_reaches_every_view(rank: str, consistency: str
     objective, lists = build_objective(section), seeded(2, 4, seed=9).tanh()
 
     def share(all_z1: Tensor, all_z2: Tensor) -> Tensor:
-        loss: Tensor = objective(Views(all_z1[1:3], all_z2[1:3], all_z1, all_z2, 1), lists)[0]
+        loss: Tensor = objective(Views(all_z1[1:3], all_z2[1:3], all_z1, all_z2, 1), Taught(lists))[0]
         return loss
 
     z1 = seeded(4, 3)
@@ -103,7 +104,7 @@ def test_extreme_inputs_give_finite_losses_and_gradients(dtype: torch.dtype, tau
             consistency=ConsistencySection(form=form),  # type: ignore[arg-type]
             rank=RankSection(**RANKS[rank], tau2=tau, tau3=tau),
         )
-        loss, parts = build_objective(section)(gather_views(z1, z2), seeded(8, 8, dtype=torch.float32).tanh())
+        loss, parts = build_objective(section)(gather_views(z1, z2), Taught(seeded(8, 8, dtype=torch.float32).tanh()))
         loss.backward()
         assert loss.dtype == torch.float32
         assert loss.isfinite() and all(part.isfinite() for part in parts.values())
@@ -135,12 +136,12 @@ def test_cosines_are_of_unit_range_in_full_precision(dtype: torch.dtype) -> None
 def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
     z1, z2, lists = (seeded(6, width, seed=width, dtype=torch.float32) for width in (5, 5, 6))
     objective = build_objective(ObjectiveSection())
-    plain, _ = objective(gather_views(z1, z2), lists)
+    plain, _ = objective(gather_views(z1, z2), Taught(lists))
     with torch.autocast("cpu", torch.bfloat16):
         views = gather_views(z1, z2)
         if touched_before:
             assert views.similarities.dtype == views.reverse.dtype == torch.float32
-        cast, _ = objective(views, lists)
+        cast, _ = objective(views, Taught(lists))
         mixed = mix_lists(torch.stack([lists, -lists]), [1, 2])
     assert torch.equal(plain, cast)
     assert torch.equal(mixed, mix_lists(torch.stack([lists, -lists]), [1, 2]))
@@ -149,7 +150,7 @@ def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
 class Projected(nn.Module):
     """A term with a matrix product of its own, which autocast would round."""
 
-    def forward(self, views: Views, lists: Tensor | None) -> Tensor:
+    def forward(self, views: Views, taught: Taught) -> Tensor:
         return (views.z1 @ views.z2.T).sum()
 
 
@@ -166,7 +167,7 @@ def test_no_term_runs_under_autocast() -> None:
 def test_lists_without_a_choice_cost_nothing(length: int, rank: dict[str, Any]) -> None:
     z1, z2 = seeded(length, 4).requires_grad_(), seeded(length, 4, seed=1)
     section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": rank})
-    loss, parts = build_objective(section)(gather_views(z1, z2), torch.ones(length, length))
+    loss, parts = build_objective(section)(gather_views(z1, z2), Taught(torch.ones(length, length)))
     loss.backward()
     assert parts["rank"].item() == 0.0
     assert z1.grad is not None and z1.grad.abs().max() < 1e-14
@@ -198,8 +199,8 @@ def test_order_of_the_batch_does_not_matter(rank: str) -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection.model_validate({"rank": RANKS[rank]}))
     moved = torch.tensor([3, 0, 5, 1, 4, 2])
-    _, parts = objective(gather_views(z1, z2), lists)
-    _, others = objective(gather_views(z1[moved], z2[moved]), lists[moved][:, moved])
+    _, parts = objective(gather_views(z1, z2), Taught(lists))
+    _, others = objective(gather_views(z1[moved], z2[moved]), Taught(lists[moved][:, moved]))
     for name, part in parts.items():
         torch.testing.assert_close(others[name], part, atol=1e-12, rtol=1e-12)
 
@@ -237,9 +238,9 @@ def test_divergence_is_symmetric_and_bounded() -> None:
 def test_shares_of_workers_add_up() -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection())
-    _, whole = objective(gather_views(z1, z2), lists)
+    _, whole = objective(gather_views(z1, z2), Taught(lists))
     own = [slice(0, 2), slice(2, 4), slice(4, 6)]
-    shares = [objective(Views(z1[rows], z2[rows], z1, z2, rows.start), lists[rows])[1] for rows in own]
+    shares = [objective(Views(z1[rows], z2[rows], z1, z2, rows.start), Taught(lists[rows]))[1] for rows in own]
     assert set(whole) == {"loss", "info_nce", "consistency", "rank", "pos_cos", "neg_cos"}
     for name, value in whole.items():
         assert not value.requires_grad
@@ -262,14 +263,14 @@ def test_recipe_reaches_the_rank_term(rank: str) -> None:
     else:
         losses = list_mle(views.similarities, lists, 0.3, **options)
     section = ObjectiveSection.model_validate({"rank": RANKS[rank] | {"tau2": 0.3, "tau3": 0.2}})
-    _, parts = build_objective(section)(views, lists)
+    _, parts = build_objective(section)(views, Taught(lists))
     torch.testing.assert_close(parts["rank"], losses.mean())
 
 
 def test_terms_are_weighted() -> None:
     section = {"info_nce": {"weight": 2.0}, "consistency": {"beta": 0.5}, "rank": {"gamma": 3.0}}
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
-    loss, parts = build_objective(ObjectiveSection.model_validate(section))(gather_views(z1, z2), lists)
+    loss, parts = build_objective(ObjectiveSection.model_validate(section))(gather_views(z1, z2), Taught(lists))
     wanted = 2 * parts["info_nce"] + 0.5 * parts["consistency"] + 3 * parts["rank"]
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(parts["loss"], wanted)
@@ -288,7 +289,7 @@ def test_rank_term_wants_lists_of_its_shape() -> None:
     with pytest.raises(ValueError, match=r"\(3, 3\), got none"):
         objective(batch, None)
     with pytest.raises(ValueError, match=r"\(3, 4\); this worker's views want \(3, 3\)"):
-        objective(batch, torch.zeros(3, 4))
+        objective(batch, Taught(torch.zeros(3, 4)))
 
 
 def test_terms_of_weight_zero_are_not_computed() -> None:

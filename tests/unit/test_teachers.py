@@ -177,10 +177,11 @@ def batches(first: int, count: int) -> np.ndarray:
 
 def test_ensemble_asks_one_block_ahead_and_mixes_by_weight() -> None:
     one, two = Recorder(0.0), Recorder(1.0)
-    ensemble = TeacherEnsemble([one, two], [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
+    ensemble = TeacherEnsemble([one, two], lambda rows: [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
     assert len(one.asked) == 1
     for step in range(2, 9):
-        lists = ensemble.lists(step)
+        lists = ensemble.taught(step).lists
+        assert lists is not None
         assert lists.shape == (2, 4) and lists.dtype == torch.float32
         torch.testing.assert_close(lists, torch.full((2, 4), 0.75 + step / 1000))
         assert sum(len(block) for block in one.asked) >= min(7, step - 2 + 3)
@@ -190,15 +191,15 @@ def test_ensemble_asks_one_block_ahead_and_mixes_by_weight() -> None:
 
 def test_ensemble_tells_what_broke_in_a_teacher(corpus: Corpus, tmp_path: Path) -> None:
     table = EmbeddingTable.locate(tmp_path, identity(rows=len(corpus)))
-    ensemble = TeacherEnsemble([LocalSource(TableTeacher(table))], [1], batches, slice(0, 4), range(0, 2))
+    ensemble = TeacherEnsemble([LocalSource(TableTeacher(table))], lambda rows: [1], batches, slice(0, 4), range(0, 2))
     with pytest.raises(TeacherError, match="has no shard 0"):
-        ensemble.lists(0)
-    with pytest.raises(ValueError, match="give one weight a teacher"):
-        TeacherEnsemble([], [], batches, slice(0, 4), range(0, 2))
+        ensemble.taught(0)
+    with pytest.raises(ValueError, match="an ensemble of no teachers"):
+        TeacherEnsemble([], lambda rows: [], batches, slice(0, 4), range(0, 2))
 
 
 def test_long_lists_make_smaller_blocks() -> None:
     source = Recorder(0.0)
     wide: Callable[[int, int], np.ndarray] = lambda first, count: np.zeros((count, 2048), dtype=np.int64)  # noqa: E731
-    TeacherEnsemble([source], [1], wide, slice(0, 1024), range(0, 100), block_steps=32)
+    TeacherEnsemble([source], lambda rows: [1], wide, slice(0, 1024), range(0, 100), block_steps=32)
     assert len(source.asked[0]) == 4

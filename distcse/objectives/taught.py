@@ -1,0 +1,28 @@
+"""What teachers say of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Teachers' knowledge of this worker's R rows.
+
+    Attributes:
+        lists: (R, L) weighted mean similarities to the C sentences of the global batch, and to those in the student's memory
+            where it has one: L = C + K.
+        trust: (R, L) weights in (0, 1] of each similarity; None trusts all alike.
+        targets: (R, d) unit vectors that the student's shall be.
+    """
+
+    lists: Tensor | None = None
+    trust: Tensor | None = None
+    targets: Tensor | None = None
+
+    def to(self, device: torch.device) -> Taught:
+        """The same on a device."""
+        return Taught(*(part if part is None else part.to(device) for part in (self.lists, self.trust, self.targets)))

@@ -1,0 +1,85 @@
+"""Who is near whom in a corpus, as the teachers see it: found once, kept beside their tables.
+
+<cache>/neighbours/<key>/neighbours.npy   (n, k) int32 row ids, nearest first, -1 where there are fewer
+                         neighbours.json  what decides it, and blake2b of the .npy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import TeacherError
+from distcse.files import put, whole
+from distcse.teachers.nearest import nearest
+from distcse.teachers.table import EmbeddingTable
+
+_FORMAT = 1
+_FILE, _LABEL = "neighbours.npy", "neighbours.json"
+
+
+def joined_vectors(
+    tables: Sequence[EmbeddingTable], alphas: Sequence[float], rows: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """(n,) row ids -> (n, Σ d) unit vectors whose inner products are the teachers' weighted mean cosines (RankCSE Eq. 6)."""
+    shares = np.sqrt(np.asarray(alphas, dtype=np.float64) / sum(alphas)).astype(np.float32)
+    return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
+
+
+def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], neighbours: int, cache: Path) -> Path:
+    """The folder of a neighbour graph over whole tables of one corpus; made, or found as an earlier run made it.
+
+    Args:
+        tables: One a teacher.
+        alphas: Their weights.
+        neighbours: k, for each row.
+        cache: Where graphs are kept.
+    """
+    described = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
+    key = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+    folder = cache / "neighbours" / key
+    if _is_intact(folder):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = tables[0].identity.rows
+    vectors = joined_vectors(tables, alphas, np.arange(rows))
+    _, found = nearest(vectors, neighbours, "training.neighbours")
+    with whole(folder / _FILE) as beside:
+        with open(beside, "wb") as file:
+            np.save(file, _without_itself(found)[:, :neighbours].astype(np.int32))
+        label = {"of": described, "blake2b": _checksum(beside)}
+    put(folder / _LABEL, json.dumps(label, indent=2))
+    return folder
+
+
+def open_graph(folder: Path) -> NDArray[np.int32]:
+    """(n, k) row ids of each row's neighbours, memory-mapped."""
+    try:
+        return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as broken:
+        raise TeacherError(f"{folder} holds no neighbour graph ({broken}); start the run again to make it") from None
+
+
+def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(n, k + 1) ids, in which row i may stand anywhere (doubles tie) or nowhere -> the same with it at the end, as -1."""
+    own = found == np.arange(len(found))[:, None]
+    order = np.argsort(own | (found < 0), axis=1, kind="stable")
+    return np.take_along_axis(np.where(own, -1, found), order, axis=1)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        label = json.loads((folder / _LABEL).read_bytes())
+        return bool(label["blake2b"] == _checksum(folder / _FILE))
+    except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: to be made again
+        return False
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,0 +1,89 @@
+"""Vector targets: where a student's vectors shall lie, from the teachers' tables on this machine's disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from distcse.errors import TeacherError
+from distcse.files import whole
+from distcse.teachers.graph import joined_vectors
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+
+_NAME = "projection"
+
+
+@dataclass(frozen=True)
+class TargetsAt:
+    """Where targets are found; small enough to be told to a worker.
+
+    Attributes:
+        tables: Folder and identity of each teacher's table.
+        alphas: The teachers' weights.
+        projection: File of the (Σ d, d) projection; None where one teacher's vectors are the targets as they are.
+    """
+
+    tables: Sequence[tuple[Path, TableIdentity]]
+    alphas: Sequence[float]
+    projection: Path | None = None
+
+    def open(self) -> Targets:
+        """The targets, ready to be read."""
+        tables = [EmbeddingTable(directory, identity) for directory, identity in self.tables]
+        return Targets(tables, self.alphas, None if self.projection is None else read_projection(self.projection))
+
+
+class Targets:
+    """Unit vectors of a corpus's rows in the space that the student shall share."""
+
+    def __init__(
+        self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], projection: NDArray[np.float32] | None
+    ) -> None:
+        self._tables = tables
+        self._alphas = alphas
+        self._projection = projection
+
+    def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """(n,) row ids -> (n, d) float32 unit vectors."""
+        joined = joined_vectors(self._tables, self._alphas, rows)
+        if self._projection is None:
+            return joined
+        projected = joined @ self._projection
+        return np.asarray(projected / np.linalg.norm(projected, axis=1, keepdims=True), dtype=np.float32)
+
+
+def fit_projection(
+    joined: NDArray[np.float32], aligned: NDArray[np.float32], start: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """(n, D) joined teachers' vectors; (m, D) some of them, (m, d) the student's at its start -> (D, d) projection.
+
+    The inner products of joined vectors are the teachers' weighted mean cosines. Principal components about zero keep as
+    much of all inner products as d numbers can; among their rotations, which change no inner product, the one nearest to
+    where the student is (orthogonal Procrustes) leaves it the shortest way.
+    """
+    width, wanted = joined.shape[1], start.shape[1]
+    wide = joined.astype(np.float64)
+    basis = np.linalg.eigh(wide.T @ wide)[1][:, -wanted:] if width > wanted else np.eye(width)
+    left, _, right = np.linalg.svd(
+        (aligned.astype(np.float64) @ basis).T @ start.astype(np.float64), full_matrices=False
+    )
+    return np.asarray(basis @ (left @ right), dtype=np.float32)
+
+
+def write_projection(projection: NDArray[np.float32], file: Path) -> None:
+    """Store a (D, d) projection: who has the teachers' vectors of a document puts them into the student's space by it."""
+    with whole(file) as beside:
+        save_file({_NAME: np.ascontiguousarray(projection)}, beside)
+
+
+def read_projection(file: Path) -> NDArray[np.float32]:
+    """A projection as it was stored. Raises `TeacherError` where the file is damaged."""
+    try:
+        return load_file(file)[_NAME]
+    except Exception as broken:
+        raise TeacherError(f"{file} holds no projection of targets ({broken})") from broken
