@@ -13,6 +13,7 @@ from distcse.events import Event, Watch
 from distcse.recipe import Recipe, load_recipe
 from distcse.student.houses import InProcess
 from distcse.student.lists import fit
+from distcse.student.material import Text
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, serving, table_of
 from distcse.training.directory import RunDirectory
@@ -56,7 +57,7 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
         if missing := table.missing_shards():
             InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None)
     directory = run or RunDirectory.create(recipe)
-    return Job(recipe, directory.path, corpus.directory, tokens.directory), tables
+    return Text(corpus, tokens, encoder).job_with(recipe, directory.path, None, tables, Watch()), tables
 
 
 def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1) -> Outcome:

@@ -1,0 +1,176 @@
+"""When teachers disagree: trust by pair, weights by domain, and negatives that are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.corpus import Corpus
+from distcse.errors import CorpusError, RecipeError, TeacherError
+from distcse.objectives import info_nce, list_mle, list_net, mix_lists, negative_weights, trust_of
+from distcse.recipe import CorpusSection, Recipe, TeacherSection
+from distcse.student.lists import ListLesson
+from distcse.student.plan import Plan
+from distcse.teachers import Alphas, LocalSource, serving
+from tests.jobs import make_job, make_recipe, train
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    return lambda *overrides: make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
+    )
+
+
+def test_trust_is_full_where_teachers_agree_up_to_scale() -> None:
+    one = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(trust_of(torch.stack([one, 0.5 * one + 0.3]), 0.5), torch.ones(3, 8))
+    torch.testing.assert_close(trust_of(one[None], 0.5), torch.ones(3, 8))
+    other = one.clone()
+    other[1, 2] += 3.0
+    trust = trust_of(torch.stack([one, other]), 0.5)
+    assert trust[1].argmin() == 2 and trust[1, 2] < 0.2 and (trust[0] == 1).all()
+    assert (trust_of(torch.zeros(2, 3, 8), 0.5) == 1).all()  # lists that say nothing do not disagree
+
+
+def test_lists_weighed_alike_are_the_lists() -> None:
+    random = torch.Generator().manual_seed(1)
+    similarities, lists = (torch.rand(4, 9, generator=random, dtype=torch.float64) for _ in range(2))
+    ones = torch.ones(4, 9, dtype=torch.float64)
+    for excluded in (True, False):
+        torch.testing.assert_close(
+            list_net(similarities, lists, 0.1, 0.05, exclude_positive=excluded, trust=ones),
+            list_net(similarities, lists, 0.1, 0.05, exclude_positive=excluded),
+        )
+        torch.testing.assert_close(
+            list_mle(similarities, lists, 0.1, exclude_positive=excluded, trust=ones),
+            list_mle(similarities, lists, 0.1, exclude_positive=excluded),
+        )
+
+
+def test_whatever_the_trust_the_teachers_list_is_the_minimum() -> None:
+    random = torch.Generator().manual_seed(2)
+    lists = torch.rand(3, 7, generator=random, dtype=torch.float64)
+    trust = torch.rand(3, 7, generator=random, dtype=torch.float64) + 0.1
+    at = lists.clone().requires_grad_()
+    list_net(at, lists, 0.1, 0.1, exclude_positive=False, trust=trust).sum().backward()
+    torch.testing.assert_close(at.grad, torch.zeros_like(lists), atol=1e-12, rtol=0)
+    away = (lists + 0.05 * torch.randn(3, 7, generator=random, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: list_net(s, lists, 0.1, 0.1, trust=trust), (away,))
+    assert torch.autograd.gradcheck(lambda s: list_mle(s, lists, 0.1, trust=trust), (away,))
+
+
+def test_negatives_that_say_the_same() -> None:
+    lists = torch.tensor([[0.2, 1.0, 0.95, 0.8], [0.1, 0.99, 1.0, 0.9]])
+    mask = negative_weights(lists, 0.9, "mask", offset=1)
+    assert mask.tolist() == [[1, 1, 0, 1], [1, 0, 1, 0]]
+    soft = negative_weights(lists, 0.9, "soften", offset=1)
+    torch.testing.assert_close(soft, torch.tensor([[1, 1, 0.5, 1], [1, 0.1, 1, 1.0]]), atol=1e-5, rtol=0)
+    similarities = torch.tensor([[0.1, 0.9, 0.8, 0.3], [0.2, 0.5, 0.7, 0.6]], dtype=torch.float64)
+    terms = [math.exp(s / 0.1) for s in (0.1, 0.9, 0.3)]
+    found = info_nce(similarities, 0.1, 1, mask)
+    assert float(found[0]) == pytest.approx(-math.log(terms[1] / sum(terms)), abs=1e-12)
+    at = similarities.clone().requires_grad_()
+    info_nce(at, 0.1, 1, mask).sum().backward()
+    assert at.grad is not None and float(at.grad[0, 2]) < 1e-300 and at.grad.isfinite().all()
+
+
+def test_weights_by_row() -> None:
+    lists = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(3))
+    weights = torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 1.0]])
+    mixed = mix_lists(lists, weights)
+    for row, (one, other) in enumerate(weights.T.tolist()):
+        torch.testing.assert_close(mixed[row], mix_lists(lists, [one, other])[row])
+
+
+def domains_of(tmp_path: Path, name: str = "d.jsonl") -> Corpus:
+    lines = [f'{{"text": "{text}", "kind": {kind}}}' for text, kind in ROWS]
+    (tmp_path / name).write_text("\n".join(lines))
+    section = CorpusSection(path=str(tmp_path / name), domain="kind")
+    return Corpus.prepare(section, tmp_path / "cache")
+
+
+ROWS = [("One.", '"legal"'), ("  ", '"legal"'), ("Two.", '"news"'), ("Three.", "null"), ("Four.", '"legal"')]
+
+
+def test_a_corpus_knows_its_rows_domains(tmp_path: Path) -> None:
+    for corpus in (domains_of(tmp_path), domains_of(tmp_path)):
+        assert corpus.texts(range(4)) == ["One.", "Two.", "Three.", "Four."]
+        assert corpus.domains == ["legal", "news", ""]
+        assert corpus.domain_ids(np.arange(4)).tolist() == [0, 1, 2, 0]
+    assert corpus.reused and corpus.content != corpus.fingerprint
+    (tmp_path / "p.csv").write_text("text,kind\nOne.,legal\nTwo.,news\n")
+    cut = Corpus.prepare(CorpusSection(path=str(tmp_path / "p.csv"), domain="kind", limit=1), tmp_path / "cache")
+    assert cut.domains == ["legal"] and len(cut) == 1
+    (tmp_path / "t.txt").write_text("One.\n")
+    with pytest.raises(CorpusError, match="has no columns"):
+        Corpus.prepare(CorpusSection(path=str(tmp_path / "t.txt"), domain="kind"), tmp_path / "cache")
+    with pytest.raises(CorpusError, match="no column 'sort'"):
+        Corpus.prepare(CorpusSection(path=str(tmp_path / "p.csv"), domain="sort"), tmp_path / "cache")
+    plain = Corpus.prepare(CorpusSection(path=str(tmp_path / "p.csv")), tmp_path / "cache")
+    assert plain.domains == [] and plain.content == plain.fingerprint
+
+
+def test_alphas_by_domain(tmp_path: Path) -> None:
+    corpus = domains_of(tmp_path)
+    teachers = [
+        TeacherSection(backbone="a", alpha=2.0, alpha_by_domain={"legal": 0.0}),
+        TeacherSection(backbone="b", alpha_by_domain={"news": 5.0}),
+    ]
+    found = Alphas(teachers, corpus).of(np.array([1, 0, 2]))
+    assert isinstance(found, torch.Tensor) and found.tolist() == [[2, 0, 2], [5, 1, 1]]
+    assert Alphas([TeacherSection(backbone="a", alpha=3.0)], corpus).of(np.array([0])) == [3.0]
+    with pytest.raises(TeacherError, match="'sport', a domain that no row has; there are: , legal, news"):
+        Alphas([TeacherSection(backbone="a", alpha_by_domain={"sport": 1.0})], corpus)
+    with pytest.raises(TeacherError, match="no teacher has a weight above 0 in the domain 'news'"):
+        Alphas([TeacherSection(backbone="a", alpha_by_domain={"news": 0.0})], corpus)
+    (tmp_path / "t.txt").write_text("One.\n")
+    plain = Corpus.prepare(CorpusSection(path=str(tmp_path / "t.txt")), tmp_path / "cache")
+    with pytest.raises(TeacherError, match=r"write corpus.domain: COLUMN"):
+        Alphas(teachers, plain)
+
+
+def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    recipe_with()
+    lines = (tmp_path / "corpus.txt").read_text().splitlines()
+    (tmp_path / "corpus.csv").write_text(
+        "text,kind\n" + "".join(f'"{line}",{"legal" if row % 3 else "news"}\n' for row, line in enumerate(lines))
+    )
+    recipe = recipe_with(
+        f"corpus.path={tmp_path / 'corpus.csv'}",
+        "corpus.domain=kind",
+        "teachers.trust=0.5",
+        "teachers.encoders.0.alpha_by_domain={legal: 0.0, news: 1.0}",
+        "objective.info_nce.false_negatives={above: 0.5, form: soften}",
+    )
+    job, tables = make_job(recipe)
+    plan = Plan(job, 0, 1)
+    sources = [
+        LocalSource(serving(teacher, table, 0)) for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
+    ]
+    lesson = ListLesson(job, plan, sources)
+    lesson.begin(0)
+    taught = lesson._taught(0, torch.device("cpu"))
+    batch = plan.sampler.batch(0)
+    legal = plan.corpus.domain_ids(batch) == plan.corpus.domains.index("legal")
+    units = [table.vectors(batch) for table in tables]
+    first, second = (unit @ unit.T for unit in units)
+    expected = np.where(legal[:, None], second, (first + 2 * second) / 3)
+    assert taught.lists is not None and taught.trust is not None and 0 < legal.sum() < len(batch)
+    np.testing.assert_allclose(taught.lists.numpy(), expected, atol=1e-6)
+    assert float(taught.trust.min()) < 0.9
+    assert train(job, tables).position.finished
+
+
+def test_who_asks_for_teachers_gets_them(recipe_with: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"objective.info_nce.false_negatives needs teachers"):
+        recipe_with("objective.info_nce.false_negatives={}", "teachers.encoders=[]", "objective.rank=null")
+    with pytest.raises(RecipeError, match="docstrings have none"):
+        recipe_with("corpus={docstrings: [numpy], domain: kind}")

@@ -1,0 +1,130 @@
+"""Vector targets: onto one teacher as it is, onto several joined and projected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.encoder import Encoder
+from distcse.errors import RecipeError, TeacherError
+from distcse.events import Watch
+from distcse.objectives import Taught, build_objective, cosine_errors, gather_views, squared_distances
+from distcse.recipe import ObjectiveSection, Recipe
+from distcse.student.run import run
+from distcse.teachers import TargetsAt, fit_projection
+from distcse.teachers.targets import read_projection
+from tests.jobs import make_job, make_recipe, train
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+ALONE = (
+    "objective.info_nce=null",
+    "objective.consistency=null",
+    "objective.rank=null",
+    "student.projection=none",
+    "student.dropout=0.0",
+)
+ONTO_ALL = (*ALONE, "objective.regression={form: cosine}")
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    """A student 32 wide; teachers 48 and 32 wide."""
+    return lambda *overrides: make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
+    )
+
+
+def test_errors_by_hand() -> None:
+    vectors = torch.tensor([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
+    targets = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    torch.testing.assert_close(cosine_errors(vectors, targets), torch.tensor([0.4, 0.0, 1.0]))
+    torch.testing.assert_close(squared_distances(vectors, targets), torch.tensor([20.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("form", ["cosine", "mse"])
+def test_both_views_learn_and_workers_add_up(form: str) -> None:
+    section = {"info_nce": None, "consistency": None, "rank": None, "regression": {"form": form, "weight": 2.0}}
+    objective = build_objective(ObjectiveSection.model_validate(section))
+    random = torch.Generator().manual_seed(0)
+    z1, z2, targets = (torch.randn(6, 4, generator=random, dtype=torch.float64) for _ in range(3))
+    targets = torch.nn.functional.normalize(targets, dim=1)
+    loss, parts = objective(gather_views(z1, z2), Taught(targets=targets))
+    errors = {"cosine": cosine_errors, "mse": squared_distances}[form]
+    mean = (errors(z1, targets).mean() + errors(z2, targets).mean()) / 2
+    torch.testing.assert_close(loss, 2 * mean)
+    torch.testing.assert_close(parts["regression"], mean)
+
+
+def test_principal_components_keep_inner_products_and_turn_towards_the_start() -> None:
+    random = np.random.default_rng(0)
+    start = random.normal(size=(400, 6))
+    start /= np.linalg.norm(start, axis=1, keepdims=True)
+    turn = np.linalg.qr(random.normal(size=(20, 20)))[0]
+    joined = np.concatenate([start, 0.01 * random.normal(size=(400, 14))], axis=1) @ turn  # six directions matter
+    found = fit_projection(joined.astype(np.float32), joined[:100].astype(np.float32), start[:100].astype(np.float32))
+    assert found.shape == (20, 6)
+    np.testing.assert_allclose(found.T @ found, np.eye(6), atol=1e-5)
+    np.testing.assert_allclose(joined @ found, start, atol=0.05)
+    narrow = fit_projection(start[:, :4].astype(np.float32), start[:, :4].astype(np.float32), start.astype(np.float32))
+    assert narrow.shape == (4, 6)
+    np.testing.assert_allclose(narrow @ narrow.T, np.eye(4), atol=1e-5)
+
+
+def test_one_teacher_of_the_students_width_is_the_target_as_it_is(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with(*ALONE, "objective.regression={teachers: [1]}"))
+    assert job.targets is not None and job.targets.projection is None
+    rows = np.array([5, 0, 17])
+    np.testing.assert_allclose(job.targets.open().vectors(rows), tables[1].vectors(rows), atol=1e-6)
+
+
+def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with(*ONTO_ALL))
+    assert job.targets is not None and job.targets.projection is not None
+    targets = job.targets.open().vectors(np.arange(100))
+    assert targets.shape == (100, 32)
+    np.testing.assert_allclose(np.linalg.norm(targets, axis=1), 1, atol=1e-5)
+    units = [table.vectors(range(100)) for table in tables]
+    mixed = (units[0] @ units[0].T + 2 * units[1] @ units[1].T) / 3
+    upper = np.triu_indices(100, 1)
+    assert np.corrcoef((targets @ targets.T)[upper], mixed[upper])[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("form", ["cosine", "mse"])
+def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: str) -> None:
+    knobs = (*ALONE, f"objective.regression={{form: {form}, teachers: [1]}}", "training.epochs=4")
+    result = run(recipe_with(*knobs), Watch())
+    student = Encoder.load(result.directory.model)
+    teacher = Encoder.from_section(result.recipe.teachers.encoders[1])
+    start = Encoder.from_section(result.recipe.student)
+    lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:100]
+    targets = teacher.encode(lines, normalize=True)
+    before, after = ((model.encode(lines, normalize=True) * targets).sum(axis=1).mean() for model in (start, student))
+    assert after > before + 0.1
+
+
+def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
+    undisturbed, tables = make_job(recipe_with(*ONTO_ALL))
+    train(undisturbed, tables)
+    job, tables = make_job(recipe_with(*ONTO_ALL))
+    assert train(job, tables, stop_after=2).interrupted
+    train(job, tables)
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+
+
+def test_what_cannot_be_is_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"regression.teachers is \[2\]; name some of the teachers 0 to 1"):
+        recipe_with(*ALONE, "objective.regression={teachers: [2]}")
+    with pytest.raises(RecipeError, match=r"write student.projection: none"):
+        recipe_with("objective.regression={}")
+    with pytest.raises(RecipeError, match=r"objective.regression needs teachers"):
+        recipe_with(*ALONE, "teachers.encoders=[]", "objective.regression={}")
+    (tmp_path / "torn").write_bytes(b"nothing")
+    with pytest.raises(TeacherError, match="holds no projection"):
+        read_projection(tmp_path / "torn")
+    with pytest.raises(TeacherError, match="holds no projection"):
+        TargetsAt([], [], tmp_path / "absent").open()
