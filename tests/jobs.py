@@ -57,7 +57,7 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
         if missing := table.missing_shards():
             InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None)
     directory = run or RunDirectory.create(recipe)
-    return Text(corpus, tokens, encoder).job_with(recipe, directory.path, None, tables, Watch()), tables
+    return Text(corpus, tokens, encoder, recipe).job(directory.path, tables, Watch()), tables
 
 
 def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1) -> Outcome:

@@ -81,6 +81,8 @@ class Encoder(nn.Module):
         length_told = section.max_length or layout.max_length
         backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told)
         if isinstance(section, TrainedSection) and section.layers is not None:
+            if section.layers == "auto":
+                raise EncoderError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,26 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
             for attribute in ("layer_idx", "layer_id"):
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, number)
+
+
+@contextmanager
+def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
+    """Inside, the backbone runs through some of its layers alone; nothing else of it changes."""
+    parent, name, stack = _layer_stack(backbone, depth_of(backbone))
+    setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
+    config: Any = backbone.config
+    config.num_hidden_layers = len(layers)
+    try:
+        yield
+    finally:
+        setattr(parent, name, stack)
+        config.num_hidden_layers = len(stack)
+
+
+def depth_of(backbone: nn.Module) -> int:
+    """How many layers a backbone has."""
+    config: Any = backbone.config
+    return int(config.num_hidden_layers)
 
 
 def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.ModuleList]:

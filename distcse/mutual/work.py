@@ -146,7 +146,7 @@ class Worker:
         before = Phase(phase.number - 1)
         follows = self._bench.recipe.mutual.initialisation == "sequential" and before.number > 0
         model = str(self._bench.folder(before) / "model")
-        layers = None if follows else group.layers
+        layers = None if follows else group.named_layers
         if phase.kind == "bi":
             start = Encoder.from_section(group)
             if not follows:

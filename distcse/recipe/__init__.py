@@ -10,7 +10,15 @@ from distcse.recipe.encoders import (
     TeachersSection,
     TrainedSection,
 )
-from distcse.recipe.loading import load_recipe, packaged_recipes, read_recipe, read_sweep, recipe_yaml, with_values
+from distcse.recipe.loading import (
+    load_recipe,
+    packaged_recipes,
+    read_recipe,
+    read_sweep,
+    recipe_yaml,
+    with_layers,
+    with_values,
+)
 from distcse.recipe.mutual import (
     BiSection,
     CrossSection,
@@ -77,5 +85,6 @@ __all__ = [
     "read_recipe",
     "read_sweep",
     "recipe_yaml",
+    "with_layers",
     "with_values",
 ]

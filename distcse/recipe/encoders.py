@@ -34,10 +34,16 @@ class TrainedSection(EncoderSection):
     """Its pooling; it is saved with the model."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
     """Tokens kept of a sentence in training and in the saved model."""
-    layers: list[Annotated[int, Field(ge=0)]] | None = None
-    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student."""
+    layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] | None = None
+    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student. `auto` (a student's, with
+    `depth`) tries which ones agree best with the teachers before anything is learned."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of the backbone in training; null keeps the backbone's own."""
+
+    @property
+    def named_layers(self) -> list[int] | None:
+        """The layers to keep, where they are named."""
+        return self.layers if isinstance(self.layers, list) else None
 
     @model_validator(mode="after")
     def _can_be_saved(self) -> Self:
@@ -50,7 +56,7 @@ class TrainedSection(EncoderSection):
 
     @model_validator(mode="after")
     def _layers_ascend(self) -> Self:
-        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers):
+        if isinstance(self.layers, list) and (not self.layers or sorted(set(self.layers)) != self.layers):
             raise ValueError(f"layers must be ascending and distinct, such as [0, 2, 4]; got {self.layers}")
         return self
 
@@ -58,8 +64,19 @@ class TrainedSection(EncoderSection):
 class StudentSection(TrainedSection):
     """The encoder that learns from lists."""
 
+    depth: Annotated[int, Field(ge=1)] | None = None
+    """Layers to keep where `layers` is `auto`; null elsewhere."""
     projection: Projection = "tanh_mlp"
     """Head between the pooled vector and the objective. In training only; never saved."""
+
+    @model_validator(mode="after")
+    def _depth_belongs_to_auto(self) -> Self:
+        if (self.layers == "auto") != (self.depth is not None):
+            raise ValueError(
+                f"layers is {self.layers} and depth {self.depth}; write layers: auto with depth: 3 (or another number), or "
+                "name the layers without a depth"
+            )
+        return self
 
 
 class EndpointSection(Section):

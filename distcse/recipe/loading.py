@@ -122,6 +122,11 @@ def _validated(kind: type[S], document: Document, name: str) -> S:
         raise RecipeError(explain(invalid, kind, document, source=f"{called} {name}")) from None
 
 
+def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:
+    """A recipe whose student keeps these layers, where it left the choice to the run."""
+    return with_values(recipe, {"student.layers": list(layers), "student.depth": None})
+
+
 def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
     """The resolved recipe as YAML, every knob with its value; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

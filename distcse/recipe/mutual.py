@@ -98,6 +98,14 @@ class GroupSection(TrainedSection):
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs of a worker, which its scorer shares; null takes one where the cluster has enough for all groups."""
 
+    @model_validator(mode="after")
+    def _layers_are_named(self) -> Self:
+        if self.layers == "auto":
+            raise ValueError(
+                "layers: auto is for a student, which has teachers to agree with; name the layers, such as [0, 2, 4]"
+            )
+        return self
+
 
 class BiSection(LoopSection):
     """How bi-encoders learn from cross-encoders: mean squared error of the cosine."""

@@ -14,6 +14,7 @@ from distcse.errors import TeacherError
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.houses import House
+from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
 from distcse.teachers import (
     EmbeddingTable,
@@ -41,6 +42,8 @@ class Text:
     tokens: TokenTable
     start: Encoder
     """The student before it learned anything."""
+    recipe: Recipe
+    """The recipe, what it left to the run decided."""
 
     @classmethod
     def prepare(cls, recipe: Recipe, watch: Watch) -> Text:
@@ -49,6 +52,7 @@ class Text:
         corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit))
         blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
         _ended(watch, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
+        recipe = with_chosen_layers(recipe, corpus, watch)
         start = Encoder.from_section(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
@@ -59,24 +63,12 @@ class Text:
             prompt=start.prompt,
         )
         _ended(watch, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
-        text = cls(corpus, tokens, start)
-        Plan(text.job(recipe, Path()), rank=0, workers=max(1, recipe.training.workers))
-        return text
+        Plan(Job(recipe, Path(), corpus.directory, tokens.directory), rank=0, workers=max(1, recipe.training.workers))
+        return cls(corpus, tokens, start, recipe)
 
-    def job(self, recipe: Recipe, run: Path, claim: Claim | None = None) -> Job:
-        """What a worker is told to learn from this text."""
-        return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim)
-
-    def job_with(
-        self,
-        recipe: Recipe,
-        run: Path,
-        claim: Claim | None,
-        tables: Sequence[EmbeddingTable | None],
-        watch: Watch,
-    ) -> Job:
-        """The same with what is made of the teachers' tables: the neighbour graph, and the targets' projection."""
-        neighbours, targets = None, None
+    def job(self, run: Path, tables: Sequence[EmbeddingTable | None], watch: Watch, claim: Claim | None = None) -> Job:
+        """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
+        recipe, neighbours, targets = self.recipe, None, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         if (section := recipe.training.neighbours) is not None:
             whole = _whole(tables, range(len(tables)), "training.neighbours")
@@ -87,7 +79,7 @@ class Text:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
             whole = _whole(tables, chosen, "objective.regression")
             targets = self._targets(whole, [alphas[number] for number in chosen], run)
-        return replace(self.job(recipe, run, claim), neighbours=neighbours, targets=targets)
+        return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim, neighbours, targets)
 
     def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
         at = TargetsAt([(table.directory, table.identity) for table in tables], alphas)

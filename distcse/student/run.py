@@ -54,11 +54,14 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     claim = Claim.stake(directory.path)
 
     text = Text.prepare(recipe, watch)
+    if text.recipe != recipe:
+        recipe = text.recipe
+        directory.decide(recipe)
     directory.record(text.corpus.content)
     house, surroundings = (house, nullcontext()) if house else house_of(recipe)
     with surroundings:
         tables = prepare_tables(recipe, text.corpus, house, watch)
-        job = text.job_with(recipe, directory.path, claim, tables, watch)
+        job = text.job(directory.path, tables, watch, claim)
         outcome = house.train(job, text.corpus, tables, watch)
     student = _export(recipe, directory)
     evaluation = None

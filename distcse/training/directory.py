@@ -98,6 +98,10 @@ class RunDirectory:
         put(path / "recipe.yaml", recipe_yaml(recipe))
         return cls(path)
 
+    def decide(self, recipe: Recipe) -> None:
+        """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
+        put(self.path / "recipe.yaml", recipe_yaml(recipe))
+
     @classmethod
     def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe | MutualRecipe]:
         """An earlier run and its recipe, with overrides that do not change what is learned."""

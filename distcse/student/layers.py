@@ -1,0 +1,141 @@
+"""Which of a backbone's layers a student begins with: those that agree best with its teachers before anything is learned.
+
+The choice is kept in the cache, so that trials, seeds and resumed runs of the same student begin alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distcse.corpus import Corpus
+from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, resolve_model
+from distcse.errors import EncoderError, TeacherError
+from distcse.evaluation import agreement
+from distcse.events import Stage, Watch
+from distcse.files import put
+from distcse.objectives import mix_lists
+from distcse.recipe import Recipe, with_layers
+from distcse.teachers import Alphas, open_embedder, scores_pairs
+
+_FORMAT = 1
+_SENTENCES = 512
+_MOST_TRIED = 64
+_STREAM = 2**32 - 3
+"""Of the sentences' draw, beside other draws of the seed."""
+
+Score = Callable[[Sequence[int]], float]
+
+
+def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
+    """The recipe with its student's layers named, where it says `auto`: those that order 512 sentences most as teachers do.
+
+    Raises:
+        EncoderError: The backbone has not as many layers.
+        TeacherError: No teacher gives vectors.
+    """
+    if recipe.student.layers != "auto":
+        return recipe
+    kept = Path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
+    if kept.is_file():
+        layers: list[int] = json.loads(kept.read_text())["layers"]
+        _told(watch, layers, "as an earlier run chose")
+        return with_layers(recipe, layers)
+    layers, score, tried = _search(recipe, corpus, watch)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    put(kept, json.dumps({"layers": layers, "agreement": score, "tried": tried}, indent=2))
+    _told(watch, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
+    return with_layers(recipe, layers)
+
+
+def best_layers(depth: int, wanted: int, score: Score) -> dict[tuple[int, ...], float]:
+    """Choices of `wanted` out of `depth` layers, with their scores: all of them where there are at most 64.
+
+    Of more, layers are left out one after the other, each time the one without which the others score best; only choices of the
+    wanted number are returned.
+    """
+    if comb(depth, wanted) <= _MOST_TRIED:
+        return {choice: score(choice) for choice in combinations(range(depth), wanted)}
+    kept = tuple(range(depth))
+    tried: dict[tuple[int, ...], float] = {}
+    while len(kept) > wanted:
+        tried = {shorter: score(shorter) for shorter in combinations(kept, len(kept) - 1)}
+        kept = max(tried, key=lambda choice: tried[choice])
+    return tried
+
+
+def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], float, list[tuple[list[int], float]]]:
+    section, wanted = recipe.student, recipe.student.depth
+    assert wanted is not None
+    encoder = Encoder.from_section(section.model_copy(update={"layers": None, "depth": None})).to(_device())
+    depth = depth_of(encoder.backbone)
+    if wanted > depth:
+        raise EncoderError(
+            f"student.depth is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
+        )
+    rows = np.sort(np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[:_SENTENCES])
+    texts = corpus.texts(rows)
+    lists = _lists(recipe, corpus, rows, texts)
+    done = 0
+
+    def score(layers: Iterable[int]) -> float:
+        nonlocal done
+        with only_layers(encoder.backbone, list(layers)):
+            found = agreement(encoder.encode(texts, normalize=True), lists)
+        done += 1
+        watch.post(Stage("layers", done, None, "choices tried"))
+        return found
+
+    tried = best_layers(depth, wanted, score) if wanted < depth else {tuple(range(depth)): score(range(depth))}
+    best = max(tried, key=lambda choice: tried[choice])
+    in_order = sorted(tried.items(), key=lambda entry: -entry[1])
+    return list(best), tried[best], [(list(layers), round(found, 2)) for layers, found in in_order]
+
+
+def _lists(recipe: Recipe, corpus: Corpus, rows: np.ndarray, texts: Sequence[str]) -> np.ndarray:
+    """(n, n) weighted mean cosines of those teachers that give vectors."""
+    teachers = [teacher for teacher in recipe.teachers.encoders if not scores_pairs(teacher)]
+    if not teachers:
+        raise TeacherError(
+            "student.layers: auto wants a teacher that gives vectors; name the layers, such as [0, 2, 4]"
+        )
+    lists = []
+    for teacher in teachers:
+        units = open_embedder(teacher).encode(texts, normalize=True)
+        lists.append(units @ units.T)
+    mixed: np.ndarray = mix_lists(torch.from_numpy(np.stack(lists)), Alphas(teachers, corpus).of(rows)).numpy()
+    return mixed
+
+
+def _key(recipe: Recipe, corpus: Corpus) -> str:
+    """Of all that decides the choice."""
+    student = recipe.student
+    teachers = [teacher.model_dump(mode="json") for teacher in recipe.teachers.encoders]
+    described = [
+        _FORMAT,
+        _fingerprint(student.backbone),
+        student.model_dump(mode="json"),
+        teachers,
+        corpus.content,
+        recipe.seed,
+    ]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
+
+def _fingerprint(backbone: str) -> str:
+    return model_fingerprint(resolve_model(backbone))
+
+
+def _told(watch: Watch, layers: Sequence[int], why: str) -> None:
+    watch.post(Stage("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}"))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
