@@ -19,6 +19,7 @@ from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.report.knobs import in_a_line
+from distcse.teachers.comparison import NEAREST, Comparison
 from distcse.tuning.summary import Row
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -243,6 +244,28 @@ def print_lines(lines: list[str]) -> None:
     console = Console(file=sys.stdout)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """How far teachers agree, on standard output."""
+    console = _for_tables()
+    names = [f"teacher {number}" for number in range(len(comparison.teachers))]
+    for name, backbone in zip(names, comparison.teachers, strict=True):
+        console.print(f"{name}  {backbone}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nAgreement on {comparison.sentences:,} sentences of the corpus", markup=False, highlight=False)
+    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for title in ("Kendall's τ ×100", f"common in the {NEAREST} nearest, %"):
+        table.add_column(title, justify="right")
+    for pairing in comparison.pairings:
+        both = f"{names[pairing.first]} and {names[pairing.second]}"
+        table.add_row(both, f"{pairing.kendall:.1f}", f"{pairing.overlap:.1f}")
+    console.print(table)
+    console.print("\nWhere they are farthest apart (cosines in the teachers' order)", markup=False, highlight=False)
+    for dispute in comparison.disputes:
+        cosines = "  ".join(f"{cosine:5.2f}" for cosine in dispute.cosines)
+        console.print(f"{cosines}  {dispute.one}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{' ' * len(cosines)}  {dispute.other}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _stage_line(event: Stage) -> str:

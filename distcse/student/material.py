@@ -13,7 +13,7 @@ from distcse.encoder import Encoder
 from distcse.errors import TeacherError
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
-from distcse.student.houses import House
+from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
 from distcse.teachers import (
@@ -48,17 +48,14 @@ class Text:
     @classmethod
     def prepare(cls, recipe: Recipe, watch: Watch) -> Text:
         """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
-        cache = Path(recipe.storage.cache)
-        corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit))
-        blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
-        _ended(watch, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
+        corpus = read_corpus(recipe, watch)
         recipe = with_chosen_layers(recipe, corpus, watch)
         start = Encoder.from_section(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
             start.tokenizer,
             start.max_length,
-            cache,
+            Path(recipe.storage.cache),
             _progress(watch, "tokens", len(corpus)),
             prompt=start.prompt,
         )
@@ -107,6 +104,23 @@ def _whole(tables: Sequence[EmbeddingTable | None], chosen: Iterable[int], asked
             )
         found.append(table)
     return found
+
+
+def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
+    """The teachers' pass of a recipe alone: what a run would do before it trains."""
+    corpus = read_corpus(recipe, watch)
+    house, surroundings = house_of(recipe)
+    with surroundings:
+        return prepare_tables(recipe, corpus, house, watch)
+
+
+def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
+    """The recipe's sentences, read or found in the cache."""
+    cache = Path(recipe.storage.cache)
+    corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit))
+    blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
+    _ended(watch, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
+    return corpus
 
 
 def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -> list[EmbeddingTable | None]:

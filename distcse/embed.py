@@ -1,0 +1,75 @@
+"""Embed a corpus by a recipe's teachers, or compare them on it first: `python -m distcse.embed RECIPE [key.path=value …]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distcse.command import exit_status
+from distcse.recipe import Recipe, load_recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, embed or compare, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
+    options = _parser().parse_intermixed_args(arguments)
+    return exit_status(lambda: _main(options), kept="whole shards are kept")
+
+
+def _main(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    return _compare(recipe, options.sentences) if options.compare else _embed(recipe)
+
+
+def _embed(recipe: Recipe) -> int:
+    # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
+    from distcse.events import Watch
+    from distcse.report.terminal import open_view, print_lines
+    from distcse.student.material import embed_corpus
+
+    with open_view() as view:
+        tables = embed_corpus(recipe, Watch(view.show))
+    print_lines(["", *(f"table   {table.directory}" for table in tables if table is not None)])
+    return 0
+
+
+def _compare(recipe: Recipe, sentences: int) -> int:
+    from distcse.corpus import Corpus
+    from distcse.events import Stage
+    from distcse.report.terminal import open_view, print_comparison
+    from distcse.teachers.comparison import compare
+
+    with open_view() as view:
+        corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+        comparison = compare(
+            recipe,
+            corpus,
+            sentences,
+            lambda number, done: view.show(Stage(f"teacher {number}", done, done, "sentences", finished=True)),
+        )
+    print_comparison(comparison)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.embed",
+        description="Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
+        epilog="Example: python -m distcse.embed my-recipe.yaml --compare",
+    )
+    parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="embed a sample only: Kendall's τ and common neighbours of each two teachers",
+    )
+    parser.add_argument(
+        "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

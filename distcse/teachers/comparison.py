@@ -1,0 +1,120 @@
+"""How far teachers agree on a text: before hours of training, a minute that says who adds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
+
+from distcse.corpus import Corpus
+from distcse.errors import TeacherError
+from distcse.recipe import Recipe
+from distcse.teachers.opening import open_embedder, scores_pairs
+
+NEAREST = 10
+_SHOWN = 5
+_STREAM = 2**32 - 4
+"""Of the sentences' draw, beside other draws of the seed."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Two teachers."""
+
+    first: int
+    second: int
+    kendall: float
+    """Mean Kendall's τ-b × 100 of their lists of a sentence."""
+    overlap: float
+    """Percentage of a sentence's ten nearest that both name."""
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """A pair of sentences on which teachers differ."""
+
+    one: str
+    other: str
+    cosines: list[float]
+    """One a teacher."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a preview found."""
+
+    sentences: int
+    teachers: list[str]
+    pairings: list[Pairing]
+    disputes: list[Dispute]
+    """Where standardised cosines are farthest apart."""
+
+
+def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int, int], None]) -> Comparison:
+    """Embed some different sentences of a corpus by every teacher, and compare the lists.
+
+    Args:
+        recipe: Its teachers, and the seed that draws the sentences.
+        corpus: The user's text.
+        sentences: How many.
+        post: Told a teacher's number and the sentences it is through.
+
+    Raises:
+        TeacherError: Fewer than two teachers that give vectors, or fewer than twelve different sentences.
+    """
+    teachers = [teacher for teacher in recipe.teachers.encoders if not scores_pairs(teacher)]
+    if len(teachers) < 2:
+        raise TeacherError(f"a comparison wants two teachers that give vectors, the recipe has {len(teachers)}")
+    drawn = np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[: 2 * sentences]
+    texts = list(dict.fromkeys(corpus.texts(drawn)))[:sentences]
+    if len(texts) < NEAREST + 2:
+        raise TeacherError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
+    lists = []
+    for number, teacher in enumerate(teachers):
+        units = open_embedder(teacher).encode(texts, normalize=True)
+        lists.append(_others(units @ units.T))
+        post(number, len(texts))
+    pairings = [
+        Pairing(one, other, kendall(lists[one], lists[other]), overlap(lists[one], lists[other]))
+        for one, other in combinations(range(len(teachers)), 2)
+    ]
+    return Comparison(len(texts), [teacher.backbone for teacher in teachers], pairings, _disputes(texts, lists))
+
+
+def kendall(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
+    """(n, m) lists of two teachers -> mean Kendall's τ-b of a sentence's two lists, times 100."""
+    return float(100 * np.mean([kendalltau(a, b).statistic for a, b in zip(one, other, strict=True)]))
+
+
+def overlap(one: NDArray[np.floating], other: NDArray[np.floating], nearest: int = NEAREST) -> float:
+    """(n, m) lists of two teachers -> percentage of a sentence's nearest that both name, a mean over sentences."""
+    ours, theirs = (np.argpartition(-lists, nearest - 1, axis=1)[:, :nearest] for lists in (one, other))
+    return float(100 * np.mean([len(np.intersect1d(a, b)) / nearest for a, b in zip(ours, theirs, strict=True)]))
+
+
+def _others(cosines: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(n, n) -> (n, n - 1): each sentence's list without itself."""
+    count = len(cosines)
+    return cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1)
+
+
+def _disputes(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> list[Dispute]:
+    """The pairs on which standardised cosines are farthest apart; each sentence in one of them at most."""
+    standard = np.stack([(part - part.mean()) / max(float(part.std()), 1e-6) for part in lists])
+    apart = np.ptp(standard, axis=0)
+    found: list[Dispute] = []
+    met: set[int] = set()
+    for place in np.argsort(-apart, axis=None)[: 50 * _SHOWN]:
+        row, column = divmod(int(place), apart.shape[1])
+        other = column + (column >= row)
+        if len(found) == _SHOWN:
+            break
+        if met & {row, other}:
+            continue
+        met |= {row, other}
+        found.append(Dispute(texts[row], texts[other], [float(part[row, column]) for part in lists]))
+    return found
