@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distcse.command import exit_status
 from distcse.errors import EvaluationError
 from distcse.events import Listener, Stage
+
+if TYPE_CHECKING:
+    from distcse.evaluation import Reading, Tasks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +55,8 @@ def _main(options: argparse.Namespace) -> int:
             prompt=options.prompt,
         )
         candidates = [open_candidate(name, source, reading, _told(name, view.show)) for name, source in models.items()]
+        if options.documents is not None:
+            _search_in_index_of(options.documents, reading, tasks)
         settings = {
             "STS": options.aggregate,
             "transfer": options.transfer,
@@ -67,6 +73,20 @@ def _main(options: argparse.Namespace) -> int:
     if options.out is not None:
         print_lines(["", *(f"written {file}" for file in write_pages(evaluation, options.out))])
     return 0
+
+
+def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks) -> None:
+    """Add each retrieval set once more, its documents encoded by one model whoever asks."""
+    from distcse.evaluation import RetrievalTask, VectorModel, named, open_candidate
+
+    ((name, source),) = named([documents]).items()
+    model = open_candidate(name, source, reading).model
+    if not isinstance(model, VectorModel):
+        raise EvaluationError(f"--documents {source} gives no vectors; name a bi-encoder")
+    sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
+    if not sets:
+        raise EvaluationError("--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER")
+    tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
 
 
 def _check_mteb(options: argparse.Namespace) -> None:
@@ -114,6 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SUITE[:NAME]=PATH",
         help="a set of your own: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
+    )
+    parser.add_argument(
+        "--documents",
+        metavar="MODEL",
+        help="measure retrieval also with documents encoded by this model and queries by each of the others (asymmetric)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write report.html, report.md and evaluation.json there"

@@ -8,7 +8,7 @@ are means over queries, times 100. A document that is exactly as near as a relev
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -100,18 +100,28 @@ class RetrievalTask:
 
     name: str
     collection: Collection
+    documents_by: VectorModel | None = None
+    """Whose index is searched: a teacher's, by the queries of a student that shares its space. None is the model itself."""
     suite: str = "retrieval"
     pairs_only: bool = False
 
     def sentences(self) -> Iterable[str]:
-        return [*self.collection.queries, *self.collection.documents]
+        return [*self.collection.queries, *(self.collection.documents if self.documents_by is None else [])]
+
+    def with_documents_by(self, name: str, model: VectorModel) -> RetrievalTask:
+        """The same collection, its documents encoded by one model whoever asks (asymmetric retrieval, as in LEAF)."""
+        return replace(self, name=f"{self.name}, documents by {name}", documents_by=model)
 
     def measure(self, model: VectorModel) -> Outcome:
         """Figures recall@1, recall@5, recall@10, mrr@10, ndcg@10."""
         collection = self.collection
-        ranks = relevant_ranks(
-            model.unit_vectors(collection.queries), model.unit_vectors(collection.documents), collection
-        )
+        queries = model.unit_vectors(collection.queries)
+        documents = (self.documents_by or model).unit_vectors(collection.documents)
+        if queries.shape[1] != documents.shape[1]:
+            raise EvaluationError(
+                f"{self.name}: queries have {queries.shape[1]} numbers, documents {documents.shape[1]}; they share no space"
+            )
+        ranks = relevant_ranks(queries, documents, collection)
         items = f"queries/{self.name}"
         recalls = {
             f"recall@{k}": MeanOf(np.array([np.mean(mine <= k) for mine in ranks], dtype=np.float64), items)

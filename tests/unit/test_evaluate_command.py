@@ -50,3 +50,31 @@ def test_mistakes_are_one_line(
     assert main([argument.format(labelled=labelled, tiny=tiny()) for argument in arguments]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
     assert len(lines) == 1 and told in lines[0]
+
+
+def test_documents_by_another_model(
+    tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "find"
+    folder.mkdir()
+    (folder / "queries.tsv").write_text("id\ttext\n1\tA man plays.\n2\tThe dog runs.\n")
+    (folder / "corpus.tsv").write_text("id\ttext\na\tA man plays a guitar.\nb\tA dog is running.\nc\tShe sings.\n")
+    (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n1\ta\n2\tb\n")
+    same, wide = f"same={tiny('bert')}", f"wide={tiny('bert', width=64)}"
+    asked = [same, "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--documents", same]) == 0
+    scores = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
+    found = {(score["set"], score["measure"]): score["values"] for score in scores}
+    for measure in ("recall@1", "mrr@10"):
+        assert found["find", measure] == found["find, documents by same", measure]
+    assert "find, documents by same" in capsys.readouterr().out
+    assert main([*asked, "--documents", wide]) == 1
+    assert "queries have 32 numbers, documents 64; they share no space" in capsys.readouterr().err
+
+
+def test_documents_without_retrieval(
+    labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"m={tiny()}"
+    assert main([model, "--pooling", "mean", "--data", str(labelled), "--documents", model]) == 1
+    assert "--documents is about retrieval" in capsys.readouterr().err
