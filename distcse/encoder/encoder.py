@@ -20,8 +20,9 @@ from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, lo
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
 from distcse.encoder.source import resolve_model
+from distcse.encoder.words import narrow_words
 from distcse.errors import EncoderError
-from distcse.recipe import EncoderSection, Pooling, TrainedSection
+from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
@@ -84,6 +85,8 @@ class Encoder(nn.Module):
             if section.layers == "auto":
                 raise EncoderError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
+        if isinstance(section, StudentSection) and section.word_dimension is not None:
+            backbone = narrow_words(backbone, section.word_dimension)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)
         max_length = length_limit(section, layout, tokenizer, backbone)

@@ -66,6 +66,9 @@ class StudentSection(TrainedSection):
 
     depth: Annotated[int, Field(ge=1)] | None = None
     """Layers to keep where `layers` is `auto`; null elsewhere."""
+    word_dimension: Annotated[int, Field(ge=2)] | None = None
+    """Numbers of a word embedding, by principal components of the backbone's: for very small students, most of whose weights
+    are vocabulary. The saved model is an ELECTRA then. null keeps the backbone's."""
     projection: Projection = "tanh_mlp"
     """Head between the pooled vector and the objective. In training only; never saved."""
 
