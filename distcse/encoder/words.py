@@ -22,9 +22,9 @@ _POSITIONS = 64
 def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
     """A BERT- or RoBERTa-shaped backbone -> an ELECTRA of the same layers, its embeddings `dimension` numbers wide.
 
-    With x the sum of a token's embeddings less its mean over the H numbers, BERT goes on with g·x/σ(x) + b. Here x is kept in r
-    numbers u = Uᵀx whose mean is 0 as well (U: r - 1 principal directions, turned so that they leave (1 … 1) alone), so
-    ELECTRA's layer norm gives u/σ(u), and diag(g)·U·√(H/r) makes of it g·x/σ(x) again: exactly, where the directions hold all of x.
+    With x the sum of a token's embeddings less its mean over the H numbers, BERT goes on with g·x/σ(x) + b. Here x is kept in
+    r numbers u = Uᵀx whose mean is 0 as well (U: r - 1 principal directions, turned so that they leave (1 … 1) alone), so
+    ELECTRA's layer norm gives u/σ(u), and diag(g)·U·√(H/r) makes g·x/σ(x) of it: exactly, where the directions hold all of x.
 
     Raises:
         EncoderError: Another family, or no narrower than it is.
@@ -74,8 +74,9 @@ def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
     widen = old.LayerNorm.weight[:, None] * directions * (width / dimension) ** 0.5
     narrow.embeddings_project.weight.copy_(widen)
     narrow.embeddings_project.bias.copy_(old.LayerNorm.bias)
-    narrow.encoder.load_state_dict(backbone.encoder.state_dict())  # type: ignore[union-attr, operator]
-    return narrow.train(backbone.training)
+    narrow.encoder.load_state_dict(backbone.encoder.state_dict())  # type: ignore[union-attr]
+    student: nn.Module = narrow.train(backbone.training)
+    return student
 
 
 def _centred(rows: Tensor) -> Tensor:
@@ -88,4 +89,5 @@ def _directions(rows: Tensor, dimension: int) -> Tensor:
     principal = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -(dimension - 1) :]
     across = torch.eye(dimension, dtype=torch.float64) - 1.0 / dimension  # all directions of r-space but (1 … 1)
     free = torch.linalg.eigh(across).eigenvectors[:, 1:]
-    return (principal @ free.T).to(rows.dtype)
+    directions: Tensor = (principal @ free.T).to(rows.dtype)
+    return directions

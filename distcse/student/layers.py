@@ -74,9 +74,8 @@ def best_layers(depth: int, wanted: int, score: Score) -> dict[tuple[int, ...], 
 def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], float, list[tuple[list[int], float]]]:
     section, wanted = recipe.student, recipe.student.depth
     assert wanted is not None
-    encoder = Encoder.from_section(
-        section.model_copy(update={"layers": None, "depth": None, "word_dimension": None})
-    ).to(_device())
+    whole = section.model_copy(update={"layers": None, "depth": None, "word_dimension": None})
+    encoder = Encoder.from_section(whole).to(_device())
     depth = depth_of(encoder.backbone)
     if wanted > depth:
         raise EncoderError(

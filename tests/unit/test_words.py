@@ -61,7 +61,7 @@ def test_a_narrow_student_learns_and_is_read_by_others(
     student = Encoder.load(result.directory.model)
     assert student.backbone.config.model_type == "electra" and student.backbone.config.embedding_size == 8
     whole = Encoder.from_section(recipe.student.model_copy(update={"word_dimension": None}))
-    assert sum(p.numel() for p in student.parameters()) < 0.7 * sum(p.numel() for p in whole.parameters())
+    assert sum(p.numel() for p in student.parameters()) < 0.8 * sum(p.numel() for p in whole.parameters())
     from sentence_transformers import SentenceTransformer
 
     theirs = SentenceTransformer(str(result.directory.model), device="cpu").encode(TEXTS)
