@@ -13,7 +13,7 @@ class NeighboursSection(Section):
     """Batches in which sentences stand beside some of their nearest neighbours, as the teachers see them.
 
     In a random batch nearly all pairs are dissimilar; with neighbours in it, lists hold graded similarities. Every row still
-    comes once an epoch. Teachers need tables; the neighbours are found once and kept beside them.
+    comes once an epoch. Near is who is so by the teachers that have tables; it is found once and kept beside them.
     """
 
     companions: Annotated[int, Field(ge=1)] = 3

@@ -68,9 +68,11 @@ class Text:
         recipe, neighbours, targets = self.recipe, None, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         if (section := recipe.training.neighbours) is not None:
-            whole = _whole(tables, range(len(tables)), "training.neighbours")
+            having = [number for number, table in enumerate(tables) if table is not None]
+            whole = _whole(tables, having or [0], "training.neighbours")
             watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
-            neighbours = prepare_graph(whole, alphas, section.farthest, Path(recipe.storage.cache))
+            shares = [alphas[number] for number in having]
+            neighbours = prepare_graph(whole, shares, section.farthest, Path(recipe.storage.cache))
             _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers

@@ -137,6 +137,27 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     assert_same_learning(one, other, but=("LayerNorm.bias", "running_mean"))
 
 
+def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
+    """Chosen layers, neighbours in batches, longer lists, joined vector targets and trust by agreement, together."""
+    knobs = (
+        "student.layers=auto",
+        "student.depth=2",
+        "student.projection=none",
+        "training.neighbours={companions: 3}",
+        "objective.rank.memory={batches: 2, landmarks: 15, refresh: 4}",
+        "objective.info_nce.false_negatives={above: 0.8, form: soften}",
+        "objective.regression={weight: 2.0}",
+        "teachers.trust=0.5",
+        "training.max_steps=8",
+        "training.dropout_streams=2",
+    )
+    workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
+    on_ray = run(recipe_with(*knobs, *workers), Watch())
+    here = run(recipe_with(*knobs, "training.workers=0"), Watch())
+    assert on_ray.recipe.student.layers == here.recipe.student.layers
+    assert_same_learning(weights_of(here.directory.path), weights_of(on_ray.directory.path))
+
+
 def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RunError, match=r"the run needs 64 CPUs .* the cluster has 6; lower training\.workers"):
         run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Watch())
