@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import yaml
 
@@ -15,9 +16,11 @@ from distcse.student.run import Result
 
 
 def write_card(result: Result) -> None:
-    """Put README.md (the card) and distcse/recipe.yaml beside the saved model."""
-    model = result.directory.model
+    """Put README.md (the card) and distcse/recipe.yaml beside the saved model; the projection of its targets too."""
+    model, projection = result.directory.model, result.directory.projection
     (model / "distcse").mkdir(exist_ok=True)
+    if projection.exists():
+        shutil.copyfile(projection, model / "distcse" / projection.name)
     put(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
     put(model / "README.md", card(result))
 
@@ -45,6 +48,7 @@ def card(result: Result) -> str:
         "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
         'model = SentenceTransformer("path/to/this/folder")\nvectors = model.encode(["A sentence.", "Another one."])\n```',
         _teachers(result),
+        _space(result),
         scores_told(result.evaluation),
         "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
         "repeats the run.",
@@ -76,6 +80,23 @@ def _teachers(result: Result) -> str:
         for teacher in teachers
     ]
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
+
+
+def _space(result: Result) -> str:
+    """Whose documents the student's queries find, where it learned vectors."""
+    regression, teachers = result.recipe.objective.regression, result.recipe.teachers.encoders
+    if regression is None or not regression.weight:
+        return ""
+    chosen = [teachers[number].backbone for number in regression.teachers or range(len(teachers))]
+    named = " and ".join(f"`{backbone}`" for backbone in chosen)
+    if result.directory.projection.exists():
+        told = (
+            f"Its vectors are those of {named}, each times the root of its share, joined, and multiplied by the matrix in "
+            "`distcse/projection.safetensors`: documents that were embedded so are found by this model's queries."
+        )
+    else:
+        told = f"Its vectors lie in the space of {named}: documents embedded by that model are found by this model's queries."
+    return f"## Shared space\n\n{told}"
 
 
 def scores_told(evaluation: Evaluation | None) -> str:

@@ -27,6 +27,7 @@ from distcse.teachers import (
     write_projection,
 )
 from distcse.training.claim import Claim
+from distcse.training.directory import RunDirectory
 
 _FITTED_ON = 20_000
 """Rows that a projection's components are fitted on."""
@@ -86,7 +87,7 @@ class Text:
         joined = joined_vectors(tables, alphas, rows)
         if len(tables) == 1 and joined.shape[1] == self.start.dimension:
             return at
-        file = run / "projection.safetensors"
+        file = RunDirectory(run).projection
         if not file.exists():
             few = rows[:_ALIGNED_ON]
             start = self.start.encode(self.corpus.texts(few), normalize=True)

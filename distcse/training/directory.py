@@ -6,6 +6,7 @@
                      events.jsonl    everything the run told
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
+                     projection.safetensors  joined teachers' vectors to the student's width, where a term wants it
                      evaluation.json start, student and teachers at the end
                      report.html     all of it as a page; report.md, the same as text
 """
@@ -73,6 +74,7 @@ class RunDirectory:
         self.path = path
         self.model = path / "model"
         self.evaluation = path / "evaluation.json"
+        self.projection = path / "projection.safetensors"
 
     @classmethod
     def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Watch
 from distcse.objectives import Taught, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.recipe import ObjectiveSection, Recipe
+from distcse.report.card import write_card
 from distcse.student.run import run
 from distcse.teachers import TargetsAt, fit_projection
 from distcse.teachers.targets import read_projection
@@ -114,6 +116,27 @@ def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: Make
     assert train(job, tables, stop_after=2).interrupted
     train(job, tables)
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+
+
+def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
+    """And what it says is so: joined, weighed and projected, the teachers' vectors are the targets."""
+    result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Watch())
+    write_card(result)
+    card = (result.directory.model / "README.md").read_text()
+    assert "each times the root of its share" in card
+    teachers = result.recipe.teachers.encoders
+    lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:20]
+    vectors = [Encoder.from_section(teacher).encode(lines, normalize=True) for teacher in teachers]
+    joined = np.concatenate([vectors[0] * (1 / 3) ** 0.5, vectors[1] * (2 / 3) ** 0.5], axis=1)
+    documents = joined @ load_file(result.directory.model / "distcse" / "projection.safetensors")["projection"]
+    job, _ = make_job(result.recipe)
+    assert job.targets is not None
+    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
+    np.testing.assert_allclose(documents, job.targets.open().vectors(np.arange(20)), atol=2e-3)
+    alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Watch())
+    write_card(alone)
+    card = (alone.directory.model / "README.md").read_text()
+    assert f"in the space of `{alone.recipe.teachers.encoders[1].backbone}`" in card
 
 
 def test_what_cannot_be_is_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
