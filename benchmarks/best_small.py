@@ -36,6 +36,8 @@ LOOKS = 8
 BATCH = 128
 STS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 TRANSFER = ("MR", "CR", "SUBJ", "TREC")
+MEASURED = {"sts": "all", "transfer": "accuracy", "retrieval": "recall@10"}
+AVERAGES = {"STS": "sts", "transfer": "transfer", "retrieval": "retrieval"}
 
 NO_LISTS = ("objective.rank=null",)
 VECTORS = (*NO_LISTS, "objective.regression={}", "training.lr=1.2e-3")
@@ -158,15 +160,14 @@ def measured(model: Encoder, tasks: Tasks, dev: float | None = None, seconds: fl
     """Test figures of a model: five STS sets, four transfer tasks (fast), recall@10 of paraphrases."""
     found = evaluate([candidate_of("model", "", model, Exposure({}))], tasks)
     figures = {
-        score.set: score.values["model"]
-        for score in found.scores
-        if not score.average and (score.suite != "retrieval" or score.measure == "recall@10")
+        suite: {
+            s.set: s.values["model"] for s in found.scores if (s.suite, s.measure, s.average) == (suite, measure, False)
+        }
+        for suite, measure in MEASURED.items()
     }
-    averages = {"STS": STS, "transfer": TRANSFER}
-    known = {name: statistics.mean(figures[key] for key in keys) for name, keys in averages.items()}
-    retrieval = statistics.mean(value for key, value in figures.items() if key not in (*STS, *TRANSFER))
     scored = {} if dev is None else {"dev": dev, "seconds": seconds}
-    return {**scored, **{key: figures[key] for key in (*STS, *TRANSFER)}, **known, "retrieval": retrieval}
+    averages = {name: statistics.mean(figures[suite].values()) for name, suite in AVERAGES.items()}
+    return {**scored, **figures["sts"], **figures["transfer"], **averages}
 
 
 def start(layers: list[int] | None, options: argparse.Namespace) -> Encoder:

@@ -13,7 +13,7 @@ from distcse.errors import EvaluationError
 from distcse.events import Listener, Stage
 
 if TYPE_CHECKING:
-    from distcse.evaluation import Reading, Tasks
+    from distcse.evaluation import Candidate, Reading, Tasks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def _main(options: argparse.Namespace) -> int:
         )
         candidates = [open_candidate(name, source, reading, _told(name, view.show)) for name, source in models.items()]
         if options.documents is not None:
-            _search_in_index_of(options.documents, reading, tasks)
+            _search_in_index_of(options.documents, reading, tasks, candidates)
         settings = {
             "STS": options.aggregate,
             "transfer": options.transfer,
@@ -75,7 +75,7 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks) -> None:
+def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks, candidates: Sequence[Candidate]) -> None:
     """Add each retrieval set once more, its documents encoded by one model whoever asks."""
     from distcse.evaluation import RetrievalTask, VectorModel, named, open_candidate
 
@@ -86,6 +86,14 @@ def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks) -> None:
     sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
     if not sets:
         raise EvaluationError("--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER")
+    some = sets[0].collection.documents[:1]
+    width = model.vectors(some).shape[1]
+    for candidate in candidates:
+        if isinstance(candidate.model, VectorModel) and (own := candidate.model.vectors(some).shape[1]) != width:
+            raise EvaluationError(
+                f"{candidate.about.name} has {own} numbers a vector, {name} has {width}: they share no space. A student that "
+                "was projected finds documents whose vectors were multiplied by its projection.safetensors"
+            )
     tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
 
 

@@ -118,7 +118,12 @@ def _source(section: CorpusSection) -> _Source:
                 f"corpus.domain is {section.domain!r}, but {plain[0]} has no columns; use .jsonl, .csv, .parquet"
             )
         contents = [_content_hash(file) for file in files]
-        return _Source("path", [str(file) for file in files], contents, lambda column: _rows_of(files, column))
+        return _Source(
+            "path",
+            [str(file) for file in files],
+            contents,
+            lambda column: _rows_of(files, column, may_be_blank=column != section.column),
+        )
     if section.dataset is not None:
         dataset = open_dataset(section)
         mark = str(dataset._fingerprint)
@@ -148,13 +153,13 @@ def _content_hash(file: Path) -> str:
     return file_kind(file) + content
 
 
-def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
+def _rows_of(files: Sequence[Path], column: str, may_be_blank: bool) -> Iterator[Row]:
     for file in files:
-        sentences = 0
+        there = 0
         for row in read_sentences(file, column):
-            sentences += row is not None
+            there += row is not None
             yield row
-        if not sentences:
+        if not there and not may_be_blank:
             raise CorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
 
 
@@ -181,10 +186,9 @@ class _Domains:
             )
         ids = np.array(self._ids, dtype=np.uint16)
         np.save(folder / _DOMAINS, ids)
-        return {
-            "domains": list(self._places),
-            "domain_digest": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest(),
-        }
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
+        digest.update(json.dumps(list(self._places)).encode())
+        return {"domains": list(self._places), "domain_digest": digest.hexdigest()}
 
 
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:

@@ -88,7 +88,7 @@ def clean(text: str | None) -> Row:
 def no_column(column: str, there: Sequence[str]) -> str:
     """What to say of a column that is missing: those there are, and the nearest."""
     close = difflib.get_close_matches(column, there, n=1)
-    hint = f"; did you mean corpus.column={close[0]}?" if close else "; set corpus.column"
+    hint = f"; did you mean {close[0]!r}?" if close else "; corpus.column (and corpus.domain) name columns"
     return f"no column {column!r}; columns there: {', '.join(there) or 'none'}{hint}"
 
 

@@ -70,7 +70,9 @@ class EditDetector(nn.Module):
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
             return torch.cat([vectors[:, None].to(embedded.dtype), embedded[:, 1:]], dim=1)
 
-        hook = self.backbone.embeddings.register_forward_hook(put)  # type: ignore[union-attr]
+        # An ELECTRA widens its embeddings to the width of the layers, and of the vectors, by a module of its own.
+        embeddings = getattr(self.backbone, "embeddings_project", self.backbone.embeddings)
+        hook = embeddings.register_forward_hook(put)  # type: ignore[union-attr]
         try:
             hidden: Tensor = self.backbone(input_ids=edited.ids, attention_mask=edited.mask).last_hidden_state
         finally:

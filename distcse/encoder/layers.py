@@ -29,11 +29,8 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
     setattr(parent, name, kept)
-    for key, value in list(vars(config).items()):
-        # One entry a layer, such as ModernBERT's layer_types (global or local attention).
-        if isinstance(value, list) and len(value) == depth and "layer" in key:
-            setattr(config, key, [value[index] for index in layers])
-    config.num_hidden_layers = len(layers)
+    for key, value in _shallower(config, layers).items():
+        setattr(config, key, value)
     for number, layer in enumerate(kept):
         for module in layer.modules():
             for attribute in ("layer_idx", "layer_id"):
@@ -44,21 +41,37 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 @contextmanager
 def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     """Inside, the backbone runs through some of its layers alone; nothing else of it changes."""
-    parent, name, stack = _layer_stack(backbone, depth_of(backbone))
-    setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
     config: Any = backbone.config
-    config.num_hidden_layers = len(layers)
+    parent, name, stack = _layer_stack(backbone, depth_of(backbone))
+    changed = _shallower(config, layers)
+    before = {key: getattr(config, key) for key in changed}
+    setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
+    for key, value in changed.items():
+        setattr(config, key, value)
     try:
         yield
     finally:
         setattr(parent, name, stack)
-        config.num_hidden_layers = len(stack)
+        for key, value in before.items():
+            setattr(config, key, value)
 
 
 def depth_of(backbone: nn.Module) -> int:
     """How many layers a backbone has."""
     config: Any = backbone.config
     return int(config.num_hidden_layers)
+
+
+def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """What a config says when only these layers are left."""
+    depth = config.num_hidden_layers
+    # One entry a layer, such as ModernBERT's layer_types (global or local attention).
+    by_layer = {
+        key: [value[index] for index in layers]
+        for key, value in vars(config).items()
+        if isinstance(value, list) and len(value) == depth and "layer" in key
+    }
+    return {**by_layer, "num_hidden_layers": len(layers)}
 
 
 def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.ModuleList]:

@@ -62,6 +62,7 @@ def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
             type_vocab_size=len(types),
             layer_norm_eps=config.layer_norm_eps,
             pad_token_id=config.pad_token_id,
+            summary_last_dropout=0.0,  # of a head that is not there; but a dropout above 0 says that two passes differ
             attn_implementation=config._attn_implementation,
         )
     )
@@ -87,7 +88,15 @@ def _directions(rows: Tensor, dimension: int) -> Tensor:
     """(n, H) rows -> (H, r) matrix U: principal directions about zero, turned so that the r numbers of a row add up to 0."""
     wide = rows.double()
     principal = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -(dimension - 1) :]
-    across = torch.eye(dimension, dtype=torch.float64) - 1.0 / dimension  # all directions of r-space but (1 … 1)
-    free = torch.linalg.eigh(across).eigenvectors[:, 1:]
-    directions: Tensor = (principal @ free.T).to(rows.dtype)
+    # Directions have no sign of their own; without one, workers could begin at different weights of the same function.
+    principal = principal * principal.gather(0, principal.abs().argmax(dim=0, keepdim=True)).sign()
+    directions: Tensor = (principal @ _helmert(dimension)).to(rows.dtype)
     return directions
+
+
+def _helmert(dimension: int) -> Tensor:
+    """(r - 1, r) orthonormal rows, each of which adds up to 0."""
+    rows = torch.tril(torch.ones(dimension - 1, dimension, dtype=torch.float64))
+    places = torch.arange(1, dimension, dtype=torch.float64)
+    rows[torch.arange(dimension - 1), torch.arange(1, dimension)] = -places
+    return rows / (places * (places + 1)).sqrt()[:, None]

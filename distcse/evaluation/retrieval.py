@@ -117,10 +117,6 @@ class RetrievalTask:
         collection = self.collection
         queries = model.unit_vectors(collection.queries)
         documents = (self.documents_by or model).unit_vectors(collection.documents)
-        if queries.shape[1] != documents.shape[1]:
-            raise EvaluationError(
-                f"{self.name}: queries have {queries.shape[1]} numbers, documents {documents.shape[1]}; they share no space"
-            )
         ranks = relevant_ranks(queries, documents, collection)
         items = f"queries/{self.name}"
         recalls = {

@@ -59,5 +59,6 @@ class InfoNCE(nn.Module):
         softened = None
         if self.above is not None:
             assert taught is not None and taught.lists is not None
-            softened = negative_weights(taught.lists[:, : views.columns], self.above, self.form, views.offset)
+            similar = taught.lists if taught.quiet is None else taught.quiet
+            softened = negative_weights(similar[:, : views.columns], self.above, self.form, views.offset)
         return info_nce(views.similarities, self.tau1, views.offset, softened).sum() / views.columns

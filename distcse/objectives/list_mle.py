@@ -80,6 +80,6 @@ class ListMLE(nn.Module):
             list_reduction=self.list_reduction,
             eps=self.eps,
             offset=views.offset,
-            trust=taught.trust,
+            trust=views.counted(taught.trust),
         )
         return losses.sum() / views.columns

@@ -32,29 +32,41 @@ def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
     return (each * lists.to(share.dtype)).sum(dim=0)
 
 
-def trust_of(lists: Tensor, scale: float) -> Tensor:
+def trust_of(lists: Tensor, weights: Sequence[float] | Tensor, scale: float) -> Tensor:
     """(T, R, C) cosines of T teachers -> (R, C) weights exp(-spread / scale) in (0, 1]: how far they agree on each pair.
 
     Teachers' cosines lie in ranges of their own: each list is brought to mean 0 and deviation 1 first. The spread is then the
-    standard deviation over teachers. One teacher agrees with itself: all weights are 1.
+    standard deviation over teachers, each counting by its weight. One teacher agrees with itself: all weights are 1.
     """
     wide = lists.float()
     deviation, mean = torch.std_mean(wide, dim=2, keepdim=True, correction=0)
     standard = (wide - mean) / deviation.clamp(min=_FLAT)
-    return torch.exp(-standard.std(dim=0, correction=0) / scale)
+    middle = mix_lists(standard, weights)
+    return torch.exp(-mix_lists((standard - middle).square(), weights).sqrt() / scale)
 
 
-def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int) -> Tensor:
-    """(R, C) lists -> the same with neighbours in a row's order shuffled: noise on what a teacher cannot know (DistillCSE).
+def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int, apart: Tensor | None = None) -> Tensor:
+    """(R, L) lists -> the same with neighbours in a row's order shuffled: noise on what a teacher cannot know (DistillCSE).
 
     In each row the others than the sentence itself, in descending order, fall into groups of `group`; inside a group the
     similarities change places at random. What is drawn depends on the seed and a row's place in the global batch alone.
+
+    Args:
+        lists: The teachers' similarities.
+        group: Sentences of a group.
+        seed: Of the step.
+        offset: Place of the first row in the global batch.
+        apart: (R, L) entries that stay as they are, such as the sentence itself once more; None has none.
     """
     rows, columns = lists.shape
-    drawn = torch.rand(columns, columns, generator=torch.Generator().manual_seed(seed))[offset : offset + rows]
+    drawn = torch.rand(offset + rows, columns, generator=torch.Generator().manual_seed(seed))[offset:]
     own = torch.arange(offset, offset + rows, device=lists.device)[:, None]
-    order = lists.scatter(1, own, torch.inf).argsort(dim=1, descending=True, stable=True)  # itself first, alone
-    groups = (torch.arange(columns, device=lists.device) - 1).div(group, rounding_mode="floor")
+    sorted_as = lists if apart is None else lists.masked_fill(apart, -torch.inf)
+    order = sorted_as.scatter(1, own, torch.inf).argsort(dim=1, descending=True, stable=True)  # itself first, alone
+    places = torch.arange(columns, device=lists.device)
+    groups = (places - 1).div(group, rounding_mode="floor").expand(rows, -1)
+    if apart is not None:
+        groups = torch.where(places >= columns - apart.sum(dim=1, keepdim=True), columns + places, groups)
     shuffled = (groups + drawn.to(lists.device)).argsort(dim=1)
     return torch.empty_like(lists).scatter_(1, order, lists.gather(1, order.gather(1, shuffled)))
 

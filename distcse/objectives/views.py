@@ -71,6 +71,14 @@ class Views:
         batch, memory = matrix[:, : self.columns], matrix[:, self.columns :]
         return torch.cat([batch, memory.masked_fill(self.met_again, _OPPOSITE)], dim=1)
 
+    def counted(self, trust: Tensor | None) -> Tensor | None:
+        """(R, C + K) weights of the pairs in a list, 0 for a sentence met again; None where all count alike."""
+        if self.met_again is None:
+            return trust
+        batch = torch.ones_like(self.similarities, requires_grad=False)
+        counted = torch.cat([batch, (~self.met_again).to(batch.dtype)], dim=1)
+        return counted if trust is None else counted * trust
+
     @cached_property
     def same(self) -> Tensor:
         """(R, C) cosines of z1_i and z1_j, in the dtype of `similarities`."""

@@ -155,10 +155,25 @@ class Recipe(Section):
             raise ValueError(
                 f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {there - 1}, each once"
             )
+        joined = self.teachers.encoders if chosen is None else [self.teachers.encoders[number] for number in chosen]
+        if len(joined) > 1 and any(teacher.alpha_by_domain for teacher in joined):
+            raise ValueError(
+                "objective.regression joins teachers by their alphas, the same in all rows; take alpha_by_domain away, or name "
+                "one teacher: objective.regression.teachers: [0]"
+            )
         if self.student.projection != "none":
             raise ValueError(
                 "objective.regression moves the vectors that are used, and nothing may stand between; "
                 "write student.projection: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_and_batch_meet_in_one_space(self) -> Recipe:
+        rank = self.objective.rank
+        if rank is not None and rank.memory is not None and self.student.projection == "batch_norm_mlp":
+            raise ValueError(
+                "objective.rank.memory holds vectors that no batch normalised; write student.projection: none or tanh_mlp"
             )
         return self
 

@@ -24,12 +24,13 @@ from distcse.files import put
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, with_layers
 from distcse.teachers import Alphas, open_embedder, scores_pairs
+from distcse.teachers.opening import fingerprint
 
 _FORMAT = 1
 _SENTENCES = 512
 _MOST_TRIED = 64
 _STREAM = 2**32 - 3
-"""Of the sentences' draw, beside other draws of the seed."""
+"""Seed of the sentences' draw: another seed of the recipe is no reason for another student."""
 
 Score = Callable[[Sequence[int]], float]
 
@@ -81,7 +82,7 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
         raise EncoderError(
             f"student.depth is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
         )
-    rows = np.sort(np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[:_SENTENCES])
+    rows = np.sort(np.random.default_rng(_STREAM).permutation(len(corpus))[:_SENTENCES])
     texts = corpus.texts(rows)
     lists = _lists(recipe, corpus, rows, texts)
     done = 0
@@ -118,20 +119,11 @@ def _lists(recipe: Recipe, corpus: Corpus, rows: np.ndarray, texts: Sequence[str
 def _key(recipe: Recipe, corpus: Corpus) -> str:
     """Of all that decides the choice."""
     student = recipe.student
-    teachers = [teacher.model_dump(mode="json") for teacher in recipe.teachers.encoders]
-    described = [
-        _FORMAT,
-        _fingerprint(student.backbone),
-        student.model_dump(mode="json"),
-        teachers,
-        corpus.content,
-        recipe.seed,
-    ]
+    reading = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "depth"})
+    teachers = [[fingerprint(teacher), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders]
+    backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
+    described = [_FORMAT, backbone, reading, teachers, corpus.content]
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
-
-
-def _fingerprint(backbone: str) -> str:
-    return model_fingerprint(resolve_model(backbone))
 
 
 def _told(watch: Watch, layers: Sequence[int], why: str) -> None:

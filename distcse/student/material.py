@@ -10,18 +10,21 @@ import numpy as np
 
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
-from distcse.errors import TeacherError
+from distcse.errors import CorpusError, TeacherError
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
 from distcse.teachers import (
+    Alphas,
     EmbeddingTable,
     TargetsAt,
     fit_projection,
+    graph_checksum,
     joined_vectors,
     prepare_graph,
+    projection_of,
     table_of,
     uses_table,
     write_projection,
@@ -50,6 +53,7 @@ class Text:
     def prepare(cls, recipe: Recipe, watch: Watch) -> Text:
         """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
         corpus = read_corpus(recipe, watch)
+        Alphas(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
         recipe = with_chosen_layers(recipe, corpus, watch)
         start = Encoder.from_section(recipe.student)
         tokens = TokenTable.prepare(
@@ -66,20 +70,33 @@ class Text:
 
     def job(self, run: Path, tables: Sequence[EmbeddingTable | None], watch: Watch, claim: Claim | None = None) -> Job:
         """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
-        recipe, neighbours, targets = self.recipe, None, None
+        recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        if (section := recipe.training.neighbours) is not None:
-            having = [number for number, table in enumerate(tables) if table is not None]
-            whole = _whole(tables, having or [0], "training.neighbours")
-            watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
-            shares = [alphas[number] for number in having]
-            neighbours = prepare_graph(whole, shares, section.farthest, Path(recipe.storage.cache))
-            _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
+        neighbours = self.neighbours(tables, watch)
+        if neighbours is not None:
+            RunDirectory(run).hold_to("neighbours", graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
             whole = _whole(tables, chosen, "objective.regression")
             targets = self._targets(whole, [alphas[number] for number in chosen], run)
         return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim, neighbours, targets)
+
+    def neighbours(self, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Path | None:
+        """The folder of the neighbour graph that the recipe wants, made or found; None where it wants none."""
+        section, teachers = self.recipe.training.neighbours, self.recipe.teachers.encoders
+        if section is None:
+            return None
+        if section.nearest >= len(self.corpus):
+            raise CorpusError(
+                f"training.neighbours.nearest is {section.nearest}, but the corpus has {len(self.corpus)} rows; write less"
+            )
+        having = [number for number, table in enumerate(tables) if table is not None]
+        whole = _whole(tables, having or [0], "training.neighbours")
+        watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
+        alphas = [teachers[number].alpha for number in having]
+        folder = prepare_graph(whole, alphas, section.farthest, Path(self.recipe.storage.cache))
+        _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
+        return folder
 
     def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
         at = TargetsAt([(table.directory, table.identity) for table in tables], alphas)
@@ -88,10 +105,10 @@ class Text:
         if len(tables) == 1 and joined.shape[1] == self.start.dimension:
             return at
         file = RunDirectory(run).projection
-        if not file.exists():
+        if not file.exists() or projection_of(file) != at.key:
             few = rows[:_ALIGNED_ON]
             start = self.start.encode(self.corpus.texts(few), normalize=True)
-            write_projection(fit_projection(joined, joined[: len(few)], start), file)
+            write_projection(fit_projection(joined, joined[: len(few)], start), at.key, file)
         return replace(at, projection=file)
 
 

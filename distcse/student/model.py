@@ -108,6 +108,7 @@ class StudentModel(nn.Module):
         self.eval()
         vectors = torch.cat([self.projection(self.encoder(part.ids, part.mask)).float() for part in parts])
         self.train(was_training)
+        torch.clear_autocast_cache()  # older versions would give the weights cast here, which have no gradient, to what follows
         return vectors
 
     def _views(self, tokens: Tokens, seed: int) -> Tensor:

@@ -4,12 +4,12 @@ from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import embed_shard, table_of
 from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.ensemble import ListSource, LocalSource, TeacherEnsemble
-from distcse.teachers.graph import joined_vectors, open_graph, prepare_graph
+from distcse.teachers.graph import graph_checksum, joined_vectors, open_graph, prepare_graph
 from distcse.teachers.opening import live, open_embedder, scores_pairs, serving, uses_table
 from distcse.teachers.pairs import PairTeacher
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.targets import Targets, TargetsAt, fit_projection, write_projection
+from distcse.teachers.targets import Targets, TargetsAt, fit_projection, projection_of, write_projection
 from distcse.teachers.teacher import LiveTeacher, TableTeacher, Teacher
 
 __all__ = [
@@ -29,11 +29,13 @@ __all__ = [
     "TeacherEnsemble",
     "embed_shard",
     "fit_projection",
+    "graph_checksum",
     "joined_vectors",
     "live",
     "open_embedder",
     "open_graph",
     "prepare_graph",
+    "projection_of",
     "scores_pairs",
     "serving",
     "table_of",

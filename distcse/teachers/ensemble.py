@@ -100,11 +100,23 @@ class TeacherEnsemble:
         answers = [answer.result() for answer in block.answers]
         self.waited += time.perf_counter() - began
         lists = torch.from_numpy(np.stack([answer[step - block.first] for answer in answers]))
-        mixed = mix_lists(lists, self._weights(self._batches(step, 1)[0][self._rows]))
-        if self._shuffle is not None:
-            group, seed_of = self._shuffle
-            mixed = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0)
-        return Taught(mixed, None if self._trust is None else trust_of(lists, self._trust))
+        columns = self._batches(step, 1)[0]
+        weights = self._weights(columns[self._rows])
+        trust = None if self._trust is None else trust_of(lists, weights, self._trust)
+        mixed = mix_lists(lists, weights)
+        if self._shuffle is None:
+            return Taught(mixed, trust)
+        group, seed_of = self._shuffle
+        # A sentence's double would give its similarity of 1 to a stranger.
+        noisy = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0, self._met_again(columns))
+        return Taught(noisy, trust, quiet=mixed)
+
+    def _met_again(self, columns: NDArray[np.int64]) -> Tensor:
+        """(R, L) whether a row's own sentence stands in another place of its list than its own."""
+        own = np.arange(len(columns))[self._rows]
+        again = columns[self._rows, None] == columns[None, :]
+        again[np.arange(len(own)), own] = False
+        return torch.from_numpy(again)
 
     def _ask(self, first: int) -> _Block:
         columns = self._batches(first, min(self._block_steps, self._steps.stop - first))

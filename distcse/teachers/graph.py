@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import put, whole
+from distcse.files import put
 from distcse.teachers.nearest import nearest
 from distcse.teachers.table import EmbeddingTable
 
@@ -45,16 +48,23 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
     folder = cache / "neighbours" / key
     if _is_intact(folder):
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = tables[0].identity.rows
-    vectors = joined_vectors(tables, alphas, np.arange(rows))
+    vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
     _, found = nearest(vectors, neighbours, "training.neighbours")
-    with whole(folder / _FILE) as beside:
-        with open(beside, "wb") as file:
-            np.save(file, _without_itself(found)[:, :neighbours].astype(np.int32))
-        label = {"of": described, "blake2b": _checksum(beside)}
-    put(folder / _LABEL, json.dumps(label, indent=2))
+    beside = folder.with_name(f".{key}.{secrets.token_hex(6)}")
+    try:
+        beside.mkdir(parents=True)
+        np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
+        put(beside / _LABEL, json.dumps({"of": described, "blake2b": _checksum(beside / _FILE)}, indent=2))
+        _move_into_place(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     return folder
+
+
+def graph_checksum(folder: Path) -> str:
+    """Of the neighbours as they are kept: a run goes on with those that it began with."""
+    checksum: str = json.loads((folder / _LABEL).read_bytes())["blake2b"]
+    return checksum
 
 
 def open_graph(folder: Path) -> NDArray[np.int32]:
@@ -63,6 +73,19 @@ def open_graph(folder: Path) -> NDArray[np.int32]:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError) as broken:
         raise TeacherError(f"{folder} holds no neighbour graph ({broken}); start the run again to make it") from None
+
+
+def _move_into_place(beside: Path, folder: Path) -> None:
+    """The first of several who make the same graph wins: others may have opened its file."""
+    try:
+        os.rename(beside, folder)
+    except OSError:
+        if _is_intact(folder):
+            return
+        damaged = beside.with_name(f"{beside.name}.damaged")
+        os.rename(folder, damaged)
+        os.rename(beside, folder)
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:

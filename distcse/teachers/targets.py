@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from distcse.errors import TeacherError
 from distcse.files import whole
 from distcse.teachers.graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
-_NAME = "projection"
+_NAME, _KEY = "projection", "of"
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,13 @@ class TargetsAt:
     tables: Sequence[tuple[Path, TableIdentity]]
     alphas: Sequence[float]
     projection: Path | None = None
+
+    @property
+    def key(self) -> str:
+        """Of what a projection is for: the tables and their shares."""
+        shares = [alpha / sum(self.alphas) for alpha in self.alphas]
+        described = json.dumps([[identity.key for _, identity in self.tables], shares])
+        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
     def open(self) -> Targets:
         """The targets, ready to be read."""
@@ -75,15 +87,28 @@ def fit_projection(
     return np.asarray(basis @ (left @ right), dtype=np.float32)
 
 
-def write_projection(projection: NDArray[np.float32], file: Path) -> None:
+def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> None:
     """Store a (D, d) projection: who has the teachers' vectors of a document puts them into the student's space by it."""
     with whole(file) as beside:
-        save_file({_NAME: np.ascontiguousarray(projection)}, beside)
+        save_file({_NAME: np.ascontiguousarray(projection)}, beside, metadata={_KEY: key})
+
+
+def projection_of(file: Path) -> str:
+    """The key of what a stored projection is for: weights of teachers may change in the middle of a sweep's trial."""
+    with _opened(file) as stored:
+        return str((stored.metadata() or {}).get(_KEY))
 
 
 def read_projection(file: Path) -> NDArray[np.float32]:
     """A projection as it was stored. Raises `TeacherError` where the file is damaged."""
+    with _opened(file) as stored:
+        return np.asarray(stored.get_tensor(_NAME))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        return load_file(file)[_NAME]
-    except Exception as broken:
+        with safe_open(file, framework="numpy") as stored:
+            yield stored
+    except (OSError, SafetensorError) as broken:
         raise TeacherError(f"{file} holds no projection of targets ({broken})") from broken

@@ -7,6 +7,7 @@
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
                      projection.safetensors  joined teachers' vectors to the student's width, where a term wants it
+                     neighbours.begun        checksum of the neighbour graph, where batches are grouped
                      evaluation.json start, student and teachers at the end
                      report.html     all of it as a page; report.md, the same as text
 """
@@ -141,6 +142,17 @@ class RunDirectory:
             "versions": _versions(),
         }
         put(file, json.dumps(record, indent=2))
+
+    def hold_to(self, name: str, checksum: str) -> None:
+        """Note what a run began with; refuse to go on with another."""
+        file = self.path / f"{name}.begun"
+        if not file.exists():
+            put(file, checksum)
+        elif (begun := file.read_text()) != checksum:
+            raise RunError(
+                f"the {name} have changed since {self.path} began (checksum {checksum[:12]}, was {begun[:12]}); "
+                "restore storage.cache, or start a new run"
+            )
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl."""

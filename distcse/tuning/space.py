@@ -18,11 +18,12 @@ Sample = dict[str, Any]
 WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
 """A weight of a simplex is −log u, with u drawn between these."""
 _MAY_BE_SEARCHED = {
-    Recipe: ("student", "teachers.encoders", "teachers.shuffle_groups", "objective", "training"),
+    Recipe: ("student", "teachers.encoders", "teachers.shuffle_groups", "teachers.trust", "objective", "training"),
     MutualRecipe: ("groups", "bi", "cross", "mutual"),
 }
 _OF_A_TEACHER = ("alpha",)
 _NOT_LEARNED_FROM = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
+_FIXED_ON_THE_WAY = ("objective.rank.memory", "objective.regression.teachers", "objective.detection.generator")
 _MAY_CHANGE_ON_THE_WAY = (
     "objective.",
     "training.lr",
@@ -170,10 +171,11 @@ class Space:
             )
         if parts[0] in ("training", "groups") and parts[-1] in _NOT_LEARNED_FROM:
             raise RecipeError(f"knobs.{path} changes nothing that is learned; set it in the recipe")
-        if sweep.schedule.kind == "pbt" and not path.startswith(_MAY_CHANGE_ON_THE_WAY):
+        changes = path.startswith(_MAY_CHANGE_ON_THE_WAY) and not path.startswith(_FIXED_ON_THE_WAY)
+        if sweep.schedule.kind == "pbt" and not changes:
             raise RecipeError(
                 f"knobs.{path} cannot change in the middle of a training, as pbt wants; such knobs: "
-                f"{', '.join(_MAY_CHANGE_ON_THE_WAY)}; or write schedule.kind: asha"
+                f"{', '.join(_MAY_CHANGE_ON_THE_WAY)} but not {', '.join(_FIXED_ON_THE_WAY)}; or write schedule.kind: asha"
             )
 
 

@@ -149,6 +149,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
 
     text = Text.prepare(recipe, watch)
     tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
+    text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
     servers: list[list[Any]] = []
     try:

@@ -91,7 +91,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
         ("a.docx", b"x", "unknown kind of file; known: .txt"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl, line 2: expected a JSON object"),
         ("a.jsonl", b"{oops\n", "a.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"txet": "x"}\n', "no column 'text'; columns there: txet; did you mean corpus.column=txet?"),
+        ("a.jsonl", b'{"txet": "x"}\n', "no column 'text'; columns there: txet; did you mean 'txet'?"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1, key 'text': expected text, found int 5"),
         ("a.csv", b"id,body\n1,x\n", "a.csv, line 1: no column 'text'; columns there: id, body"),
         ("a.csv", b"text,id\nx\n", "a.csv, line 2: 1 fields, the header has 2"),

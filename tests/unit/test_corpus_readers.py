@@ -90,8 +90,8 @@ def test_rows_are_read_one_at_a_time(tmp_path: Path) -> None:
         ("a.jsonl", b'"text"\n', "line 1: expected a JSON object with the key 'text'"),
         ("a.jsonl", b'{"text": ["x"]}\n', "expected text, found list ['x']"),
         ("a.jsonl", b'{"text": true}\n', "expected text, found bool True"),
-        ("a.jsonl", b"{}\n", "no column 'text'; columns there: none; set corpus.column"),
-        ("a.csv", b"Text,id\nx,1\n", "did you mean corpus.column=Text?"),
+        ("a.jsonl", b"{}\n", "no column 'text'; columns there: none; corpus.column"),
+        ("a.csv", b"Text,id\nx,1\n", "did you mean 'Text'?"),
         ("a.csv", b"text,id\nfine,1\n\xff,2\n", "a.csv, line 3: byte 0xff at column 1"),
         ("a.csv", b'text,id\n"two\nlines",1\nx,1,2\n', "a.csv, line 4: 3 fields, the header has 2"),
         ("a.csv", b'text\n"x"y\n', "a.csv, line 2: "),
@@ -116,7 +116,7 @@ def test_damaged_gzip_is_told_wherever_it_is_damaged(tmp_path: Path) -> None:
 def test_parquet_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"txt": ["a"], "n": [1]}), file)
-    assert "no column 'text'; columns there: txt, n; did you mean corpus.column=txt?" in complaint(file)
+    assert "no column 'text'; columns there: txt, n; did you mean 'txt'?" in complaint(file)
     assert "column 'n' holds int64, expected text" in complaint(file, "n")
     bad = pa.StringArray.from_buffers(3, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb"))
     pq.write_table(pa.table({"text": bad}), file)

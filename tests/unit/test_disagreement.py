@@ -31,13 +31,19 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 
 def test_trust_is_full_where_teachers_agree_up_to_scale() -> None:
     one = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(trust_of(torch.stack([one, 0.5 * one + 0.3]), 0.5), torch.ones(3, 8))
-    torch.testing.assert_close(trust_of(one[None], 0.5), torch.ones(3, 8))
+    torch.testing.assert_close(trust_of(torch.stack([one, 0.5 * one + 0.3]), [1, 2], 0.5), torch.ones(3, 8))
+    torch.testing.assert_close(trust_of(one[None], [1], 0.5), torch.ones(3, 8))
     other = one.clone()
     other[1, 2] += 3.0
-    trust = trust_of(torch.stack([one, other]), 0.5)
+    trust = trust_of(torch.stack([one, other]), [1, 1], 0.5)
     assert trust[1].argmin() == 2 and trust[1, 2] < 0.2 and (trust[0] == 1).all()
-    assert (trust_of(torch.zeros(2, 3, 8), 0.5) == 1).all()  # lists that say nothing do not disagree
+    assert (trust_of(torch.zeros(2, 3, 8), [1, 1], 0.5) == 1).all()  # lists that say nothing do not disagree
+
+
+def test_a_teacher_without_a_say_is_not_disagreed_with() -> None:
+    lists = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(0))
+    trust = trust_of(lists, torch.tensor([[1.0, 1.0], [0.0, 1.0]]), 0.5)
+    assert (trust[0] == 1).all() and trust[1].min() < 0.9
 
 
 def test_lists_weighed_alike_are_the_lists() -> None:
@@ -112,6 +118,15 @@ def test_a_corpus_knows_its_rows_domains(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("One.\n")
     with pytest.raises(CorpusError, match="has no columns"):
         Corpus.prepare(CorpusSection(path=str(tmp_path / "t.txt"), domain="kind"), tmp_path / "cache")
+    (tmp_path / "blank.csv").write_text("text,kind\nThree.,\n")
+    both = CorpusSection(path=[str(tmp_path / "blank.csv"), str(tmp_path / "p.csv")], domain="kind")
+    assert Corpus.prepare(both, tmp_path / "cache").domains == ["", "legal", "news"]
+    (tmp_path / "swapped.csv").write_text("text,kind\nOne.,news\nTwo.,legal\n")
+    whole, swapped = (
+        Corpus.prepare(CorpusSection(path=str(tmp_path / file), domain="kind"), tmp_path / "cache")
+        for file in ("p.csv", "swapped.csv")
+    )
+    assert whole.fingerprint == swapped.fingerprint and whole.content != swapped.content
     with pytest.raises(CorpusError, match="no column 'sort'"):
         Corpus.prepare(CorpusSection(path=str(tmp_path / "p.csv"), domain="sort"), tmp_path / "cache")
     plain = Corpus.prepare(CorpusSection(path=str(tmp_path / "p.csv")), tmp_path / "cache")
@@ -174,3 +189,24 @@ def test_who_asks_for_teachers_gets_them(recipe_with: MakeRecipe) -> None:
         recipe_with("objective.info_nce.false_negatives={}", "teachers.encoders=[]", "objective.rank=null")
     with pytest.raises(RecipeError, match="docstrings have none"):
         recipe_with("corpus={docstrings: [numpy], domain: kind}")
+    joined = ("objective.regression={}", "student.projection=none", "teachers.encoders.0.alpha_by_domain={legal: 2.0}")
+    with pytest.raises(RecipeError, match="joins teachers by their alphas"):
+        recipe_with(*joined)
+    assert recipe_with(*joined, "objective.regression.teachers=[0]")
+
+
+def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> None:
+    """Shuffled lists are for the rank term; who is a false negative is asked of the quiet ones."""
+    job, tables = make_job(recipe_with("teachers.shuffle_groups=4", "objective.rank.memory={batches: 30}"))
+    plan = Plan(job, 0, 1)
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    lesson.begin(plan.sampler.steps_per_epoch - 1)
+    taught = lesson._taught(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
+    met = plan.met_again(plan.sampler.steps_per_epoch - 1)
+    assert met is not None and met.any() and taught.lists is not None and taught.quiet is not None
+    assert not torch.equal(taught.lists, taught.quiet)
+    again = torch.from_numpy(met)
+    assert torch.equal(taught.lists[:, 16:][again], taught.quiet[:, 16:][again])
+    itself = torch.cat([torch.eye(16, dtype=torch.bool), again], dim=1)
+    assert taught.quiet[itself].min() > 0.999 > taught.lists[~itself].max()

@@ -69,7 +69,7 @@ def test_documents_by_another_model(
         assert found["find", measure] == found["find, documents by same", measure]
     assert "find, documents by same" in capsys.readouterr().out
     assert main([*asked, "--documents", wide]) == 1
-    assert "queries have 32 numbers, documents 64; they share no space" in capsys.readouterr().err
+    assert "same has 32 numbers a vector, wide has 64: they share no space" in capsys.readouterr().err
 
 
 def test_documents_without_retrieval(

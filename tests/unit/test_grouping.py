@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from distcse.corpus import BatchSampler, Grouping
-from distcse.errors import RecipeError, TeacherError
+from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
 from distcse.recipe import Recipe
 from distcse.student.plan import Plan
 from distcse.teachers import EmbeddingTable, TableIdentity, open_graph, prepare_graph
+from distcse.training.directory import RunDirectory
 from tests.jobs import make_job, make_recipe, train
 from tests.weights import assert_equal_weights, weights_of
 
@@ -113,6 +115,20 @@ def test_a_run_with_neighbours_resumes_to_the_same_weights(recipe_with: MakeReci
     assert train(job, tables, stop_after=2).interrupted
     train(job, tables)
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+
+
+def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.neighbours={companions: 3}")
+    job, _ = make_job(recipe)
+    assert job.neighbours is not None
+    label = job.neighbours / "neighbours.json"
+    label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # not intact: made again
+    make_job(recipe, RunDirectory(job.run))
+    (job.run / "neighbours.begun").write_text("1" * 32)
+    with pytest.raises(RunError, match="the neighbours have changed since"):
+        make_job(recipe, RunDirectory(job.run))
+    with pytest.raises(CorpusError, match="nearest is 9000, but the corpus has 384 rows"):
+        make_job(recipe_with("training.neighbours={nearest: 9000, farthest: 9000}"))
 
 
 def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> None:

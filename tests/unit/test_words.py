@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distcse.encoder import Encoder
-from distcse.encoder.words import narrow_words
+from distcse.encoder.words import _helmert, narrow_words
 from distcse.errors import EncoderError
 from distcse.events import Watch
 from distcse.recipe import StudentSection
@@ -66,6 +66,24 @@ def test_a_narrow_student_learns_and_is_read_by_others(
 
     theirs = SentenceTransformer(str(result.directory.model), device="cpu").encode(TEXTS)
     np.testing.assert_allclose(student.encode(TEXTS), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dimension", [2, 8, 128])
+def test_helmerts_rows(dimension: int) -> None:
+    rows = _helmert(dimension)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(dimension - 1, dtype=torch.float64))
+    torch.testing.assert_close(rows.sum(dim=1), torch.zeros(dimension - 1, dtype=torch.float64))
+
+
+def test_a_narrow_student_without_dropout_has_none(tiny: Callable[..., Path]) -> None:
+    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", word_dimension=8, dropout=0.0)
+    assert not Encoder.from_section(section).has_dropout
+
+
+def test_a_narrow_student_detects_edits(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    knobs = ("student.word_dimension=8", "objective.detection={operation: deletion}", "training.max_steps=2")
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *knobs), Watch())
+    assert result.outcome.position.finished
 
 
 def test_what_cannot_be_is_refused(tiny: Callable[..., Path]) -> None:
