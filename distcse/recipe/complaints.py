@@ -41,11 +41,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _one_per_place(errors: list[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:
-    """A value that fits no branch of a union fails once a branch; the first branch speaks for all."""
-    first: dict[tuple[str, ...], ErrorDetails] = {}
+    """A value that fits no branch of a union fails once a branch; one of them speaks for all.
+
+    A word is told which words there are, anything else what the first branch wants; and a branch that looked into the value
+    knows more than one that looked at it.
+    """
+    spoken: dict[tuple[str, ...], ErrorDetails] = {}
     for error in errors:
-        first.setdefault(tuple(_path(error["loc"], model)), error)
-    return list(first.values())
+        place = tuple(_path(error["loc"], model))
+        if place not in spoken or (error["type"] == "literal_error" and isinstance(error["input"], str)):
+            spoken[place] = error
+    return [error for place, error in spoken.items() if not any(_is_inside(other, place) for other in spoken)]
+
+
+def _is_inside(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    return len(place) > len(other) > 0 and place[: len(other)] == other
 
 
 def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
