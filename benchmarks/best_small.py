@@ -90,17 +90,17 @@ def main() -> None:
     book = Book(options.out)
     tasks = chosen_tasks(options.data)
     for name, layers in (("teacher 0: all-MiniLM-L6-v2", None), ("start: layers 0, 2, 4", [0, 2, 4])):
-        book.once(name, 0, lambda layers=layers: measured(start(layers, options), tasks))
+        book.once(name, 0, lambda layers=layers: measured(tasks, start(layers, options)))
     second = options.runs / "second-teacher"
     for name in options.rows or [*BASELINES, *ROWS]:
         for seed in options.seeds:
             if name in BASELINES:
                 rate, layers = BASELINES[name]
-                book.once(name, seed, lambda: measured(*regress(options, seed, rate, layers), tasks))  # noqa: B023
+                book.once(name, seed, lambda: measured(tasks, *regress(options, seed, rate, layers)))  # noqa: B023
             else:
-                book.once(name, seed, lambda: measured(*distil(options, name, seed, ROWS[name], second), tasks))  # noqa: B023
+                book.once(name, seed, lambda: measured(tasks, *distil(options, name, seed, ROWS[name], second)))  # noqa: B023
     if (second / "config.json").exists():
-        book.once("teacher 1: four layers", 0, lambda: measured(Encoder.load(second), tasks))
+        book.once("teacher 1: four layers", 0, lambda: measured(tasks, Encoder.load(second)))
     print(book.table())
 
 
@@ -156,7 +156,7 @@ def chosen_tasks(data: Path) -> Tasks:
     return Tasks(wanted, everything.missing, everything.warnings)
 
 
-def measured(model: Encoder, tasks: Tasks, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
+def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
     """Test figures of a model: five STS sets, four transfer tasks (fast), recall@1 of paraphrases."""
     found = evaluate([candidate_of("model", "", model, Exposure({}))], tasks)
     figures = {
