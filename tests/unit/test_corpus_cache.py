@@ -179,7 +179,7 @@ def test_a_folder_of_data_files_needs_no_hub(tmp_path: Path, monkeypatch: pytest
     assert prepare(tmp_path, dataset=str(folder)).reused
     with pytest.raises(CorpusError, match=r"split 'dev'.*Should be one of \['train'\]"):
         prepare(tmp_path, dataset=str(folder), split="dev")
-    with pytest.raises(CorpusError, match=r"no column 'txet'; columns there: text; did you mean corpus\.column=text\?"):
+    with pytest.raises(CorpusError, match=r"no column 'txet'; columns there: text; did you mean 'text'\?"):
         prepare(tmp_path, dataset=str(folder), column="txet")
 
 

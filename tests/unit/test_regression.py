@@ -98,7 +98,12 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
 
 @pytest.mark.parametrize("form", ["cosine", "mse"])
 def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: str) -> None:
-    knobs = (*ALONE, f"objective.regression={{form: {form}, teachers: [1]}}", "training.epochs=4")
+    knobs = (
+        *ALONE,
+        f"objective.regression={{form: {form}, teachers: [1]}}",
+        "training.epochs=4",
+        "evaluation.dev=none",
+    )
     result = run(recipe_with(*knobs), Watch())
     student = Encoder.load(result.directory.model)
     teacher = Encoder.from_section(result.recipe.teachers.encoders[1])
