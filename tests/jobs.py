@@ -66,3 +66,13 @@ def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = N
     watch = Watch(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
     return fit(job, [LocalSource(serving(teacher, table, job.recipe.seed)) for teacher, table in teachers], watch)
+
+
+def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[Job, Job]:
+    """A run that nothing disturbed, and one that was interrupted and went on."""
+    undisturbed, tables = make_job(recipe)
+    train(undisturbed, tables)
+    job, tables = make_job(recipe)
+    assert train(job, tables, stop_after=2).interrupted
+    train(job, tables)
+    return undisturbed, job

@@ -8,7 +8,7 @@ which rows make the batch of a step, and `collate` makes a rectangle of them.
 from distcse.corpus.collate import Tokens, collate
 from distcse.corpus.corpus import Corpus
 from distcse.corpus.grouping import Grouping
-from distcse.corpus.sampler import BatchSampler, split_held_out
+from distcse.corpus.sampler import BatchSampler, met_again, split_held_out
 from distcse.corpus.tokens import TokenTable, tokenizer_fingerprint
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "TokenTable",
     "Tokens",
     "collate",
+    "met_again",
     "split_held_out",
     "tokenizer_fingerprint",
 ]

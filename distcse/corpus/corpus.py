@@ -18,6 +18,7 @@ from distcse.corpus.hub import open_dataset, read_dataset
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
+from distcse.files import checksum
 from distcse.recipe import CorpusSection
 
 FORMAT = 2
@@ -145,8 +146,7 @@ def _key(source: _Source, section: CorpusSection) -> str:
 
 def _content_hash(file: Path) -> str:
     try:
-        with open(file, "rb") as opened:
-            content = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        content = checksum(file)
     except OSError as refused:
         raise CorpusError(f"{file} cannot be read: {refused.strerror or refused}") from None
     # With the kind: the same bytes are other sentences in a .txt than in a .jsonl.

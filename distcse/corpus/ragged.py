@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from distcse.errors import CorpusError
+from distcse.files import move_into_place
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 
@@ -111,24 +112,12 @@ def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         described["sizes"] = _sizes(beside)
         (beside / label).write_text(json.dumps(described, indent=2), encoding="utf-8")
         _sync(beside)
-        _move_into_place(beside, target, label)
+        move_into_place(beside, target, lambda: is_whole(target, label) is not None)
     except OSError as refused:
         reason = refused.strerror or refused
         raise CorpusError(f"cache folder {target.parent} cannot be written: {reason}; set storage.cache") from refused
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _move_into_place(beside: Path, target: Path, label: str) -> None:
-    try:
-        os.replace(beside, target)
-    except OSError:
-        if is_whole(target, label) is not None:
-            return  # another process finished the same folder in between: its content is ours
-        damaged = beside.with_name(f"{beside.name}.damaged")
-        os.replace(target, damaged)
-        os.replace(beside, target)
-        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -65,6 +65,13 @@ class BatchSampler:
         return self._grouping.order(order, generator) if self._grouping else order
 
 
+def met_again(columns: NDArray[np.int64], places: slice) -> NDArray[np.bool_]:
+    """(L,) row ids of a step's lists -> (R, L) whether a row of `places` stands in another place than its own."""
+    again: NDArray[np.bool_] = columns[places, None] == columns[None, :]
+    again[:, places] &= ~np.eye(len(again), dtype=bool)
+    return again
+
+
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(ids to learn from, ids kept away), both ascending; the same for the same numbers, always.
 

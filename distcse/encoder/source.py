@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distcse.errors import EncoderError
+from distcse.files import checksum
 
 PACKAGE = "package:"
 
@@ -45,9 +46,7 @@ def model_fingerprint(folder: Path) -> str:
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
         if name.endswith(_DESCRIBES) and not name.startswith(_DOES_NOT_DESCRIBE) and not name.startswith("distcse/"):
-            with open(file, "rb") as opened:
-                content = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            digest.update(f"{name}\0{content}\0".encode())
+            digest.update(f"{name}\0{checksum(file)}\0".encode())
     return digest.hexdigest()
 
 

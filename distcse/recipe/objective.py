@@ -154,3 +154,8 @@ class ObjectiveSection(Section):
     """DiffCSE's term."""
     combine: Literal["sum", "hinge"] = "sum"
     """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
+
+    @property
+    def memory(self) -> MemorySection | None:
+        """What lengthens the lists; None where nothing does, or no list counts."""
+        return self.rank.memory if self.rank is not None and self.rank.gamma else None

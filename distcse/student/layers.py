@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -87,15 +87,15 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
     lists = _lists(recipe, corpus, rows, texts)
     done = 0
 
-    def score(layers: Iterable[int]) -> float:
+    def score(layers: Sequence[int]) -> float:
         nonlocal done
-        with only_layers(encoder.backbone, list(layers)):
+        with only_layers(encoder.backbone, layers):
             found = agreement(encoder.encode(texts, normalize=True), lists)
         done += 1
         watch.post(Stage("layers", done, None, "choices tried"))
         return found
 
-    tried = best_layers(depth, wanted, score) if wanted < depth else {tuple(range(depth)): score(range(depth))}
+    tried = best_layers(depth, wanted, score)
     best = max(tried, key=lambda choice: tried[choice])
     in_order = sorted(tried.items(), key=lambda entry: -entry[1])
     return list(best), tried[best], [(list(layers), round(found, 2)) for layers, found in in_order]

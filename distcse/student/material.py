@@ -100,13 +100,12 @@ class Text:
 
     def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
         at = TargetsAt([(table.directory, table.identity) for table in tables], alphas)
-        rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FITTED_ON]
-        joined = joined_vectors(tables, alphas, rows)
-        if len(tables) == 1 and joined.shape[1] == self.start.dimension:
+        if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.start.dimension:
             return at
         file = RunDirectory(run).projection
         if not file.exists() or projection_of(file) != at.key:
-            few = rows[:_ALIGNED_ON]
+            rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FITTED_ON]
+            joined, few = joined_vectors(tables, alphas, rows), rows[:_ALIGNED_ON]
             start = self.start.encode(self.corpus.texts(few), normalize=True)
             write_projection(fit_projection(joined, joined[: len(few)], start), at.key, file)
         return replace(at, projection=file)

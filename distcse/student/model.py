@@ -132,7 +132,7 @@ def build_encoder(section: StudentSection) -> StudentModel:
 def build_student(recipe: Recipe) -> StudentModel:
     """The student of a recipe; projection and discriminator's head fresh from the current random state."""
     student, objective = build_encoder(recipe.student), recipe.objective
-    if objective.rank is not None and objective.rank.gamma and (longer := objective.rank.memory) is not None:
+    if (longer := objective.memory) is not None:
         queued = longer.batches * recipe.training.batch_size
         student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)
     if (detection := objective.detection) is not None and detection.weight:

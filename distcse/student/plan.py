@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, split_held_out
+from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, met_again, split_held_out
 from distcse.errors import CorpusError
-from distcse.recipe import MemorySection, Recipe
+from distcse.recipe import Recipe
 from distcse.student.memory import own_part
 from distcse.student.model import Batch
 from distcse.teachers import TargetsAt, open_graph
@@ -60,7 +60,7 @@ class Plan:
         self._tokens = TokenTable.open(job.tokens)
         self.corpus = Corpus.open(job.corpus)
         train_rows, self.held_out = split_held_out(len(self.corpus), job.recipe.evaluation.held_out, job.recipe.seed)
-        self._memory = _memory_of(job.recipe)
+        self._memory = job.recipe.objective.memory
         self.landmarks, train_rows = _drawn(train_rows, self._memory.landmarks if self._memory else 0, self._seed)
         self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed, _grouping(job))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
@@ -93,8 +93,7 @@ class Plan:
         """(R, L - C) whether a sentence in the memory is one of this worker's rows; None without a memory."""
         if self._memory is None:
             return None
-        columns, batch = self.columns(step), len(self.sampler.batch(step))
-        return np.asarray(columns[:batch][self.places, None] == columns[None, batch:])
+        return met_again(self.columns(step), self.places)[:, len(self.sampler.batch(step)) :]
 
     def batch(self, step: int, device: torch.device) -> Batch:
         """This worker's rows of a step, cut into streams, each with the seed of its dropout noise; and what the memory wants."""
@@ -120,11 +119,6 @@ class Plan:
 
     def _collated(self, rows: NDArray[np.int64], device: torch.device) -> Tokens:
         return collate(self._tokens.rows(rows), self._tokens.pad_id).to(device)
-
-
-def _memory_of(recipe: Recipe) -> MemorySection | None:
-    rank = recipe.objective.rank
-    return rank.memory if rank is not None and rank.gamma else None
 
 
 def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

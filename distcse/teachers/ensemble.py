@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distcse.corpus import met_again
 from distcse.objectives import Taught, mix_lists, shuffle_groups, trust_of
 from distcse.teachers.teacher import Teacher
 
@@ -108,15 +109,9 @@ class TeacherEnsemble:
             return Taught(mixed, trust)
         group, seed_of = self._shuffle
         # A sentence's double would give its similarity of 1 to a stranger.
-        noisy = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0, self._met_again(columns))
+        doubles = torch.from_numpy(met_again(columns, self._rows))
+        noisy = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0, doubles)
         return Taught(noisy, trust, quiet=mixed)
-
-    def _met_again(self, columns: NDArray[np.int64]) -> Tensor:
-        """(R, L) whether a row's own sentence stands in another place of its list than its own."""
-        own = np.arange(len(columns))[self._rows]
-        again = columns[self._rows, None] == columns[None, :]
-        again[np.arange(len(own)), own] = False
-        return torch.from_numpy(again)
 
     def _ask(self, first: int) -> _Block:
         columns = self._batches(first, min(self._block_steps, self._steps.stop - first))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import put
+from distcse.files import checksum, move_into_place, put
 from distcse.teachers.nearest import nearest
 from distcse.teachers.table import EmbeddingTable
 
@@ -54,8 +53,8 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
     try:
         beside.mkdir(parents=True)
         np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
-        put(beside / _LABEL, json.dumps({"of": described, "blake2b": _checksum(beside / _FILE)}, indent=2))
-        _move_into_place(beside, folder)
+        put(beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2))
+        move_into_place(beside, folder, lambda: _is_intact(folder))
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder
@@ -63,8 +62,7 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
 
 def graph_checksum(folder: Path) -> str:
     """Of the neighbours as they are kept: a run goes on with those that it began with."""
-    checksum: str = json.loads((folder / _LABEL).read_bytes())["blake2b"]
-    return checksum
+    return str(json.loads((folder / _LABEL).read_bytes())["blake2b"])
 
 
 def open_graph(folder: Path) -> NDArray[np.int32]:
@@ -73,19 +71,6 @@ def open_graph(folder: Path) -> NDArray[np.int32]:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError) as broken:
         raise TeacherError(f"{folder} holds no neighbour graph ({broken}); start the run again to make it") from None
-
-
-def _move_into_place(beside: Path, folder: Path) -> None:
-    """The first of several who make the same graph wins: others may have opened its file."""
-    try:
-        os.rename(beside, folder)
-    except OSError:
-        if _is_intact(folder):
-            return
-        damaged = beside.with_name(f"{beside.name}.damaged")
-        os.rename(folder, damaged)
-        os.rename(beside, folder)
-        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -98,11 +83,6 @@ def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:
 def _is_intact(folder: Path) -> bool:
     try:
         label = json.loads((folder / _LABEL).read_bytes())
-        return bool(label["blake2b"] == _checksum(folder / _FILE))
+        return bool(label["blake2b"] == checksum(folder / _FILE))
     except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: to be made again
         return False
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import put, whole
+from distcse.files import checksum, put, whole
 
 FORMAT = 1
 
@@ -99,7 +99,7 @@ class EmbeddingTable:
         with whole(self._payload(shard)) as beside:
             with open(beside, "wb") as file:
                 np.save(file, (vectors / norms).astype(np.float16))
-            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": _checksum(beside)}
+            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(beside)}
         put(self._label(shard), json.dumps(label))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
@@ -131,7 +131,7 @@ class EmbeddingTable:
         try:
             label = json.loads(self._label(shard).read_bytes())
             return bool(
-                label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == _checksum(self._payload(shard))
+                label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == checksum(self._payload(shard))
             )
         except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: not intact, to be built again
             return False
@@ -141,8 +141,3 @@ class EmbeddingTable:
 
     def _label(self, shard: int) -> Path:
         return self.directory / f"shard-{shard:05d}.json"
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

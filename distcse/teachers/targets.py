@@ -1,4 +1,4 @@
-"""Vector targets: where a student's vectors shall lie, from the teachers' tables on this machine's disk."""
+"""Vector targets: where a student's vectors shall lie, from the teachers' tables."""
 
 from __future__ import annotations
 

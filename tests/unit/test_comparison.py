@@ -11,16 +11,8 @@ import pytest
 from distcse.embed import main
 from distcse.recipe import Recipe
 from distcse.teachers.comparison import kendall, overlap
-from tests.jobs import make_recipe
 
 MakeRecipe = Callable[..., Recipe]
-
-
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
 
 
 def test_measures_by_hand() -> None:

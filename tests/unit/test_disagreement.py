@@ -17,16 +17,9 @@ from distcse.recipe import CorpusSection, Recipe, TeacherSection
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Plan
 from distcse.teachers import Alphas, LocalSource, serving
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_job, train
 
 MakeRecipe = Callable[..., Recipe]
-
-
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
 
 
 def test_trust_is_full_where_teachers_agree_up_to_scale() -> None:

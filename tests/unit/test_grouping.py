@@ -16,7 +16,7 @@ from distcse.recipe import Recipe
 from distcse.student.plan import Plan
 from distcse.teachers import EmbeddingTable, TableIdentity, open_graph, prepare_graph
 from distcse.training.directory import RunDirectory
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -26,13 +26,6 @@ PINNED = [34, 37, 35, 22, 25, 23, 7, 10]
 def ring(rows: int, width: int) -> np.ndarray:
     """Each row's neighbours are the next ones."""
     return ((np.arange(rows)[:, None] + np.arange(1, width + 1)) % rows).astype(np.int32)
-
-
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
 
 
 def table_of(folder: Path, name: str, vectors: np.ndarray) -> EmbeddingTable:
@@ -108,12 +101,8 @@ def test_few_rows_have_fewer_neighbours(tmp_path: Path) -> None:
 
 def test_a_run_with_neighbours_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
     knobs = ("training.neighbours={companions: 3, nearest: 2, farthest: 9}", "training.epochs=2")
-    undisturbed, tables = make_job(recipe_with(*knobs))
-    train(undisturbed, tables)
+    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
     assert undisturbed.neighbours is not None and open_graph(undisturbed.neighbours).shape[1] == 9
-    job, tables = make_job(recipe_with(*knobs))
-    assert train(job, tables, stop_after=2).interrupted
-    train(job, tables)
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +16,12 @@ from distcse.student.memory import Memory
 from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, LocalSource, serving
 from distcse.training.loop import Outcome
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 BOTH = "objective.rank.memory={batches: 2, landmarks: 24, refresh: 4}"
-
-
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
 
 
 def objective_of(form: str, eps: float | None = None) -> Objective:
@@ -128,11 +120,7 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
 @pytest.mark.parametrize("engine", ["plain", "deepspeed"])
 def test_a_run_with_a_memory_resumes_to_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     knobs = (BOTH, "training.epochs=2", f"training.engine={engine}")
-    undisturbed, tables = make_job(recipe_with(*knobs))
-    train(undisturbed, tables)
-    job, tables = make_job(recipe_with(*knobs))
-    assert train(job, tables, stop_after=2).interrupted
-    train(job, tables)
+    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
     assert weights_of(job.run)["memory.queue"].abs().sum() > 0
 

@@ -19,7 +19,7 @@ from distcse.report.card import write_card
 from distcse.student.run import run
 from distcse.teachers import TargetsAt, fit_projection
 from distcse.teachers.targets import read_projection
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -31,14 +31,6 @@ ALONE = (
     "student.dropout=0.0",
 )
 ONTO_ALL = (*ALONE, "objective.regression={form: cosine}")
-
-
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    """A student 32 wide; teachers 48 and 32 wide."""
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
 
 
 def test_errors_by_hand() -> None:
@@ -115,11 +107,7 @@ def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: st
 
 
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
-    undisturbed, tables = make_job(recipe_with(*ONTO_ALL))
-    train(undisturbed, tables)
-    job, tables = make_job(recipe_with(*ONTO_ALL))
-    assert train(job, tables, stop_after=2).interrupted
-    train(job, tables)
+    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*ONTO_ALL))
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
 
 

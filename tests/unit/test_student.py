@@ -31,13 +31,6 @@ from tests.workers import run_workers
 MakeRecipe = Callable[..., Recipe]
 
 
-@pytest.fixture
-def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
-    )
-
-
 def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> Outcome:
     return train(job, tables, stop_after=stop_after)
 
