@@ -21,10 +21,11 @@ quickstart: $(STAMP) ## set up, then distil a three-layer student from all-MiniL
 	$(BIN)/python -m distcse.train quickstart
 
 test: $(STAMP) ## set up, then run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit tests/oracle --numprocesses 2
+	$(BIN)/python -m pytest tests/cluster
 
 unit: $(STAMP) ## set up, then run the tests that need neither a cluster nor patience
-	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow"
+	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow" --numprocesses 2
 
 lint: $(STAMP) ## set up, then ruff
 	$(BIN)/ruff check .

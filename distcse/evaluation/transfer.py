@@ -222,7 +222,8 @@ def _chosen_on(features: NDArray[np.float32], labels: Rows, rows: Rows, held: Ro
 
 
 def _regression(inverse_strength: float, features: NDArray[np.float32], labels: Rows) -> LogisticRegression:
-    return LogisticRegression(C=inverse_strength, max_iter=_PASSES).fit(features, labels)
+    # Newton's steps: a tenth of L-BFGS's time at these sizes, and nearer to the minimum where the penalty is weak.
+    return LogisticRegression(C=inverse_strength, solver="newton-cg", max_iter=_PASSES).fit(features, labels)
 
 
 def _numbers_first(name: str) -> tuple[bool, float, str]:
