@@ -1,0 +1,1 @@
+"""Paired measurements of distcse: ratios and exact counts, never bare seconds. See README.md."""

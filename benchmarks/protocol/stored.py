@@ -1,0 +1,97 @@
+"""Reports on disk, and what moved between two of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.protocol.figures import Figure
+from distcse.files import put
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one script found.
+
+    Attributes:
+        group: The script.
+        machine: Where.
+        settings: How long it looked.
+        figures: What it found.
+        trial: A run that only shows that the code works: none of its figures counts.
+        not_run: Rows or parts that it could not measure here, each with the reason.
+    """
+
+    group: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    figures: list[Figure]
+    trial: bool = False
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """`<group>.json` in a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        put(folder / f"{self.group}.json", json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+        return folder / f"{self.group}.json"
+
+    @classmethod
+    def read(cls, file: Path) -> Report:
+        """What `write` wrote."""
+        told = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{**told, "figures": [Figure(**figure) for figure in told["figures"]]})
+
+
+def read_reports(folder: Path) -> dict[str, Report]:
+    """By group."""
+    return {file.stem: Report.read(file) for file in sorted(folder.glob("*.json"))}
+
+
+def machine() -> dict[str, Any]:
+    """What ratios depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    kernels = {"AMX": "_is_amx_tile_supported", "AVX-512 bf16": "_is_avx512_bf16_supported"}
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(names),
+        "kernels": [name for name, asked in kernels.items() if getattr(torch.cpu, asked, lambda: False)()],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
+    }
+
+
+def moved(new: Iterable[Figure], stored: Iterable[Figure]) -> list[str]:
+    """A line for every figure whose change is larger than the spread of both, for every changed count, and for what is gone."""
+    before, now = {figure.key: figure for figure in stored}, {figure.key: figure for figure in new}
+    lines = []
+    for key, figure in now.items():
+        old = before.get(key)
+        if old is None:
+            continue
+        low, high = figure.ends
+        old_low, old_high = old.ends
+        apart = figure.value != old.value if figure.exact else low > old_high or high < old_low
+        if apart:
+            lines.append(f"{_name(key)}: {_told(old)} -> {_told(figure)}")
+    return [*lines, *(f"{_name(key)}: {_told(before[key])} -> not measured" for key in before if key not in now)]
+
+
+def _name(key: tuple[int, str, str]) -> str:
+    row, part, setting = key
+    return f"row {row}, {part}" + (f" ({setting})" if setting else "")
+
+
+def _told(figure: Figure) -> str:
+    if figure.exact:
+        return f"{figure.value:g}"
+    low, high = figure.ends
+    return f"{figure.value:.4g} [{low:.4g}, {high:.4g}]"
