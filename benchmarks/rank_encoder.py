@@ -1,0 +1,218 @@
+"""Rows 16 to 19: ranks among 100,000 references, in a training step and at inference.
+
+    python -m benchmarks.rank_encoder --data ../shared/data [--quick] [--rows 17]
+
+References are random vectors with the mean and the spectrum of MiniLM's vectors of real sentences.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from benchmarks.counting import counted_calls
+from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, wiki_file
+from benchmarks.options import Options, script
+from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
+from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, pairwise_spearman, rankencoder
+from benchmarks.step import equal_or_stop, load
+from distcse.encoder import Encoder, resolve_model
+from distcse.evaluation import read_table
+from distcse.ranks import RankSpace, inner_products, numbered, pair_similarities, rank_vectors
+from distcse.ranks.encoder import unit
+from distcse.teachers import EmbeddingTable, LocalSource, RankSpaceTeacher
+
+LOWER, UPPER, WEIGHT, TAU = 0.5, 0.9999, 0.05, 0.05
+OBJECTIVE: dict[str, Any] = {
+    "tau1": TAU,
+    "consistency": None,
+    "rank": None,
+    "rank_regression": {"weight": WEIGHT, "lower": LOWER, "upper": UPPER},
+}
+TABLES = ("stsb", "sickr")
+
+
+class WideRanks:
+    """A rank-space teacher over references of its own, so that a small table serves 100,000 of them.
+
+    `RankSpaceTeacher` takes references from its table; here they stand beside it.
+    """
+
+    def __init__(self, table: EmbeddingTable, references: NDArray[np.float32]) -> None:
+        self._teacher = RankSpaceTeacher(table, np.arange(2))
+        self._teacher._space = RankSpace(references)
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """See `Teacher.similarities`."""
+        return self._teacher.similarities(columns, rows)
+
+
+class LiveRanks(WideRanks):
+    """The same with the vectors of the encoder itself in float32: for the comparison of losses."""
+
+    def __init__(self, encoder: Encoder, texts: Callable[[Any], list[str]], references: NDArray[np.float32]) -> None:
+        self._encoder, self._texts, self._space = encoder, texts, RankSpace(references)
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """See `Teacher.similarities`."""
+        vectors = [self._encoder.encode(self._texts(batch), normalize=True) for batch in columns]
+        return np.stack([self._space.similarities(part)[rows] for part in vectors])
+
+
+def measure(options: Options) -> Report:
+    """All rows of this script."""
+    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
+    references = 500 if options.quick else 100_000
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        vectors = spectrum_of(Encoder.load(MINILM).encode(sentences(options.data, 300), normalize=True), references)
+        if options.wants(16, 18):
+            found += steps(Path(folder), options, effort, vectors)
+        if options.wants(17):
+            found += kernel(effort, vectors, 8 if options.quick else 64)
+        if options.wants(19):
+            found += inference(options, effort, vectors)
+    return Report("rank_encoder", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
+
+
+def spectrum_of(real: NDArray[np.float32], count: int) -> NDArray[np.float32]:
+    """(count, d) unit vectors with the mean and covariance of real ones."""
+    mean = real.mean(axis=0)
+    factor = np.linalg.svd(real - mean, full_matrices=False)
+    spread = factor[1][:, None] * factor[2] / np.sqrt(len(real))
+    drawn = np.random.default_rng(0).standard_normal((count, len(spread)), dtype=np.float32)
+    return unit(mean + drawn @ spread.astype(np.float32))
+
+
+def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np.float32]) -> list[Figure]:
+    """Rows 16 and 18, N = 64."""
+    n = 8 if options.quick else 64
+    teacher = {"backbone": MINILM, "pooling": "cls", "max_length": 32, "space": "rank"}
+    found: list[Figure] = []
+    sizes = {"MiniLM": MINILM} if options.quick else {"MiniLM": MINILM, "base": str(stand_in(folder / "base", "base"))}
+    for name, student in sizes.items():
+        place = folder / name
+        recipe = list_recipe(place, wiki_file(options.data), student, [teacher], OBJECTIVE, n, 3 * n)
+        job, tables = prepared(recipe)
+        plain = {**OBJECTIVE, "rank_regression": None}
+        simcse, _ = prepared(list_recipe(place / "simcse", wiki_file(options.data), student, [], plain, n, 3 * n))
+        assert tables[0] is not None
+        ours = OurStep(job, [LocalSource(WideRanks(tables[0], references))])
+        ways: dict[str, Any] = {"ranks": timed(ours), "SimCSE": timed(OurStep(simcse, []))}
+        if name == "MiniLM":
+            theirs = reference_of(job, student, references)
+            ways["reference"] = timed(theirs)
+        fewer = effort.at_least(25) if name == "MiniLM" else Effort(min(effort.pairs, 8), 1, effort.shortest)
+        rounds = interleave(ways, fewer, again="SimCSE")
+        at = f"N = {n}, n = {len(references):,}"
+        found.append(of_ratio(16, name, rounds, "ranks", "SimCSE", at))
+        if name == "MiniLM":
+            found.append(of_ratio(18, "fp32", rounds, "reference", "ranks", f"MiniLM, {at}"))
+    return found
+
+
+def reference_of(job: Any, student: str, references: NDArray[np.float32]) -> ContrastiveLoop:
+    """The reference style's step; compared with ours on one batch before it is returned."""
+    from transformers import AutoModel
+
+    from distcse.corpus import Corpus
+
+    section = job.recipe.teachers.encoders[0]
+    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(job.corpus)
+    live = OurStep(job, [LocalSource(LiveRanks(encoder, corpus.texts, references))])
+    teacher = FrozenTeacher(load(section.backbone).eval(), "cls", 1.0)
+    model = AutoModel.from_pretrained(resolve_model(student))
+    if getattr(model, "pooler", None) is not None:
+        model.pooler.requires_grad_(False)
+    loss = rankencoder(teacher, torch.from_numpy(references), TAU, WEIGHT, LOWER, UPPER)
+    theirs = ContrastiveLoop(model, live.lesson.model.projection, live.tokens, loss)
+    equal_or_stop(live, theirs)
+    return theirs
+
+
+def kernel(effort: Effort, references: NDArray[np.float32], rows: int) -> list[Figure]:
+    """Row 17: rank vectors of the similarities of a batch, and what R made of them is off by."""
+    similarities = references[:rows] @ references.T
+    tensor = torch.from_numpy(similarities)
+    ways = {
+        "ours": timed(lambda: inner_products(rank_vectors(similarities))),
+        # Once, though the public code ranks both sides: its other half is in row 18.
+        "reference": timed(lambda: _once(tensor)),
+    }
+    rounds = interleave(ways, effort, again="ours")
+    exact = np.stack([rankdata(row) for row in similarities.astype(np.float64)])
+    exact -= exact.mean(axis=1, keepdims=True)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    ties = sum(len(np.unique(row)) < len(row) for row in similarities)
+    error = float(np.abs(inner_products(rank_vectors(similarities)) - exact @ exact.T).max())
+    at = f"{rows} × {len(references):,}"
+    return [
+        of_ratio(17, "exact", rounds, "reference", "ours", at),
+        counted(17, "largest error of R, exact", error, at, rows_with_ties=float(ties)),
+    ]
+
+
+def _once(similarities: torch.Tensor) -> torch.Tensor:
+    from benchmarks.reference_style import ranks
+
+    found = ranks(similarities)
+    return found @ found.T
+
+
+def inference(options: Options, effort: Effort, references: NDArray[np.float32]) -> list[Figure]:
+    """Row 19: the pairs of STS-B and SICK-R by ranks, each sentence ranked once, against scipy pair by pair.
+
+    Samples of both are timed and put together by the real numbers of pairs and of different sentences.
+    """
+    first: list[str] = []
+    second: list[str] = []
+    for name in TABLES:
+        for file in sorted((options.data / "sts" / name).iterdir()):
+            table = read_table(file)
+            first += table.texts("sentence1")
+            second += table.texts("sentence2")
+    unique = len(numbered(first, second)[0])
+    sample = 2 if options.quick else 16
+    vectors = references[: 2 * sample]
+    space, left, right = RankSpace(references), np.arange(sample), np.arange(sample, 2 * sample)
+    lists = vectors @ references.T
+    expected = pairwise_spearman(lists[left], lists[right])
+    apart = float(np.abs(pair_similarities(space, vectors, left, right) - expected).max())
+    print(f"ranks against scipy on {sample} pairs: apart by at most {apart:.1e}")
+    ranks = space.ranks(vectors)
+
+    def products() -> NDArray[np.float64]:
+        return np.einsum("pn,pn->p", ranks[left], ranks[right], dtype=np.float64)
+
+    def rank() -> NDArray[np.float32]:
+        return space.ranks(vectors)
+
+    def scipys() -> NDArray[np.float64]:
+        once = vectors @ references.T
+        return pairwise_spearman(once[left], once[right])
+
+    rounds = interleave({"rank": timed(rank), "products": timed(products), "scipy": timed(scipys)}, effort, again="rank")
+
+    def whole(seconds: Any) -> float:
+        ours = unique / (2 * sample) * seconds["rank"] + len(first) / sample * seconds["products"]
+        return float(len(first) / sample * seconds["scipy"] / ours)
+
+    counting, calls = counted_calls(space.ranks)
+    space.ranks = counting  # type: ignore[method-assign]
+    pair_similarities(space, vectors, np.array([0, 0, 1]), np.array([1, 2, 0]))
+    at = f"{len(first):,} pairs of {unique:,} sentences, n = {len(references):,}"
+    return [
+        counted(19, "rankings a different sentence", len(calls), at),
+        of_spread(19, "scipy pair by pair / ours", rounds.of(whole), at, rounds.noise()),
+    ]
+
+
+if __name__ == "__main__":
+    script("benchmarks.rank_encoder", __doc__, measure)

@@ -1,0 +1,342 @@
+"""Rows 8 to 12, 27, 30, 31 (sentences) and 32: teachers, their cache, dev scores and tokens.
+
+    python -m benchmarks.teachers --data ../shared/data [--quick] [--rows 11]
+
+Row 27's efficiency on 4 and 8 actors is simulated from the tokens of real shards, beside a real pass by one and by two actors.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
+
+from benchmarks.counting import counted_calls, passes_of
+from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, table_sources, wiki_file
+from benchmarks.options import Options, script
+from benchmarks.protocol import Duration, Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
+from benchmarks.simulator import dealt, imbalance, makespan
+from distcse.corpus import Corpus, TokenTable
+from distcse.encoder import Encoder, resolve_model
+from distcse.encoder.batching import by_length
+from distcse.evaluation import VectorModel, labelled_dev, sts_score
+from distcse.objectives import list_mle
+from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.teachers import EmbeddingTable, LiveTeacher, TableIdentity, TableTeacher, embed_shard, table_of
+from distcse.training.allocator import give_back
+
+LISTS, LENGTH = 10, 128
+TRIALS, EPOCHS = 16, 4
+_MILLION = 1_000_000
+
+
+def measure(options: Options) -> Report:
+    """All rows of this script."""
+    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place, texts = Path(folder), sentences(options.data, 200 if options.quick else 2000)
+        parts: dict[tuple[int, ...], Callable[[], list[Figure]]] = {
+            (8,): lambda: sweep(place / "sweep", options, effort),
+            (9,): lambda: cache(place / "cache", 2000 if options.quick else 100_000, effort),
+            (10,): lambda: fidelity(place / "fidelity", options, texts),
+            (11,): lambda: encoding(texts[: 64 if options.quick else 512], effort),
+            (12,): lambda: filled(options),
+            (27,): lambda: several_actors(place / "actors", options, effort),
+            (30,): lambda: memory(place, options),
+            (31,): lambda: dev_score(options),
+            (32,): lambda: tokens(place / "tokens", options, effort),
+        }
+        for rows, part in parts.items():
+            if options.wants(*rows):
+                print(f"row {rows[0]} …", flush=True)
+                found += part()
+    return Report("teachers", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
+
+
+def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 8: what goes through a teacher, and what a pass costs beside T trials of E epochs."""
+    n = 8 if options.quick else 64
+    teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
+    objective = {"consistency": None, "rank": None}
+    shared = {"batch_size": n, "limit": 4 * n}
+    job, tables = prepared(list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, **shared))  # type: ignore[arg-type]
+    corpus, table = Corpus.open(job.corpus), tables[0]
+    assert table is not None
+    encoder = Encoder.from_section(job.recipe.teachers.encoders[0]).eval()
+    unique = len(set(corpus.texts(range(len(corpus)))))
+    fresh = table_of(job.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+    with passes_of(encoder) as first:
+        embed_shard(encoder, job.recipe.teachers.encoders[0], corpus, fresh, 0, 4096)
+    again = table_of(job.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+    simcse, _ = prepared(list_recipe(folder / "simcse", wiki_file(options.data), MINILM, [], objective, **shared))  # type: ignore[arg-type]
+    step = OurStep(simcse, [])
+    distilled = OurStep(job, table_sources(job, tables))
+    texts = corpus.texts(range(n))
+    ways = {"pass": lambda: encoder.encode(texts), "SimCSE": step, "distilled": distilled}
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="SimCSE")  # type: ignore[arg-type]
+
+    def cost(seconds: Any) -> float:
+        trials = TRIALS * EPOCHS
+        return float((seconds["pass"] + trials * seconds["distilled"]) / (trials * seconds["SimCSE"]))
+
+    at = f"MiniLM from MiniLM, N = {n}"
+    return [
+        counted(8, "sentence encodings of a first run / unique rows", first.rows / unique, f"{unique} rows"),
+        counted(8, "sentence encodings of a second run", len(again.missing_shards()) * len(corpus), f"{unique} rows"),
+        of_spread(8, "sweep / T SimCSE trials, T = 16, E = 4", rounds.of(cost), at, rounds.noise()),
+    ]
+
+
+def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
+    """Row 9: tables of base's and large's width, opened and read in processes of their own."""
+    shard = 8192
+    draw = np.random.default_rng(0)
+    tables = []
+    for width in (768, 1024):
+        identity = TableIdentity(str(width), "made up", rows, None, None, "", "fp32", shard)
+        table = EmbeddingTable.locate(folder, identity)
+        for number in range(identity.shards):
+            count = len(table.shard_range(number))
+            table.write_shard(number, draw.standard_normal((count, width), dtype=np.float32))
+        tables.append(table)
+    size = sum(file.stat().st_size for table in tables for file in table.directory.iterdir())
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        told = [pool.apply(_opened, ([(t.directory, t.identity) for t in tables],)) for _ in range(min(effort.pairs, 5))]
+    at = f"{rows:,} rows of 768 and 1,024 numbers"
+    opening = sorted(seconds for seconds, _ in told)
+    private = max(grown for _, grown in told) / 1e6
+    return [
+        counted(9, "bytes a sentence / 2 · Σ dimensions", round(size / rows / (2 * 1792), 5), at),
+        Figure(9, "time to open", opening[len(opening) // 2], opening[0], opening[-1], pairs=len(opening), setting=at),
+        Figure(9, "private memory of a worker that opens it", private, private, private, pairs=len(told), setting=at),
+    ]
+
+
+def _opened(places: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
+    """Seconds to the first vectors, and private bytes that a hundred gathers left."""
+    process = psutil.Process()
+    before, begun = process.memory_full_info().uss, time.perf_counter()
+    tables = [EmbeddingTable(directory, identity) for directory, identity in places]
+    for table in tables:
+        table.vectors([0])
+    opened = time.perf_counter() - begun
+    draw = np.random.default_rng(0)
+    for _ in range(100):
+        for table in tables:
+            table.vectors(draw.integers(0, table.identity.rows, LENGTH))
+    return opened, process.memory_full_info().uss - before
+
+
+def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
+    """Row 10: lists of 128 real sentences, from the table and by the encoder itself."""
+    length = 16 if options.quick else LENGTH
+    file = folder / "text.txt"
+    folder.mkdir()
+    file.write_text("\n".join(texts[: LISTS * length]) + "\n", encoding="utf-8")
+    corpus = Corpus.prepare(CorpusSection(path=str(file)), folder)
+    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
+    encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, folder, len(corpus))
+    embed_shard(encoder, section, corpus, table, 0, 4096)
+    lists = len(corpus) // length
+    columns = np.arange(lists * length).reshape(lists, length)
+    stored = TableTeacher(table).similarities(columns, slice(None))
+    live = LiveTeacher(encoder, corpus, "fp32", 4096).similarities(columns, slice(None))
+    taus = [kendalltau(a, b).statistic for a, b in zip(stored.reshape(-1, length), live.reshape(-1, length), strict=True)]
+    student = torch.rand(length, length, generator=torch.Generator().manual_seed(0))
+    cosines = [_gradient_cosine(student, stored[number], live[number]) for number in range(lists)]
+    at, apart = f"{lists} lists of {length}", float(np.abs(stored - live).max())
+    return [
+        counted(10, "largest difference of a cosine", apart, at),
+        counted(10, "Kendall's τ of a list", float(np.mean(taus)), at),
+        counted(10, "cosine of the ListMLE gradients", min(cosines), at),
+    ]
+
+
+def _gradient_cosine(student: torch.Tensor, one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    found = []
+    for lists in (one, other):
+        cosines = student.clone().requires_grad_()
+        list_mle(cosines, torch.from_numpy(lists), 0.05).mean().backward()
+        assert cosines.grad is not None
+        found.append(cosines.grad.flatten().double())
+    return float(torch.cosine_similarity(found[0], found[1], dim=0))
+
+
+def encoding(texts: list[str], effort: Effort) -> list[Figure]:
+    """Row 11: real sentences by sentence-transformers' defaults, by its best batch size, and by ours."""
+    from sentence_transformers import SentenceTransformer
+
+    ours, theirs = Encoder.load(MINILM, max_length=32).eval(), SentenceTransformer(str(resolve_model(MINILM)), device="cpu")
+    theirs.max_seq_length = 32
+    mine, reference = ours.encode(texts, normalize=True), theirs.encode(texts, normalize_embeddings=True)
+    half = ours.encode(texts, normalize=True, precision="bf16")
+    least = float((mine * reference).sum(axis=1).min())
+    print(f"least cosine with sentence-transformers: fp32 {least:.6f}, bf16 {float((half * reference).sum(axis=1).min()):.6f}")
+    if least < 0.9999:
+        raise SystemExit("the two encoders do not give the same vectors; nothing is timed")
+    ways: dict[str, Callable[[], object]] = {
+        "default": lambda: theirs.encode(texts),
+        "tuned": lambda: theirs.encode(texts, batch_size=128),
+        "fp32": lambda: ours.encode(texts),
+        "bf16": lambda: ours.encode(texts, precision="bf16"),
+    }
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="bf16")
+    at = f"MiniLM, {len(texts)} sentences, 32 tokens"
+    best = "tuned" if rounds.ratio("tuned", "default").median < 1 else "default"
+    return [
+        of_ratio(11, "default (fp32) / bf16", rounds, "default", "bf16", at),
+        of_ratio(11, "tuned, same dtype (fp32)", rounds, best, "fp32", at),
+    ]
+
+
+def filled(options: Options) -> list[Figure]:
+    """Row 12's teacher pass: the batches of one shard, by their tokens."""
+    rows = 200 if options.quick else TeachersSection().shard_rows
+    encoder, budget = Encoder.load(MINILM, max_length=32), TeachersSection().tokens_per_batch
+    lengths = [len(row) for row in encoder.token_ids(sentences(options.data, rows))]
+    batches = by_length([[0] * length for length in lengths], budget)
+    processed = sum(len(batch) * max(lengths[place] for place in batch) for batch in batches)
+    return [counted(12, "teacher pass", round(sum(lengths) / processed, 5), f"a shard of {rows:,} rows")]
+
+
+def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
+    limit, shard_rows = (200, 25) if options.quick else (4096, 128)
+    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
+    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
+    teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
+    encoder = Encoder.from_section(section).eval()
+    lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))
+    whole = TeachersSection().shard_rows
+    drawn = np.random.default_rng(0).choice(lengths, _MILLION)
+    costs = [float(drawn[begin : begin + whole].sum()) for begin in range(0, _MILLION, whole)]
+    at, found = f"1M rows in {len(costs)} shards of {whole:,}, real lengths", []
+    for actors in (2, 4, 8):
+        efficiency = sum(costs) / (actors * makespan(dealt(costs, actors)))
+        found.append(counted(27, f"{actors} actors, simulated efficiency", round(efficiency, 4), at))
+    found.append(counted(27, "imbalance of tokens, 8 actors", round(100 * imbalance(dealt(costs, 8)), 3), at))
+    return found + _real_actors(folder, corpus, section, teachers, effort)
+
+
+def _real_actors(
+    folder: Path, corpus: Corpus, section: TeacherSection, teachers: TeachersSection, effort: Effort
+) -> list[Figure]:
+    """One and two actors that are up and have loaded the teacher, by turns over the same shards."""
+    import ray
+    from ray.util import ActorPool
+
+    from distcse.teachers.actors import ShardBuilder
+    from distcse.training.cluster import cluster
+
+    table = table_of(section, corpus, folder / "real", teachers.shard_rows)
+    shards = list(range(table.identity.shards))
+    with cluster(cpus=2):
+        actor = ray.remote(num_cpus=1)(ShardBuilder)
+        told = (section, corpus.directory, table.directory, table.identity, 4096)
+        builders = [actor.remote(*told) for _ in range(2)]
+
+        def by(count: int) -> Callable[[int], Duration]:
+            def sample(repeats: int) -> Duration:
+                begun = time.perf_counter()
+                for _ in range(repeats):
+                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.build.remote(shard), shards))
+                wall = (time.perf_counter() - begun) / repeats
+                return Duration(wall, wall)  # the actors' CPU time is not this process's
+
+            return sample
+
+        few = Effort(min(effort.pairs, 5), 1, effort.shortest)
+        rounds = interleave({"one": by(1), "two": by(2)}, few)
+        for builder in builders:
+            ray.kill(builder)
+    efficiency = rounds.of(lambda s: s["one"] / (2 * s["two"]), "wall")
+    return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
+
+
+def memory(folder: Path, options: Options) -> list[Figure]:
+    """Row 30: what a process that hosts a teacher holds beyond one that imported the same and hosts none."""
+    found = []
+    models = {"MiniLM, fp32": MINILM}
+    if not options.quick:
+        models["BERT-base size, fp32"] = str(stand_in(folder / "base", "base"))
+    context = multiprocessing.get_context("spawn")
+    for name, model in models.items():
+        with context.Pool(1) as pool:
+            held, weights = pool.apply(_held, (model,))
+        allowed = 1.25 * weights + 64e6
+        terms = {"held MB": held / 1e6, "weights MB": weights / 1e6}
+        found.append(Figure(30, name, held / allowed, held / allowed, held / allowed, setting="one process", terms=terms))
+    return found
+
+
+def _held(model: str) -> tuple[int, int]:
+    torch.set_num_threads(1)
+    for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.opening"):
+        importlib.import_module(name)  # the imports are every worker's
+    gc.collect()
+    give_back()
+    before = psutil.Process().memory_info().rss
+    encoder = Encoder.load(model, pooling="mean", max_length=32).eval()
+    encoder.encode(["A sentence of a few words."] * 8)
+    give_back()
+    weights = sum(p.numel() * p.element_size() for p in encoder.parameters())
+    return psutil.Process().memory_info().rss - before, weights
+
+
+def dev_score(options: Options) -> list[Figure]:
+    """Row 31's count: sentences through the encoder for a score on STS-B dev."""
+    encoder, pairs = Encoder.load(MINILM).eval(), labelled_dev(options.data)
+    if options.quick:
+        encode, calls = encoder.encode, counted_calls(len)[1]
+        VectorModel(lambda texts: _noted(texts, calls, encode)).prepare(pairs.unique[:50])
+        return [counted(31, "sentences encoded a score", sum(calls))]
+    with passes_of(encoder) as seen:
+        sts_score(VectorModel(encoder.encode), pairs)
+    return [counted(31, "sentences encoded a score", seen.rows)]
+
+
+def _noted(texts: Sequence[str], calls: list[int], encode: Callable[..., Any]) -> Any:
+    calls.append(len(texts))
+    return encode(texts)
+
+
+def tokens(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 32: how often a sentence is tokenised, and how fast."""
+    limit = 500 if options.quick else 20_000
+    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
+    encoder = Encoder.load(MINILM, max_length=32)
+    seen: list[int] = []
+    first = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / "first", seen.append)
+    passes = max(seen) / len(corpus)
+    again: list[int] = []
+    second = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / "first", again.append)
+    assert not first.reused and second.reused
+    caches = iter(range(10**6))
+
+    def fresh() -> None:
+        TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / str(next(caches)))
+
+    rounds = interleave({"tokenise": timed(fresh)}, Effort(effort.pairs, 1, 0.0))
+    rate = rounds.of(lambda s: limit / s["tokenise"])
+    return [
+        counted(32, "passes over the corpus, first run", passes),
+        counted(32, "passes over the corpus, second run", max(again, default=0) / len(corpus)),
+        of_spread(32, "rate, one core", rate, f"{limit:,} sentences"),
+    ]
+
+
+if __name__ == "__main__":
+    script("benchmarks.teachers", __doc__, measure)
