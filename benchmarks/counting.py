@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distcse.encoder import CrossEncoder, Encoder
 from distcse.teachers import ListSource
 
 
@@ -68,18 +69,19 @@ class Passes:
 
 
 @contextmanager
-def passes_of(encoder: nn.Module) -> Iterator[Passes]:
-    """Count what goes through an encoder of distcse, whose forward takes ids and mask."""
+def passes_of(encoder: nn.Module | None = None) -> Iterator[Passes]:
+    """Count what goes through an encoder of distcse, whose forward takes ids and mask; through all of them for None."""
     seen = Passes()
 
-    def note(module: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        mask = inputs[1] if len(inputs) > 1 else kwargs["attention_mask"]
-        seen.calls += 1
-        seen.rows += len(mask)
-        seen.real += int(mask.sum())
-        seen.processed += mask.numel()
+    def note(module: nn.Module, inputs: Sequence[Any]) -> None:
+        if module is encoder or (encoder is None and isinstance(module, Encoder | CrossEncoder)):
+            mask = inputs[1]
+            seen.calls += 1
+            seen.rows += len(mask)
+            seen.real += int(mask.sum())
+            seen.processed += mask.numel()
 
-    hook = encoder.register_forward_pre_hook(note, with_kwargs=True)
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
     try:
         yield seen
     finally:

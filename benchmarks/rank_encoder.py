@@ -198,7 +198,9 @@ def inference(options: Options, effort: Effort, references: NDArray[np.float32])
         once = vectors @ references.T
         return pairwise_spearman(once[left], once[right])
 
-    rounds = interleave({"rank": timed(rank), "products": timed(products), "scipy": timed(scipys)}, effort, again="rank")
+    rounds = interleave(
+        {"rank": timed(rank), "products": timed(products), "scipy": timed(scipys)}, effort, again="rank"
+    )
 
     def whole(seconds: Any) -> float:
         ours = unique / (2 * sample) * seconds["rank"] + len(first) / sample * seconds["products"]

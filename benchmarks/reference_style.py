@@ -253,7 +253,9 @@ def score_bi(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str]],
         part = pairs[begin : begin + 32]
         sides = []
         for side in (0, 1):
-            read = tokenizer([pair[side] for pair in part], padding=True, truncation=True, max_length=32, return_tensors="pt")
+            read = tokenizer(
+                [pair[side] for pair in part], padding=True, truncation=True, max_length=32, return_tensors="pt"
+            )
             hidden = model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).last_hidden_state
             sides.append(pooled(pooling, hidden, read["attention_mask"]))
         found.append(F.cosine_similarity(*sides))
@@ -267,20 +269,26 @@ def score_cross(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str
     found = []
     for begin in range(0, len(pairs), 32):
         first, second = zip(*pairs[begin : begin + 32], strict=True)
-        read = tokenizer(list(first), list(second), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        read = tokenizer(
+            list(first), list(second), padding=True, truncation=True, max_length=max_length, return_tensors="pt"
+        )
         found.append(model(**read).logits[:, 0].sigmoid())
     return torch.cat(found).numpy()
 
 
 @torch.no_grad()
-def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], pooling: str = "cls", batch: int = 128) -> np.ndarray:
+def encode(
+    model: nn.Module, tokenizer: Any, texts: Sequence[str], pooling: str = "cls", batch: int = 128
+) -> np.ndarray:
     """(n, H) vectors as the dev evaluation makes them: by number of words, tokenised anew, in float32."""
     model.eval()
     order = sorted(range(len(texts)), key=lambda place: len(texts[place].split()))
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     for begin in range(0, len(order), batch):
         places = order[begin : begin + batch]
-        read = tokenizer([texts[place] for place in places], padding=True, truncation=True, max_length=512, return_tensors="pt")
+        read = tokenizer(
+            [texts[place] for place in places], padding=True, truncation=True, max_length=512, return_tensors="pt"
+        )
         hidden = model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).last_hidden_state
         for place, vector in zip(places, pooled(pooling, hidden, read["attention_mask"]), strict=True):
             found[place] = vector

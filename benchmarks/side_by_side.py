@@ -1,6 +1,6 @@
 """Two groups of a mutual distillation side by side, against the same two one after the other, paired and interleaved.
 
-    python benchmarks/side_by_side.py --data ../shared/data [--pairs 1000] [--rounds 3]
+    python -m benchmarks.side_by_side --data ../shared/data [--pairs 1000] [--rounds 3]
 
 Each group has one CPU of a local Ray cluster: layers 0, 2, 4 and layers 1, 3, 5 of all-MiniLM-L6-v2, one cycle, one epoch a
 phase. Timed from the first training to the end of the last group; actors are up and pairs are tokenised by then.
@@ -14,16 +14,22 @@ import random
 import statistics
 import tempfile
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 import distcse.mutual.run as runs
+from benchmarks.simulator import PhaseTimes
 from distcse.events import Watch
 from distcse.mutual.group import Group, InTurns
-from distcse.mutual.work import Bench
+from distcse.mutual.ledger import Scores
+from distcse.mutual.phases import Phase
+from distcse.mutual.work import Bench, Trained
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.training.cluster import cluster
 
@@ -39,30 +45,105 @@ def main() -> None:
     options = parser.parse_args()
     timed: dict[str, list[float]] = {"side by side": [], "in turns": []}
     with cluster(), tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(options, Path(folder))
+        recipe = recipe_of(options.data, Path(folder), options.pairs)
         order = list(timed)
         for number in range(options.rounds):
             random.Random(number).shuffle(order)
             for way in order:
-                with in_turns() if way == "in turns" else side_by_side():
-                    result = runs.run_mutual(recipe, Watch())
-                timed[way].append(seconds(result.directory.path))
+                timed[way].append(run_groups(recipe, in_turns=way == "in turns").makespan)
                 print(f"round {number + 1}, {way}: {timed[way][-1]:.1f} s", flush=True)
     ratios = [turns / together for together, turns in zip(*timed.values(), strict=True)]
     print(f"in turns / side by side: {statistics.median(ratios):.2f} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})")
     options.out.write_text(json.dumps({**timed, "ratios": ratios}, indent=2))
 
 
-def recipe_of(options: argparse.Namespace, folder: Path) -> MutualRecipe:
+@dataclass
+class Worked:
+    """When groups worked in a run, from the first training on.
+
+    Attributes:
+        spans: Begin and end of each piece of work, by group and phase: training first, then scoring.
+    """
+
+    spans: dict[str, dict[int, list[tuple[float, float]]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first training to the last scores."""
+        every = [span for phases in self.spans.values() for spans in phases.values() for span in spans]
+        return max(end for _, end in every) - min(begin for begin, _ in every)
+
+    @property
+    def phases(self) -> list[list[PhaseTimes]]:
+        """Of each group, phase by phase."""
+        return [
+            [PhaseTimes(*(end - begin for begin, end in phases[number])) for number in sorted(phases)]
+            for _, phases in sorted(self.spans.items())
+        ]
+
+
+class Clocked:
+    """A group whose work is timed; what it does at the start, before anything is learned, is not."""
+
+    def __init__(self, group: Group, worked: Worked) -> None:
+        self.name = group.name
+        self._group, self._worked = group, worked
+
+    def prepare(self, phase: Phase) -> None:
+        self._group.prepare(phase)
+
+    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+        with self._noted(phase):
+            return self._group.train(phase, labels)
+
+    def score(self, phase: Phase) -> Scores:
+        if not phase.number:
+            return self._group.score(phase)
+        with self._noted(phase):
+            return self._group.score(phase)
+
+    def close(self) -> None:
+        self._group.close()
+
+    @contextmanager
+    def _noted(self, phase: Phase) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._worked.spans[self.name][phase.number].append((begun, time.perf_counter()))
+
+
+def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
+    """A whole run; in turns, the same groups on the same actors, but only one of them at work at a time."""
+    whole, worked = runs._groups, Worked()
+
+    @contextmanager
+    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
+        turn = threading.Lock()
+        with whole(recipe, benches, watch) as found:
+            clocked: list[Group] = [Clocked(group, worked) for group in found]
+            yield [InTurns(group, turn) for group in clocked] if in_turns else clocked
+
+    runs._groups = groups
+    try:
+        runs.run_mutual(recipe, Watch())
+    finally:
+        runs._groups = whole
+    return worked
+
+
+def recipe_of(data: Path, folder: Path, pairs: int, epochs: int = 4) -> MutualRecipe:
+    """Two groups of three layers, one cycle."""
     group = {"backbone": MINILM, "pooling": "mean", "max_length": 32, "cpus_per_worker": 1}
     document = {
         "name": "side-by-side",
-        "pairs": {"task": "sts_unlabelled", "limit": options.pairs},
+        "pairs": {"task": "sts_unlabelled", "limit": pairs},
         "groups": [{**group, "name": "even", "layers": [0, 2, 4]}, {**group, "name": "odd", "layers": [1, 3, 5]}],
-        "bi": {"epochs": 4},
+        "bi": {"epochs": epochs},
         "cross": {"both_orders": False},
         "mutual": {"cycles": 1},
-        "evaluation": {"data": str(options.data.absolute()), "dev": "none", "final": []},
+        "evaluation": {"data": str(data.absolute()), "dev": "none", "final": []},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     file = folder / "recipe.yaml"
@@ -70,37 +151,6 @@ def recipe_of(options: argparse.Namespace, folder: Path) -> MutualRecipe:
     recipe = read_recipe(str(file))
     assert isinstance(recipe, MutualRecipe)
     return recipe
-
-
-@contextmanager
-def in_turns() -> Iterator[None]:
-    """The same groups on the same actors, but only one of them at work at a time."""
-    whole = runs._groups
-
-    @contextmanager
-    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
-        turn = threading.Lock()
-        with whole(recipe, benches, watch) as found:
-            yield [InTurns(group, turn) for group in found]
-
-    runs._groups = groups
-    try:
-        yield
-    finally:
-        runs._groups = whole
-
-
-@contextmanager
-def side_by_side() -> Iterator[None]:
-    yield
-
-
-def seconds(run: Path) -> float:
-    """From the first training to the last group's end."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    doing = [event for event in events if event["event"] == "Doing"]
-    begun = min(event["time"] for event in doing if event["activity"] == "training")
-    return max(event["time"] for event in doing if event["activity"] == "finished") - begun
 
 
 if __name__ == "__main__":

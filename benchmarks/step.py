@@ -2,8 +2,8 @@
 
     python -m benchmarks.step --data ../shared/data [--quick] [--rows 2 3]
 
-A student of MiniLM's size and two teachers that cost 1 to 3.55, real sentences. The reference style's loss and gradient are compared
-with ours on one batch, without dropout and with live lists, before anything is timed.
+A student of MiniLM's size and two teachers that cost 1 to 3.55, real sentences. The reference style's loss and gradient are
+compared with ours on one batch, without dropout and with live lists, before anything is timed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,15 @@ class Bench:
         folder = self.folder / name
         shared = {"cache": str(self.folder / "cache"), "runs": str(folder / "runs")}
         recipe = list_recipe(
-            folder, self._corpus, self.student, teachers, objective, self.n, self._limit, storage=shared, training=training
+            folder,
+            self._corpus,
+            self.student,
+            teachers,
+            objective,
+            self.n,
+            self._limit,
+            storage=shared,
+            training=training,
         )
         return recipe
 
@@ -121,14 +129,20 @@ def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
     apart = abs(mine.item() - reference.item()) / abs(reference.item())
     named = dict(ours.lesson.model.encoder.backbone.named_parameters())
     pairs = [
-        (named[name].grad, p.grad) for name, p in theirs.backbone.named_parameters() if p.grad is not None and name in named
+        (named[name].grad, p.grad)
+        for name, p in theirs.backbone.named_parameters()
+        if p.grad is not None and name in named
     ]
     pairs += [
-        (a.grad, b.grad) for a, b in zip(ours.lesson.model.projection.parameters(), theirs.projection.parameters(), strict=True)
+        (a.grad, b.grad)
+        for a, b in zip(ours.lesson.model.projection.parameters(), theirs.projection.parameters(), strict=True)
     ]
     difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm()  # type: ignore[operator]
     gradient = float(difference / torch.cat([b.flatten() for _, b in pairs]).norm())  # type: ignore[union-attr]
-    print(f"against the reference style: loss {mine.item():.6f}, apart by {apart:.1e}; gradient by {gradient:.1e}", flush=True)
+    print(
+        f"against the reference style: loss {mine.item():.6f}, apart by {apart:.1e}; gradient by {gradient:.1e}",
+        flush=True,
+    )
     if apart > TOLERANCE or gradient > 10 * TOLERANCE:
         raise SystemExit("the two steps do not compute the same; nothing is timed")
     for model in (ours.lesson.model, theirs.backbone, theirs.projection):
@@ -187,7 +201,9 @@ def steps(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
 
     def epochs(seconds: Any) -> float:
         reference = 125 * seconds["reference"] + dev_texts / dev.sampled * seconds["dev, reference"]
-        return float(reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"]))
+        return float(
+            reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"])
+        )
 
     def share(seconds: Any) -> float:
         score = DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"]

@@ -1,6 +1,6 @@
 """The table of all rows, from the reports alone: for the terminal, and for README.md between its two marks.
 
-    python -m benchmarks.table
+python -m benchmarks.table
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def rows_table(reports: Mapping[str, Report]) -> str:
     kept = {name: report for name, report in reports.items() if not report.trial}
     cpu = {name: report for name, report in kept.items() if name != _GPU}
     gpu = {name: report for name, report in kept.items() if name == _GPU}
-    lines = [*_machines(kept), "", "| # | row | part | machine | must | moon | found | meets it |", "|---|---|---|---|---|---|---|---|"]
+    head = ["| # | row | part | machine | must | moon | found | meets it |", "|---|---|---|---|---|---|---|---|"]
+    lines = [*_machines(kept), "", *head]
     for row in ROWS:
         lines += _lines(row, row.cpu, cpu, "CPU") + _lines(row, row.gpu, gpu, "H200")
     return "\n".join(lines)

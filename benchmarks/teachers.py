@@ -25,7 +25,18 @@ from scipy.stats import kendalltau
 from benchmarks.counting import counted_calls, passes_of
 from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
-from benchmarks.protocol import Duration, Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
+from benchmarks.protocol import (
+    Duration,
+    Effort,
+    Figure,
+    Report,
+    counted,
+    interleave,
+    machine,
+    of_ratio,
+    of_spread,
+    timed,
+)
 from benchmarks.simulator import dealt, imbalance, makespan
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder, resolve_model
@@ -114,7 +125,9 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
     size = sum(file.stat().st_size for table in tables for file in table.directory.iterdir())
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        told = [pool.apply(_opened, ([(t.directory, t.identity) for t in tables],)) for _ in range(min(effort.pairs, 5))]
+        told = [
+            pool.apply(_opened, ([(t.directory, t.identity) for t in tables],)) for _ in range(min(effort.pairs, 5))
+        ]
     at = f"{rows:,} rows of 768 and 1,024 numbers"
     opening = sorted(seconds for seconds, _ in told)
     private = max(grown for _, grown in told) / 1e6
@@ -154,7 +167,9 @@ def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
     columns = np.arange(lists * length).reshape(lists, length)
     stored = TableTeacher(table).similarities(columns, slice(None))
     live = LiveTeacher(encoder, corpus, "fp32", 4096).similarities(columns, slice(None))
-    taus = [kendalltau(a, b).statistic for a, b in zip(stored.reshape(-1, length), live.reshape(-1, length), strict=True)]
+    taus = [
+        kendalltau(a, b).statistic for a, b in zip(stored.reshape(-1, length), live.reshape(-1, length), strict=True)
+    ]
     student = torch.rand(length, length, generator=torch.Generator().manual_seed(0))
     cosines = [_gradient_cosine(student, stored[number], live[number]) for number in range(lists)]
     at, apart = f"{lists} lists of {length}", float(np.abs(stored - live).max())
@@ -179,12 +194,17 @@ def encoding(texts: list[str], effort: Effort) -> list[Figure]:
     """Row 11: real sentences by sentence-transformers' defaults, by its best batch size, and by ours."""
     from sentence_transformers import SentenceTransformer
 
-    ours, theirs = Encoder.load(MINILM, max_length=32).eval(), SentenceTransformer(str(resolve_model(MINILM)), device="cpu")
+    ours, theirs = (
+        Encoder.load(MINILM, max_length=32).eval(),
+        SentenceTransformer(str(resolve_model(MINILM)), device="cpu"),
+    )
     theirs.max_seq_length = 32
     mine, reference = ours.encode(texts, normalize=True), theirs.encode(texts, normalize_embeddings=True)
     half = ours.encode(texts, normalize=True, precision="bf16")
     least = float((mine * reference).sum(axis=1).min())
-    print(f"least cosine with sentence-transformers: fp32 {least:.6f}, bf16 {float((half * reference).sum(axis=1).min()):.6f}")
+    print(
+        f"least cosine with sentence-transformers: fp32 {least:.6f}, bf16 {float((half * reference).sum(axis=1).min()):.6f}"
+    )
     if least < 0.9999:
         raise SystemExit("the two encoders do not give the same vectors; nothing is timed")
     ways: dict[str, Callable[[], object]] = {
@@ -278,7 +298,9 @@ def memory(folder: Path, options: Options) -> list[Figure]:
             held, weights = pool.apply(_held, (model,))
         allowed = 1.25 * weights + 64e6
         terms = {"held MB": held / 1e6, "weights MB": weights / 1e6}
-        found.append(Figure(30, name, held / allowed, held / allowed, held / allowed, setting="one process", terms=terms))
+        found.append(
+            Figure(30, name, held / allowed, held / allowed, held / allowed, setting="one process", terms=terms)
+        )
     return found
 
 

@@ -36,7 +36,9 @@ def spread_of(values: Sequence[float], seed: int = 0) -> Spread:
     """The median of values, one a pair, and its 95 % interval. `ValueError` where there is none or one is no number."""
     found = np.asarray(values, dtype=np.float64)
     if not len(found) or not np.isfinite(found).all():
-        raise ValueError(f"{len(found)} values, {np.isfinite(found).sum()} of them finite; a median needs one, all finite")
+        raise ValueError(
+            f"{len(found)} values, {np.isfinite(found).sum()} of them finite; a median needs one, all finite"
+        )
     drawn = np.random.default_rng(seed).integers(0, len(found), (_RESAMPLES, len(found)))
     low, high = np.percentile(np.median(found[drawn], axis=1), [2.5, 97.5])
     return Spread(float(np.median(found)), float(low), float(high), len(found))

@@ -1,0 +1,180 @@
+"""Rows 24 to 26 and 29: what Ray and DeepSpeed add to a step, to waiting and to a start.
+
+    python -m benchmarks.orchestration --data ../shared/data [--quick] [--rows 24 25]
+
+The steps of rows 24 and 25 are one function, in processes of their own that work by turns (stepping.py).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.counting import CountedSource
+from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources, wiki_file
+from benchmarks.options import Options, script
+from benchmarks.protocol import (
+    Effort,
+    Figure,
+    Report,
+    Rounds,
+    counted,
+    interleave,
+    machine,
+    of_ratio,
+    of_spread,
+    spread_of,
+)
+from benchmarks.stepping import bare, ray_worker
+from distcse.corpus import Corpus
+from distcse.events import Event, Steps, Watch
+from distcse.recipe import Recipe
+from distcse.student.plan import Plan
+from distcse.student.run import run
+from distcse.teachers import Alphas, TeacherEnsemble
+from distcse.training.cluster import cluster
+
+SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
+
+
+def measure(options: Options) -> Report:
+    """All rows of this script."""
+    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 2)
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        if options.wants(26):
+            found += [calls(place / "calls", options)]
+        if options.wants(29):
+            found += starts(place / "starts", options)
+        if options.wants(24, 25, 26):
+            with cluster(cpus=2):
+                if options.wants(24, 25):
+                    found += loops(place / "loops", options, effort)
+                if options.wants(26):
+                    found += [waiting(place / mode, options, mode) for mode in ("table", "live")]
+    return Report("orchestration", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
+
+
+def loops(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Rows 24 and 25: a bare loop, a Ray Train worker and DeepSpeed's stages, the same step in all."""
+    found: list[Figure] = []
+    tiny = str(stand_in(folder / "model", "tiny"))
+    sizes = {"tiny model": (tiny, 20)} if options.quick else {"MiniLM": (MINILM, 1), "tiny model": (tiny, 20)}
+    for name, (student, steps) in sizes.items():
+        recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, 32, 96)
+        job, _ = prepared(recipe)
+        with ExitStack() as stack:
+            steppers = {"bare": stack.enter_context(bare(job, steps))}
+            for stage in (0, 1, 2):
+                engine = bare(job, steps, engine="deepspeed", zero_stage=stage)
+                steppers[f"stage {stage}"] = stack.enter_context(engine)
+            steppers["ray"] = stack.enter_context(ray_worker(job, steps, folder / "ray"))
+            ways = {way: stepper.sample for way, stepper in steppers.items()}
+            enough = effort.at_least(25) if name == "MiniLM" else effort
+            rounds = interleave(ways, enough, again="bare")
+            reports = steppers["ray"].report_seconds
+        at = f"{name}, 2N = 64"
+        if name == "MiniLM":
+            report = float(np.median(reports))
+            found.append(of_ratio(24, "MiniLM, no report", rounds, "ray", "bare", at))
+            every = rounds.of(lambda s: (125 * s["ray"] + report) / (125 * s["bare"]), "wall")  # noqa: B023
+            found.append(of_spread(24, "MiniLM, a report every 125 steps", every, at, rounds.noise("wall")))
+            found.append(of_spread(24, "one report", spread_of([1000 * seconds for seconds in reports]), at))
+            found += [of_ratio(25, f"MiniLM, stage {n}", rounds, f"stage {n}", "bare", at) for n in (0, 1, 2)]
+        else:
+            found.append(_added(24, "tiny model, added", rounds, "ray", at))
+            found += [_added(25, f"tiny model, stage {n}, added", rounds, f"stage {n}", at) for n in (0, 1, 2)]
+    return found
+
+
+def _added(row: int, part: str, rounds: Rounds, way: str, at: str) -> Figure:
+    return of_spread(row, part, rounds.of(lambda s: 1000 * (s[way] - s["bare"]), "wall"), at)
+
+
+def calls(folder: Path, options: Options) -> Figure:
+    """Row 26's count: requests to a teacher over the steps of two blocks and one more."""
+    teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
+    recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 48, teachers={"block_steps": 32})
+    job, tables = prepared(recipe)
+    source = CountedSource(table_sources(job, tables)[0])
+    plan, steps = Plan(job, 0, 1), 3 * 32
+    alphas = Alphas(recipe.teachers.encoders, Corpus.open(job.corpus))
+    section = recipe.teachers
+    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.places, range(steps), section.block_steps)
+    for step in range(steps):
+        ensemble.taught(step)
+    return counted(26, "calls a step and teacher", len(source.requests) / steps, f"{steps} steps, blocks of 32")
+
+
+def waiting(folder: Path, options: Options, mode: str) -> Figure:
+    """Row 26's waits, by the worker's own clock on a Ray cluster; the first report, with the start in it, is left out."""
+    n, steps = (16, 12) if options.quick else (64, 24)
+    student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
+    teachers = [{"backbone": MINILM, "pooling": "mean", "max_length": 32, "prompt": ". " * k} for k in range(2)]
+    recipe = list_recipe(
+        folder,
+        wiki_file(options.data),
+        student,
+        teachers[: 2 if mode == "table" else 1],
+        {},
+        n,
+        4 * n,
+        teachers={"mode": mode, "block_steps": 4},
+        training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "plain"},
+    )
+    shares = [100 * event.waited / event.seconds for event in _reports(recipe)[1:]]
+    at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
+    part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
+    return of_spread(26, part, spread_of(shares), at)
+
+
+def _reports(recipe: Recipe) -> list[Steps]:
+    seen: list[Steps] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Steps):
+            seen.append(event)
+
+    run(recipe, Watch(listen))
+    return seen
+
+
+def starts(folder: Path, options: Options) -> list[Figure]:
+    """Row 29: from the start of a process to its first step, caches warm; a second run of the Ray process against it."""
+    teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
+    shared = {"max_steps": 2, "log_every": 1, "engine": "plain"}
+    recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
+    file = str(folder / "recipe.yaml")
+    run(recipe, Watch())  # fills the caches
+    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "ray": []}
+    for number in range(1 if options.quick else max(3, options.pairs // 5)):
+        for way in sorted(seconds, reverse=number % 2 == 1):
+            told = subprocess.run(
+                [sys.executable, "-m", "benchmarks.starting", file, f"training.workers={int(way == 'ray')}"],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            first, second = json.loads(told.stdout.splitlines()[-1])
+            seconds[way].append((first, second))
+            print(f"{way}: first step after {first:.1f} s, of a second run after {second:.1f} s", flush=True)
+    pairs = list(zip(seconds["ray"], seconds["bare"], strict=True))
+    at = "MiniLM, one teacher with a table, caches warm, against a bare cold start"
+    return [
+        of_spread(29, "Ray cold / bare", spread_of([ray[0] / plain[0] for ray, plain in pairs]), at),
+        of_spread(
+            29, "second run in a warm cluster / bare", spread_of([ray[1] / plain[0] for ray, plain in pairs]), at
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    script("benchmarks.orchestration", __doc__, measure)

@@ -1,0 +1,275 @@
+"""Rows 12 (Trans-Encoder) and 20 to 23: pair scoring and steps of Trans-Encoder, mutual groups, DiffCSE.
+
+    python -m benchmarks.pairs --data ../shared/data [--quick] [--rows 20 21]
+
+Row 22 simulates two groups side by side from the phase times of the same groups in turns, and runs them side by side for real.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.counting import passes_of
+from benchmarks.material import MINILM, OurStep, list_recipe, masked_stand_in, prepared, stand_in, wiki_file
+from benchmarks.options import Options, script
+from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
+from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
+from benchmarks.side_by_side import recipe_of, run_groups
+from benchmarks.simulator import side_by_side
+from benchmarks.step import equal_or_stop, load
+from distcse.detection.edits import _choose, _masked
+from distcse.encoder import CrossEncoder, Encoder, resolve_model
+from distcse.evaluation import PairScores, VectorModel, read_table
+from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson
+from distcse.mutual.pairs import Pairs
+from distcse.recipe import LoopSection
+from distcse.training.cluster import cluster
+from distcse.training.engines import make_engine
+from distcse.training.noise import noise
+
+BI, CROSS = 128, 32
+"""Pairs of a step (Trans-Encoder, Table 16)."""
+PAIRS = 37_081
+"""Pairs of the STS task; their phases of a cycle: bi scores, cross learns both orders, cross scores, bi learns ten epochs."""
+
+
+def measure(options: Options) -> Report:
+    """All rows of this script."""
+    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
+    found: list[Figure] = []
+    pairs = sts_pairs(options.data)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.wants(12, 20, 21):
+            found += trans_encoder(pairs, options, effort)
+        if options.wants(22):
+            found += groups(Path(folder), options)
+        if options.wants(23):
+            found += diffcse(Path(folder), options, effort)
+    return Report("pairs", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
+
+
+def sts_pairs(data: Path) -> Pairs:
+    """The unlabelled STS pairs, in an order of their own."""
+    (file,) = (data / "pairs" / "sts_unlabelled").iterdir()
+    table = read_table(file)
+    first, second = table.texts("sentence1"), table.texts("sentence2")
+    order = np.random.default_rng(0).permutation(len(first))
+    return Pairs([first[row] for row in order], [second[row] for row in order])
+
+
+class OurPairStep:
+    """distcse's step on pairs, as `learn` takes it."""
+
+    def __init__(self, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, section: LoopSection) -> None:
+        labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
+        self.lesson = PairLesson(encoder, tokens, labels, section, None, 10**9, seed=0)
+        self.engine = make_engine(self.lesson.model, section, self.lesson.rows, None)
+        self.step = 0
+
+    def __call__(self) -> None:
+        """One step."""
+        self.lesson.model.train()
+        share = self.loss()
+        self.engine.backward(share)
+        self.engine.step(2e-5)
+        self.step += 1
+
+    def loss(self) -> torch.Tensor:
+        """The step's loss, without an update."""
+        answer = self.engine.forward(self.lesson.inputs(self.step, self.engine.device))
+        return self.lesson.loss(self.step, answer)[0]
+
+
+def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure]:
+    """Rows 12, 20 and 21. Mean pooling, MiniLM's size, fp32."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    sizes = (16, 8) if options.quick else (BI, CROSS)
+    kept = pairs[: 64 if options.quick else 2048]
+    bi, cross = Encoder.load(MINILM, pooling="mean", max_length=32), CrossEncoder.fresh(resolve_model(MINILM), 64)
+    bi_tokens, cross_tokens = BiTokens(bi, kept), CrossTokens(cross, kept, both_orders=False)
+    sections = [LoopSection(batch_size=size, engine="plain", epochs=1e6, warmup=0.0) for size in sizes]
+    ours = {"bi": OurPairStep(bi, bi_tokens, sections[0]), "cross": OurPairStep(cross, cross_tokens, sections[1])}
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
+    their_bi = load(MINILM)
+    their_cross = AutoModelForSequenceClassification.from_pretrained(resolve_model(MINILM), num_labels=1)
+    their_cross.load_state_dict(cross.model.state_dict())
+
+    def rows(kind: str) -> Callable[[int], tuple[Any, Any, torch.Tensor]]:
+        lesson = ours[kind].lesson
+
+        def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
+            places = lesson._mine(step)
+            labels = lesson._labels[torch.from_numpy(places)]
+            if kind == "bi":
+                first, second = bi_tokens._first[places], bi_tokens._second[places]
+                return [bi_tokens._rows[p] for p in first], [bi_tokens._rows[p] for p in second], labels
+            assert cross_tokens._kinds is not None
+            return [cross_tokens._rows[p] for p in places], [cross_tokens._kinds[p] for p in places], labels
+
+        return batch
+
+    theirs = {
+        "bi": PairLoop(their_bi, rows("bi"), cross=False),
+        "cross": PairLoop(their_cross, rows("cross"), cross=True),
+    }
+    for kind in ("bi", "cross"):
+        ours[kind].lesson.model.eval()
+        theirs[kind].model.eval()
+        _equal_losses(kind, ours[kind].loss().item(), theirs[kind].loss().item())
+    found = [_filled(ours)]
+    scored = list(kept[: 32 if options.quick else 256].both())
+    sides = [one for one, _ in scored], [other for _, other in scored]
+    bi_start, cross_start = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval()
+    plain_bi, plain_cross = load(MINILM), copy.deepcopy(their_cross)
+    ways: dict[str, Any] = {
+        "bi scores": lambda: VectorModel.of(bi_start).similarities(*sides),
+        "cross scores": lambda: PairScores(cross_start).similarities(*sides),
+        "bi step": ours["bi"],
+        "cross step": ours["cross"],
+        "bi scores, reference": lambda: score_bi(plain_bi, tokenizer, scored),
+        "cross scores, reference": lambda: score_cross(plain_cross, tokenizer, scored),
+        "bi step, reference": theirs["bi"],
+        "cross step, reference": theirs["cross"],
+    }
+    for kind in ("bi", "cross"):
+        apart = np.abs(ways[f"{kind} scores"]() - ways[f"{kind} scores, reference"]()).max()
+        print(f"{kind} scores against the reference style: apart by at most {apart:.1e}", flush=True)
+        if apart > 1e-4:
+            raise SystemExit("the two ways do not give the same scores; nothing is timed")
+    found.append(_scoring_filled(bi_start, cross_start, kept))
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="bi step")
+    at = f"MiniLM, {len(scored)} pairs"
+    for kind in ("bi", "cross"):
+        found.append(of_ratio(20, f"{kind}, fp32", rounds, f"{kind} scores, reference", f"{kind} scores", at))
+    for kind, size in zip(("bi", "cross"), sizes, strict=True):
+        found.append(
+            of_ratio(21, f"{kind} step", rounds, f"{kind} step, reference", f"{kind} step", f"MiniLM, {size} pairs")
+        )
+
+    def cycle(seconds: Any, suffix: str) -> float:
+        scores = PAIRS / len(scored) * (seconds[f"bi scores{suffix}"] + seconds[f"cross scores{suffix}"])
+        steps = (
+            2 * PAIRS / sizes[1] * seconds[f"cross step{suffix}"] + 10 * PAIRS / sizes[0] * seconds[f"bi step{suffix}"]
+        )
+        return float(scores + steps)
+
+    whole = rounds.of(lambda s: cycle(s, ", reference") / cycle(s, ""))
+    terms = {name: rounds.of(lambda s, name=name: s[name]).median for name in ways}  # type: ignore[misc]
+    return [*found, of_spread(21, "whole cycle", whole, "MiniLM, from its parts", rounds.noise(), **terms)]
+
+
+def _equal_losses(kind: str, mine: float, reference: float) -> None:
+    apart = abs(mine - reference) / abs(reference)
+    print(f"{kind} step against the reference style: loss {mine:.6f}, apart by {apart:.1e}", flush=True)
+    if apart > 1e-5:
+        raise SystemExit("the two steps do not compute the same; nothing is timed")
+
+
+def _filled(steps: dict[str, OurPairStep]) -> Figure:
+    """Tokens of both formulations' training batches over what is processed, over 20 batches of each."""
+    real = processed = 0
+    for step in steps.values():
+        for number in range(20):
+            for part in step.lesson.inputs(number, torch.device("cpu")).parts:
+                real, processed = real + int(part.mask.sum()), processed + part.mask.numel()
+    return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
+
+
+def _scoring_filled(bi: Encoder, cross: CrossEncoder, pairs: Pairs) -> Figure:
+    with passes_of(bi) as sentences:
+        VectorModel.of(bi).similarities(pairs.first, pairs.second)
+    with passes_of(cross) as both:
+        cross.score(list(pairs.both()))
+    filled = (sentences.real + both.real) / (sentences.processed + both.processed)
+    return counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations")
+
+
+def groups(folder: Path, options: Options) -> list[Figure]:
+    """Row 22: two groups of three layers, one cycle, in turns and side by side."""
+    with cluster(cpus=2):
+        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 4)
+        turns, together = run_groups(recipe, in_turns=True), run_groups(recipe, in_turns=False)
+    day, real = side_by_side(turns.phases), together.makespan
+    busy = sum(times.train + times.score for group in together.phases for times in group)
+    idle, told = 100 * (1 - busy / (len(together.phases) * real)), {"simulated s": day.makespan, "real s": real}
+    at = "two groups of three layers, one cycle"
+    return [
+        Figure(22, "idle share, simulated", *(100 * day.idle,) * 3, setting=at),
+        Figure(22, "makespan / (Σ track time / W), simulated", *(day.stretch,) * 3, setting=at),
+        Figure(22, "idle share, two workers", idle, idle, idle, setting=at),
+        Figure(22, "simulated / real makespan", *(day.makespan / real,) * 3, setting=at, terms=told),
+    ]
+
+
+def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 23: a student and a discriminator of MiniLM's size, a generator of half its layers' cost, N = 64."""
+    n, size = (8, "tiny") if options.quick else (64, "minilm")
+    student = str(stand_in(folder / "student", size)) if options.quick else MINILM
+    generator = str(masked_stand_in(folder / "generator", size))
+    detection = {"weight": 0.005, "generator": generator, "masking_ratio": 0.3}
+    objective = {"tau1": 0.05, "consistency": None, "rank": None, "detection": detection}
+    told: dict[str, Any] = {"student": {"projection": "batch_norm_mlp"}}
+    file = wiki_file(options.data)
+    job, _ = prepared(list_recipe(folder / "diffcse", file, student, [], objective, n, 3 * n, **told))
+    ours = OurStep(job, [])
+    theirs = reference_diffcse(ours, generator, student)
+    rounds = interleave({"ours": timed(ours), "reference": timed(theirs)}, effort, again="ours")
+    words = len(ours.lesson.model.encoder.tokenizer)
+    logits = 2 * n * 32 * words * 4 / 2**20
+    at = f"{size} size, N = {n}"
+    print(f"logits of the generator at every position: {logits:.0f} MB in fp32")
+    return [of_ratio(23, "identical semantics", rounds, "reference", "ours", at)]
+
+
+def reference_diffcse(ours: OurStep, generator: str, student: str) -> ContrastiveLoop:
+    """The reference style's step; compared with ours on one batch, with the same masks, before it is returned."""
+    from transformers import AutoModel, AutoModelForMaskedLM
+
+    model = ours.lesson.model
+    detector = model.detector
+    assert detector is not None
+    words, ratio = detector._words, detector._section.masking_ratio
+    discriminator = AutoModel.from_pretrained(resolve_model(student))
+    backbone = AutoModel.from_pretrained(resolve_model(student))
+    for each in (discriminator, backbone):
+        if getattr(each, "pooler", None) is not None:
+            each.pooler.requires_grad_(False)
+    fixed: dict[str, torch.Tensor] = {}
+
+    def mask_tokens(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return fixed["masked"] if fixed else _masked(ids, _choose(ids, mask, ratio, words), words)
+
+    masked_lm = AutoModelForMaskedLM.from_pretrained(resolve_model(generator))
+    replaced = ReplacedTokens(masked_lm, discriminator, detector.head, mask_tokens, words.cls)
+
+    def loss(z1: torch.Tensor, z2: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        told = torch.stack([z1, z2], dim=1).flatten(0, 1)
+        return contrastive(z1, z2, 0.05)[1] + 0.005 * replaced(ids, mask, told)
+
+    theirs = ContrastiveLoop(backbone, model.projection, ours.tokens, loss, head=replaced)
+    # Ours draws masks of both views, one view after the other, from the stream's seed; theirs lie side by side.
+    (tokens, seed), *_ = ours.lesson.inputs(0, torch.device("cpu")).streams
+    both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
+    with noise(seed + 1, torch.device("cpu")):
+        drawn = _masked(both[0], _choose(*both, ratio, words), words)
+    fixed["masked"] = drawn.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
+    masked_lm.eval()
+    replaced.discriminator.eval()
+    equal_or_stop(ours, theirs)
+    fixed.clear()
+    masked_lm.train()
+    replaced.discriminator.train()
+    return theirs
+
+
+if __name__ == "__main__":
+    script("benchmarks.pairs", __doc__, measure)

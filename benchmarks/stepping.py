@@ -1,0 +1,145 @@
+"""The same step in processes of their own: bare, under an engine, in a Ray Train worker. One works at a time, the others wait.
+
+Every process answers "so many steps, please" with their wall and CPU time; to the protocol it is one more way.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.material import OurStep
+from benchmarks.protocol import Duration, Sampler
+from distcse.recipe import Recipe
+from distcse.student.plan import Job
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a stepping process is told: the address of whoever asks, and what to step."""
+
+    address: tuple[str, int]
+    key: bytes
+    job: Job
+    training: dict[str, Any]
+    """Changes to the recipe's training section, such as the engine."""
+    reports: bool = False
+    """Whether it is a Ray Train worker that reports after each block."""
+
+
+def stepping(told: Told) -> None:
+    """The loop of a stepping process: a number of steps comes in, seconds go out; 0 ends it."""
+    torch.set_num_threads(1)
+    recipe: Recipe = told.job.recipe
+    changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=told.training)})
+    step = OurStep(Job(changed, told.job.run, told.job.corpus, told.job.tokens), [])
+    with Client(told.address, authkey=told.key) as asking:
+        asking.send("ready")
+        while (steps := asking.recv()) > 0:
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step()
+            asking.send(Duration((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
+            if told.reports:
+                import ray.train
+
+                begun = time.perf_counter()
+                ray.train.report({"steps": steps})
+                asking.send(time.perf_counter() - begun)
+    step.engine.close()
+
+
+class Stepper:
+    """This end of a stepping process.
+
+    Args:
+        connection: To the process.
+        steps: Of one sample's unit: a call of the way.
+        reports: Whether a report follows each block.
+    """
+
+    def __init__(self, connection: Connection, steps: int, reports: bool) -> None:
+        self._connection, self._steps, self._reports = connection, steps, reports
+        self.report_seconds: list[float] = []
+        assert connection.recv() == "ready"
+
+    def sample(self, repeats: int) -> Duration:
+        """Seconds of one step, over a block of them."""
+        self._connection.send(self._steps * repeats)
+        found: Duration = self._connection.recv()
+        if self._reports:
+            self.report_seconds.append(self._connection.recv())
+        return found
+
+    def end(self) -> None:
+        """Let the process go."""
+        self._connection.send(0)
+        self._connection.close()
+
+
+@contextmanager
+def bare(job: Job, steps: int, **training: Any) -> Iterator[Stepper]:
+    """A plain process."""
+    with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
+        told = Told(listener.address, _KEY, job, training)  # type: ignore[arg-type]
+        process = multiprocessing.get_context("spawn").Process(target=stepping, args=(told,))
+        process.start()
+        stepper = Stepper(listener.accept(), steps, False)
+        try:
+            yield stepper
+        finally:
+            stepper.end()
+            process.join(timeout=60)
+
+
+@contextmanager
+def ray_worker(job: Job, steps: int, storage: Path) -> Iterator[Stepper]:
+    """A worker of a `TorchTrainer` as distcse starts it; wants a cluster."""
+    import threading
+
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from distcse.training.cluster import worker_environment
+
+    with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
+        told = Told(listener.address, _KEY, job, {}, reports=True)  # type: ignore[arg-type]
+        environment = {**worker_environment(0.0), "OMP_NUM_THREADS": "1"}
+        trainer = TorchTrainer(
+            stepping_on_ray,
+            train_loop_config={"told": told},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(
+                name="stepping", storage_path=str(storage), worker_runtime_env={"env_vars": environment}
+            ),
+        )
+        running = threading.Thread(target=trainer.fit)
+        running.start()
+        stepper = Stepper(listener.accept(), steps, True)
+        try:
+            yield stepper
+        finally:
+            stepper.end()
+            running.join(timeout=120)
+
+
+def stepping_on_ray(config: dict[str, Any]) -> None:
+    """`stepping`, as Ray Train calls it."""
+    stepping(config["told"])
+
+
+def way(stepper: Stepper) -> Sampler:
+    """To the protocol."""
+    return stepper.sample
+
+
+_KEY = b"benchmarks"

@@ -1,0 +1,151 @@
+"""What is counted and exact: forwards, tokens, bytes, questions to teachers, numbers read (benchmarks/targets.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import distcse.corpus.tokens
+from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, passes_of
+from benchmarks.material import OurStep
+from benchmarks.material import sentences as wiki_sentences
+from benchmarks.step import terms_of
+from distcse.corpus import Corpus, TokenTable
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.encoder.batching import by_length
+from distcse.evaluation import VectorModel, labelled_dev, sts_score
+from distcse.events import Watch
+from distcse.mutual.lesson import BiTokens, CrossTokens
+from distcse.mutual.pairs import Pairs
+from distcse.ranks import RankSpace, pair_similarities
+from distcse.recipe import CorpusSection, Recipe, TeachersSection
+from distcse.student.lists import fit
+from distcse.teachers import EmbeddingTable, LocalSource, TableIdentity, serving
+from tests.jobs import make_job
+
+QUIET = ("evaluation.dev=none", "evaluation.held_out=0", "evaluation.final=[]")
+
+
+def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
+    recipe_with: Callable[..., Recipe], sentences: list[str]
+) -> None:
+    recipe = recipe_with(*QUIET, "training.epochs=2", "training.batch_size=64")
+    with passes_of() as first:
+        job, tables = make_job(recipe)
+    assert first.rows == 2 * len(sentences)
+    teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
+    with passes_of() as training:
+        fit(job, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers], Watch())
+    steps = 2 * (len(sentences) // 64)
+    assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # the student's two views, and nobody else
+    with passes_of() as other_trial:
+        make_job(recipe_with(*QUIET, "seed=7", "training.lr=2e-3"))
+    assert other_trial.rows == 0
+
+
+def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    recipe = recipe_with(*QUIET, "teachers.block_steps=4", "training.batch_size=64", "training.epochs=3")
+    job, tables = make_job(recipe)
+    teachers = zip(recipe.teachers.encoders, tables, strict=True)
+    sources = [CountedSource(LocalSource(serving(teacher, table, 0))) for teacher, table in teachers]
+    fit(job, sources, Watch())
+    steps = 3 * (len(sentences) // 64)
+    for source in sources:
+        assert len(source.requests) == math.ceil(steps / 4)
+        assert sum(source.requests) == steps
+
+
+def test_a_step_reads_no_number_but_the_one_that_transformers_reads(recipe_with: Callable[..., Recipe]) -> None:
+    job, tables = make_job(recipe_with(*QUIET))
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    step = OurStep(job, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    step()
+    with NumbersRead() as read:
+        for _ in range(3):
+            step()
+    # Whether the mask has any padding: transformers asks once a forward pass.
+    assert read.names == ["_local_scalar_dense"] * 3
+
+
+def test_the_cache_takes_two_bytes_a_number(tmp_path: Path) -> None:
+    rows, width = 2000, 384
+    identity = TableIdentity("model", "text", rows, None, None, "", "fp32", TeachersSection().shard_rows)
+    table = EmbeddingTable.locate(tmp_path, identity)
+    table.write_shard(0, np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32))
+    size = sum(file.stat().st_size for file in table.directory.iterdir())
+    assert 1 <= size / (2 * rows * width) <= 1.01
+
+
+def test_losses_hold_no_tensor_of_every_pair_and_every_number() -> None:
+    n, width = 96, 40
+    with LargestTensor() as seen:
+        terms_of(n, width)()
+    assert n**2 <= seen.numbers <= 2 * n**2
+
+
+def test_a_corpus_is_tokenised_once(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
+    tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
+    counting, calls = counted_calls(distcse.corpus.tokens._ids)
+    monkeypatch.setattr(distcse.corpus.tokens, "_ids", counting)
+    assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
+    assert len(calls) == 1  # chunks of 8,192 rows
+    assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
+    assert len(calls) == 1
+
+
+def test_a_dev_score_reads_the_sentences_of_stsb_dev_once(data: Path, tiny: Callable[..., Path]) -> None:
+    encoder, pairs = Encoder.load(tiny("bert", layers=1), pooling="mean", max_length=8), labelled_dev(data)
+    with passes_of(encoder) as seen:
+        sts_score(VectorModel(encoder.encode), pairs)
+    different = {tuple(row) for row in encoder.token_ids([*pairs.first, *pairs.second])}
+    assert seen.rows == len(different) <= 3000
+
+
+def test_a_frozen_pass_processes_next_to_no_padding(data: Path, minilm: str) -> None:
+    from transformers import AutoTokenizer
+
+    from distcse.encoder import resolve_model
+
+    tokenizer, budget = AutoTokenizer.from_pretrained(resolve_model(minilm)), TeachersSection().tokens_per_batch
+    read = tokenizer(wiki_sentences(data, 2000), truncation=True, max_length=32)["input_ids"]
+    batches = by_length(read, budget)
+    assert sorted(place for batch in batches for place in batch) == list(range(2000))
+    processed = sum(len(batch) * max(len(read[place]) for place in batch) for batch in batches)
+    assert sum(map(len, read)) / processed >= 0.965
+
+
+def test_a_scorer_and_a_pair_step_process_little_padding(tiny: Callable[..., Path], sentences: list[str]) -> None:
+    longer = [" ".join(sentences[at : at + 1 + at % 3]) for at in range(0, 200)]
+    pairs = Pairs(longer[:100], longer[100:])
+    bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
+    for tokens in (BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)):
+        parts = tokens.batch(np.arange(64), 0, torch.device("cpu")).parts
+        filled = sum(int(part.mask.sum()) for part in parts) / sum(part.mask.numel() for part in parts)
+        assert filled >= 0.75  # what the shortest row of a part has of its longest, at least
+    with passes_of(cross) as seen:
+        cross.score(list(pairs.both()), batch_tokens=512)
+    assert seen.rows == 100 and seen.filled > 0.9
+
+
+def test_each_sentence_is_ranked_once_however_many_pairs_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)
+    space, ranked = RankSpace(vectors), []
+    whole = RankSpace.ranks
+
+    def ranks(self: RankSpace, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        ranked.append(len(rows))
+        return whole(self, rows, out)
+
+    monkeypatch.setattr(RankSpace, "ranks", ranks)
+    pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
+    assert ranked == [6]
