@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: help quickstart test unit lint types clean
+.PHONY: help quickstart test unit lint types bench clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,6 +33,9 @@ lint: $(STAMP) ## set up, then ruff
 
 types: $(STAMP) ## set up, then mypy
 	$(BIN)/mypy
+
+bench: $(STAMP) ## set up, then measure all CPU rows of benchmarks/README.md and print what moved (DISTCSE_DATA=FOLDER)
+	$(BIN)/python -m benchmarks.bench
 
 clean: ## remove the environment
 	rm -rf $(VENV)

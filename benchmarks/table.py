@@ -41,7 +41,8 @@ def rows_table(reports: Mapping[str, Report]) -> str:
     head = ["| # | row | part | machine | must | moon | found | meets it |", "|---|---|---|---|---|---|---|---|"]
     lines = [*_machines(kept), "", *head]
     for row in ROWS:
-        lines += _lines(row, row.cpu, cpu, "CPU") + _lines(row, row.gpu, gpu, "H200")
+        first, *others = _lines(row, row.cpu, cpu, "CPU") + _lines(row, row.gpu, gpu, "H200")
+        lines += [f"| {row.number} | {row.title} {first}", *(f"| | {line}" for line in others)]
     return "\n".join(lines)
 
 
@@ -103,7 +104,7 @@ def _lines(row: Row, parts: Iterable[Part], reports: Mapping[str, Report], machi
     for part in parts:
         found, meets = _cell(row.number, part, reports)
         must, moon = (_bound(bound) if bound else "–" for bound in (part.must, part.moon))
-        lines.append(f"| {row.number} | {row.title} | {part.name} | {machine} | {must} | {moon} | {found} | {meets} |")
+        lines.append(f"| {part.name} | {machine} | {must} | {moon} | {found} | {meets} |")
     return lines
 
 

@@ -1,0 +1,478 @@
+"""The rows with a GPU column, on one CUDA device: one command, under eight minutes, no Ray, no data, no downloads.
+
+    python -m benchmarks.gpu                        a report in benchmarks/results/gpu.json
+    python -m benchmarks.gpu --device cpu --tiny    whether this script works; none of its figures counts
+
+Random weights of BERT-base's and -large's shape, random ids of real lengths (lengths.json: 20,000 sentences of Wikipedia, cut at
+32). CUDA events over blocks of steps, the ways by turns. What distcse has no GPU code for yet is named and not run. Exit status
+2: no CUDA device here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from benchmarks.protocol import (
+    Duration,
+    Effort,
+    Figure,
+    Report,
+    Sampler,
+    counted,
+    interleave,
+    machine,
+    of_ratio,
+    of_spread,
+)
+from benchmarks.reference_style import FrozenTeacher, live_lists, rankcse_loss
+from benchmarks.targets import ROWS
+from distcse.encoder.batching import by_length
+from distcse.encoder.projection import build_projection
+from distcse.objectives import Taught, build_objective, gather_views, jensen_shannon, list_net, mix_lists
+from distcse.objectives import list_mle as our_list_mle
+from distcse.recipe import LoopSection, ObjectiveSection
+from distcse.training.engines.engine import make_adamw
+from distcse.training.noise import noise
+
+SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
+LENGTHS = Path(__file__).with_name("lengths.json")
+RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
+PEAK = 790e12
+"""bf16 operations a second of an H200, what others measured (performance.md §1): the unit of MFU here."""
+SENTENCES, EPOCHS = 1_000_000, 4
+BUDGET = 7.5 * 60
+"""Seconds; rows that would begin later are named as not run."""
+
+
+class Bench:
+    """One device, its models and its sentences.
+
+    Args:
+        device: Where.
+        tiny: Two layers in place of base and large.
+        steps: Steps of a sample.
+        pairs: Samples of each way.
+    """
+
+    def __init__(self, device: torch.device, tiny: bool) -> None:
+        self.device, self.tiny = device, tiny
+        self.n = 16 if tiny else 128
+        self.effort = Effort(pairs=2, warmups=1, shortest=0.0) if tiny else Effort(pairs=5, warmups=2, shortest=0.0)
+        self.steps = 2 if tiny else 40
+        self.draw = np.random.default_rng(0)
+        told = json.loads(LENGTHS.read_text())["truncated_32"]
+        self._lengths = np.array([int(length) for length in told]), np.array(list(told.values()), dtype=np.float64)
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        return SHAPES["tiny" if self.tiny else name]
+
+    def model(self, name: str, seed: int = 0) -> nn.Module:
+        """A BERT of a shape with random weights."""
+        layers, width, heads = self.shape(name)
+        torch.manual_seed(seed)
+        config = BertConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width
+        )
+        return BertModel(config, add_pooling_layer=False).to(self.device)
+
+    def lengths(self, count: int) -> np.ndarray:
+        """Of so many sentences."""
+        values, weights = self._lengths
+        return self.draw.choice(values, count, p=weights / weights.sum())
+
+    def batch(self, count: int, width: int = 32) -> tuple[Tensor, Tensor]:
+        """(B, 32) random ids and mask, as a random batch of real sentences is: padded to the cap."""
+        lengths = torch.from_numpy(self.lengths(count))
+        mask = (torch.arange(width)[None, :] < lengths[:, None]).long()
+        ids = torch.randint(999, 30000, (count, width)) * mask
+        return ids.to(self.device), mask.to(self.device)
+
+    def sampler(self, call: Callable[[], object], steps: int | None = None) -> Sampler:
+        """Seconds of a call by CUDA events; by the clock where there is no CUDA."""
+        count = steps or self.steps
+
+        def sample(repeats: int) -> Duration:
+            if self.device.type != "cuda":
+                begun = time.perf_counter()
+                for _ in range(count * repeats):
+                    call()
+                seconds = (time.perf_counter() - begun) / (count * repeats)
+                return Duration(seconds, seconds)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            host = time.perf_counter()
+            begin.record()
+            for _ in range(count * repeats):
+                call()
+            end.record()
+            issued = time.perf_counter() - host
+            torch.cuda.synchronize()
+            # "wall" is the device's time, "cpu" what the host needed to hand the work over.
+            return Duration(begin.elapsed_time(end) / 1000 / (count * repeats), issued / (count * repeats))
+
+        return sample
+
+    def autocast(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+
+class Student:
+    """distcse's step on this device: one forward of both views, losses in float32, clipping, fused AdamW.
+
+    Args:
+        bench: Where.
+        shape: Of the student.
+        objective: Its terms.
+        dtype: Of autocast; None is float32.
+        tables: The teachers' unit vectors of some rows, on the device; none for SimCSE.
+    """
+
+    def __init__(
+        self, bench: Bench, shape: str, objective: dict[str, Any], dtype: torch.dtype | None, tables: list[Tensor]
+    ) -> None:
+        self.bench, self.dtype, self.tables = bench, dtype, tables
+        self.model = bench.model(shape, seed=1)
+        self.projection = build_projection("tanh_mlp", bench.shape(shape)[1]).to(bench.device)
+        self.objective = build_objective(ObjectiveSection.model_validate(objective))
+        self.parameters = [*self.model.parameters(), *self.projection.parameters()]
+        self.optimizer = make_adamw(self.parameters, LoopSection())
+        self.batches = [bench.batch(bench.n) for _ in range(8)]
+        self.step = 0
+
+    def __call__(self) -> Tensor:
+        """One step; its loss, on the device."""
+        self.model.train()
+        loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss.detach()
+
+    def loss(self) -> Tensor:
+        """The step's loss, without an update."""
+        ids, mask = self.batches[self.step % 8]
+        with self.bench.autocast(self.dtype), noise(self.step, self.bench.device):
+            both = self.model(input_ids=ids.repeat(2, 1), attention_mask=mask.repeat(2, 1)).last_hidden_state[:, 0]
+            z1, z2 = self.projection(both).float().chunk(2)
+        lists = None
+        if self.tables:
+            rows = [table[self.step % 8 * len(ids) : (self.step % 8 + 1) * len(ids)].float() for table in self.tables]
+            lists = mix_lists(torch.stack([vectors @ vectors.T for vectors in rows]), [1.0, 2.0])
+        return self.objective(gather_views(z1, z2), Taught(lists))[0]
+
+
+class Reference:
+    """The reference style's step on this device, over the same batches."""
+
+    def __init__(
+        self, student: Student, shapes: tuple[str, str], dtype: torch.dtype | None, half_teachers: bool
+    ) -> None:
+        self._bench, self._dtype, self._batches = student.bench, dtype, student.batches
+        self.model, self.projection = copy.deepcopy(student.model), copy.deepcopy(student.projection)
+        kinds = zip(shapes, (2, 3), (1.0, 2.0), strict=True)
+        self.teachers = [FrozenTeacher(self._bench.model(s, seed).eval(), "cls", alpha) for s, seed, alpha in kinds]
+        self._teacher_dtype = dtype if half_teachers else None
+        self.parameters = [*self.model.parameters(), *self.projection.parameters()]
+        self._optimizer = torch.optim.AdamW(self.parameters, lr=3e-5, weight_decay=0.0)
+        self.step = 0
+
+    def __call__(self) -> Tensor:
+        """One step; its loss."""
+        self.model.train()
+        loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return loss.detach()
+
+    def loss(self) -> Tensor:
+        """The step's loss, without an update."""
+        ids, mask = (tensor.repeat_interleave(2, 0) for tensor in self._batches[self.step % 8])
+        with self._bench.autocast(self._teacher_dtype):
+            lists = live_lists(self.teachers, ids, mask).float()
+        with self._bench.autocast(self._dtype):
+            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+            views = self.projection(hidden).float().view(len(ids) // 2, 2, -1)
+        return rankcse_loss(views[:, 0], views[:, 1], lists, 0.05, 0.05, 0.025)
+
+
+def tables_of(reference: Reference, half: bool = True) -> list[Tensor]:
+    """The teachers' unit vectors of the eight batches, as a cache would hold them."""
+    found = []
+    with torch.no_grad():
+        for teacher in reference.teachers:
+            vectors = [
+                teacher.model(input_ids=i, attention_mask=m).last_hidden_state[:, 0] for i, m in reference._batches
+            ]
+            unit = torch.nn.functional.normalize(torch.cat(vectors), dim=1)
+            found.append(unit.half() if half else unit)
+    return found
+
+
+def steps(bench: Bench) -> Iterator[Figure]:
+    """Rows 1 to 3, 5 and 6."""
+    student = Student(bench, "base", RANKCSE, torch.bfloat16, [])
+    live = Reference(student, ("base", "large"), torch.bfloat16, half_teachers=True)
+    verbatim = Reference(student, ("base", "large"), None, half_teachers=False)
+    verbatim.teachers = live.teachers
+    check(bench, live)
+    student.tables = tables_of(live)
+    simcse = Student(bench, "base", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    ways = {"ours": student, "SimCSE": simcse, "live": live, "verbatim": verbatim}
+    few = {"live": bench.steps // 4 or 1, "verbatim": bench.steps // 8 or 1}
+    samplers = {name: bench.sampler(way, few.get(name)) for name, way in ways.items()}  # type: ignore[arg-type]
+    rounds = interleave(samplers, bench.effort, again="ours")
+    at = f"base, N = {bench.n}"
+    yield of_ratio(1, "bf16", rounds, "ours", "SimCSE", at, "wall")
+    yield of_ratio(2, "bf16, live teachers under autocast", rounds, "live", "ours", at, "wall")
+    yield of_ratio(3, "bf16", rounds, "verbatim", "ours", at, "wall")
+    tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("base")
+    work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
+    mfu = rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall")
+    yield of_spread(6, "MFU base, N = 128", mfu, at, rounds.noise("wall"))
+    rates, updates = encode_rates(bench), SENTENCES // bench.n * EPOCHS
+    once = SENTENCES * sum(1 / rate for rate in rates.values())
+    scores = updates / 125 * 3000 / rates["base"]
+    run = rounds.of(lambda s: (updates * s["ours"] + once + scores) / 60, "wall")
+    terms = {
+        "step ms": 1000 * rounds.of(lambda s: s["ours"], "wall").median,
+        "teacher pass s": once,
+        "dev scores s": scores,
+    }
+    yield of_spread(5, "minutes", run, at, rounds.noise("wall"), **terms)
+
+
+def check(bench: Bench, reference: Reference) -> None:
+    """Losses of both steps on one batch, float32, without dropout, live lists; `SystemExit` where they differ."""
+    student = Student(bench, "base", RANKCSE, None, [])
+    student.batches = reference._batches
+    student.model.load_state_dict(reference.model.state_dict())
+    student.projection.load_state_dict(reference.projection.state_dict())
+    dtypes = reference._dtype, reference._teacher_dtype
+    reference._dtype = reference._teacher_dtype = None
+    student.tables = tables_of(reference, half=False)
+    student.model.eval()
+    reference.model.eval()
+    mine, theirs = student.loss().item(), reference.loss().item()
+    reference._dtype, reference._teacher_dtype = dtypes
+    print(f"against the reference style: loss {mine:.6f}, apart by {abs(mine / theirs - 1):.1e}", flush=True)
+    if abs(mine / theirs - 1) > 1e-5:
+        raise SystemExit("the two steps do not compute the same; nothing is timed")
+
+
+def large(bench: Bench) -> Iterator[Figure]:
+    """Row 6's second part."""
+    student = Student(bench, "large", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    rounds = interleave({"ours": bench.sampler(student, bench.steps // 2 or 1)}, bench.effort, again="ours")
+    tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("large")
+    work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
+    mfu = rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall")
+    yield of_spread(6, "MFU large, N = 128", mfu, f"N = {bench.n}, SimCSE", rounds.noise("wall"))
+
+
+def dispatch(bench: Bench) -> Iterator[Figure]:
+    """Rows 7 and 34: the eager step as it is."""
+    if bench.device.type != "cuda":
+        return
+    student = Student(bench, "base", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    for _ in range(5):
+        student()
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    count = 10
+    with torch.profiler.profile(activities=kinds) as seen:
+        begun = time.perf_counter()
+        for _ in range(count):
+            student()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - begun
+    events = seen.key_averages()
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    waits = sum(e.count for e in events if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"))
+    yield Figure(7, "busy share", *(100 * min(1.0, busy / wall),) * 3, setting="eager, under the profiler")
+    yield counted(34, "synchronisations a step", waits / count, "eager")
+
+
+def losses(bench: Bench) -> Iterator[Figure]:
+    """Row 14, eager."""
+    for n in (128, 1024):
+        size = n // 8 if bench.tiny else n
+        z1, z2 = (torch.randn(size, 768, device=bench.device, requires_grad=True) for _ in range(2))
+        lists = torch.rand(size, size, device=bench.device)
+
+        def terms(z1: Tensor = z1, z2: Tensor = z2, lists: Tensor = lists) -> object:
+            views = gather_views(z1, z2)
+            loss = jensen_shannon(views.similarities / 0.05, views.reverse / 0.05).mean()
+            loss = loss + list_net(views.similarities, lists, 0.05, 0.025).mean()
+            return torch.autograd.grad(loss + our_list_mle(views.similarities, lists, 0.05).mean(), (z1, z2))
+
+        rounds = interleave({"losses": bench.sampler(terms)}, bench.effort)
+        yield of_spread(14, f"N = {n}", rounds.of(lambda s: 1000 * s["losses"], "wall"), "768 wide, eager")
+
+
+def optimiser(bench: Bench) -> Iterator[Figure]:
+    """Row 15."""
+    parameters = list(bench.model("base").parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    rounds = interleave({"fused": bench.sampler(make_adamw(parameters, LoopSection()).step)}, bench.effort)
+    yield of_spread(15, "fused step, BERT-base", rounds.of(lambda s: 1000 * s["fused"], "wall"), "base")
+
+
+def encode_rates(bench: Bench) -> dict[str, float]:
+    """Sentences a second of both teachers in fp16, sorted by length, batches of 16,384 tokens."""
+    found = {}
+    for name in ("base", "large"):
+        model, batches = bench.model(name).eval().half(), sorted_batches(bench, 256 if bench.tiny else 16_384)
+        sampler = bench.sampler(lambda model=model, batches=batches: through(model, batches), 1)  # type: ignore[misc]
+        sampler(1)
+        found[name] = sum(len(ids) for ids, _ in batches) / sampler(1).wall
+    return found
+
+
+def sorted_batches(bench: Bench, count: int, tokens: int = 16_384) -> list[tuple[Tensor, Tensor]]:
+    """Sentences as distcse's frozen pass orders them."""
+    lengths = bench.lengths(count)
+    found = []
+    for places in by_length([[0] * int(length) for length in lengths], tokens):
+        longest = int(lengths[places].max())
+        mask = (torch.arange(longest)[None, :] < torch.from_numpy(lengths[places])[:, None]).long()
+        found.append(((torch.randint(999, 30000, mask.shape) * mask).to(bench.device), mask.to(bench.device)))
+    return found
+
+
+@torch.no_grad()
+def through(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+    """[CLS] vectors of all batches."""
+    for ids, mask in batches:
+        model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0].float().cpu()
+
+
+def encoding(bench: Bench) -> Iterator[Figure]:
+    """Rows 11 and 12: batches of 32 in float32 as they come sorted, batches of 256 in fp16, ours in fp16."""
+    count = 128 if bench.tiny else 8192
+    single = bench.model("base").eval()
+    half = copy.deepcopy(single).half()
+    ours = sorted_batches(bench, count)
+    flat = sorted(bench.lengths(count), reverse=True)
+
+    def in_batches(size: int) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for begin in range(0, count, size):
+            lengths = torch.tensor(np.array(flat[begin : begin + size]))
+            mask = (torch.arange(int(lengths.max()))[None, :] < lengths[:, None]).long()
+            found.append(((torch.randint(999, 30000, mask.shape) * mask).to(bench.device), mask.to(bench.device)))
+        return found
+
+    small, wide = in_batches(32), in_batches(256)
+    ways = {
+        "default": bench.sampler(lambda: through(single, small), 1),
+        "tuned": bench.sampler(lambda: through(half, wide), 1),
+        "ours": bench.sampler(lambda: through(half, ours), 1),
+    }
+    rounds = interleave(ways, bench.effort, again="ours")
+    at = f"base, {count:,} sentences, the loop of sentence-transformers without its tokenizer"
+    yield of_ratio(11, "default (fp32) / fp16", rounds, "default", "ours", at, "wall")
+    yield of_ratio(11, "tuned, same dtype (fp16)", rounds, "tuned", "ours", at, "wall")
+    layers, width, _ = bench.shape("base")
+    tokens = sum(int(mask.sum()) for _, mask in ours)
+    work = tokens * layers * (24 * width**2 + 4 * tokens / count * width)
+    yield of_spread(
+        11, "share of the compute floor, base", rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall"), at
+    )
+    filled = tokens / sum(mask.numel() for _, mask in ours)
+    yield counted(12, "teacher pass", round(filled, 4), f"{count:,} sentences, 16,384 tokens a batch")
+
+
+def fidelity(bench: Bench) -> Iterator[Figure]:
+    """Row 10: vectors of an fp16 forward pass and store against float32."""
+    model, (ids, mask) = bench.model("base").eval(), bench.batch(bench.n)
+    with torch.no_grad():
+        exact = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+        half = copy.deepcopy(model).half()(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+    lists = []
+    for vectors in (exact, half):
+        stored = torch.nn.functional.normalize(vectors.float(), dim=1)
+        stored = torch.nn.functional.normalize(stored.half().float(), dim=1) if vectors is half else stored
+        lists.append(stored @ stored.T)
+    gradients = []
+    student = torch.rand(len(ids), len(ids), device=bench.device)
+    for each in lists:
+        cosines = student.clone().requires_grad_()
+        our_list_mle(cosines, each, 0.05).mean().backward()
+        assert cosines.grad is not None
+        gradients.append(cosines.grad.flatten().double())
+    at = "random weights of base's shape: lists far flatter than a real teacher's"
+    yield counted(10, "largest difference of a cosine, fp16 forward", float((lists[0] - lists[1]).abs().max()), at)
+    cosine = float(torch.cosine_similarity(*gradients, dim=0))
+    yield counted(10, "cosine of the ListMLE gradients, fp16 forward", cosine, at)
+
+
+PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
+    (1, 2, 3, 5, 6): steps,
+    (7, 34): dispatch,
+    (14,): losses,
+    (15,): optimiser,
+    (11, 12): encoding,
+    (10,): fidelity,
+    (6,): large,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="two layers, two samples: shows that the code works")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing is run. `--device cpu --tiny` shows whether the script works")
+        sys.exit(2)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("a CPU takes hours at these sizes and measures nothing asked for; add --tiny")
+    bench, begun, found, not_run = Bench(torch.device(options.device), options.tiny), time.monotonic(), [], {}
+    for rows, part in PARTS.items():
+        if time.monotonic() - begun > BUDGET:
+            not_run[f"rows {rows}"] = "out of time"
+            continue
+        try:
+            found += list(part(bench))
+        except torch.cuda.OutOfMemoryError as refused:
+            not_run[f"rows {rows}"] = str(refused).splitlines()[0]
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"rows {', '.join(map(str, rows))} after {time.monotonic() - begun:.0f} s", flush=True)
+    not_run |= {
+        f"row {row.number}, {part.name}": f"not built: {part.needs}" if part.needs else "not run"
+        for row in ROWS
+        for part in row.gpu
+        if (row.number, part.name) not in {(figure.row, figure.part) for figure in found}
+    }
+    from benchmarks.table import lines_of
+
+    report = Report("gpu", machine(), {"pairs": bench.effort.pairs}, found, options.tiny, not_run)
+    print("\n".join(lines_of(report)))
+    if options.tiny:
+        print("these are no figures: tiny models show that the code works, nothing is stored")
+    else:
+        print(f"written: {report.write(options.out)}")
+
+
+if __name__ == "__main__":
+    main()
