@@ -340,12 +340,11 @@ def optimiser(effort: Effort, size: str) -> Figure:
 def dispatched(folder: Path, options: Options) -> Figure:
     """Row 7: operations a step of a BERT-base student hands to PyTorch, whatever its batch size."""
     size = "tiny" if options.quick else "base"
-    bench = Bench.__new__(Bench)
-    bench.size, bench.n, bench.folder = size, 4, folder
-    bench.student, bench._corpus, bench._limit = str(stand_in(folder / "student", size)), wiki_file(options.data), 64
     small = str(stand_in(folder / "teacher", "tiny"))
-    bench.teachers = [{"backbone": small, "pooling": "cls", "max_length": 32}]
-    step = bench.ours(RANKCSE, "fp32")
+    teacher = {"backbone": small, "pooling": "cls", "max_length": 32}
+    student = str(stand_in(folder / "student", size))
+    job, tables = prepared(list_recipe(folder, wiki_file(options.data), student, [teacher], RANKCSE, 4, 64))
+    step = OurStep(job, table_sources(job, tables))
     step()
     with profile() as seen:
         step()

@@ -78,7 +78,7 @@ def measure(options: Options) -> Report:
 
 def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 8: what goes through a teacher, and what a pass costs beside T trials of E epochs."""
-    n = 8 if options.quick else 64
+    n = 8 if options.quick else 32
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     objective = {"consistency": None, "rank": None}
     shared = {"batch_size": n, "limit": 4 * n}
@@ -234,7 +234,7 @@ def filled(options: Options) -> list[Figure]:
 
 def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
-    limit, shard_rows = (200, 25) if options.quick else (4096, 128)
+    limit, shard_rows = (200, 25) if options.quick else (2048, 64)
     corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
     teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
