@@ -6,9 +6,10 @@ Every process answers "so many steps, please" with their wall and CPU time; to t
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.material import OurStep
-from benchmarks.protocol import Duration, Sampler
+from benchmarks.protocol import Duration
 from distcse.recipe import Recipe
 from distcse.student.plan import Job
 
@@ -92,7 +93,7 @@ def bare(job: Job, steps: int, **training: Any) -> Iterator[Stepper]:
         told = Told(listener.address, _KEY, job, training)  # type: ignore[arg-type]
         process = multiprocessing.get_context("spawn").Process(target=stepping, args=(told,))
         process.start()
-        stepper = Stepper(listener.accept(), steps, False)
+        stepper = Stepper(_accepted(listener, process.join), steps, False)
         try:
             yield stepper
         finally:
@@ -103,8 +104,6 @@ def bare(job: Job, steps: int, **training: Any) -> Iterator[Stepper]:
 @contextmanager
 def ray_worker(job: Job, steps: int, storage: Path) -> Iterator[Stepper]:
     """A worker of a `TorchTrainer` as distcse starts it; wants a cluster."""
-    import threading
-
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -124,7 +123,7 @@ def ray_worker(job: Job, steps: int, storage: Path) -> Iterator[Stepper]:
         )
         running = threading.Thread(target=trainer.fit)
         running.start()
-        stepper = Stepper(listener.accept(), steps, True)
+        stepper = Stepper(_accepted(listener, running.join), steps, True)
         try:
             yield stepper
         finally:
@@ -137,9 +136,16 @@ def stepping_on_ray(config: dict[str, Any]) -> None:
     stepping(config["told"])
 
 
-def way(stepper: Stepper) -> Sampler:
-    """To the protocol."""
-    return stepper.sample
+def _accepted(listener: Listener, wait_for_end: Callable[[], object]) -> Connection:
+    """The process's connection; `EOFError` from it where the process ended before it could connect."""
+
+    def knock() -> None:
+        wait_for_end()
+        with suppress(OSError, EOFError):  # the listener is closed by then, unless somebody still waits
+            Client(listener.address, authkey=_KEY).close()
+
+    threading.Thread(target=knock, daemon=True).start()
+    return listener.accept()
 
 
 _KEY = b"benchmarks"
