@@ -1,0 +1,43 @@
+"""The layer rule of docs/architecture.md, as `.importlinter` states it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytest.importorskip("importlinter", reason="import-linter is not installed")
+
+
+def kept(config: Path) -> bool:
+    from importlinter.cli import lint_imports
+
+    status: int = lint_imports(config_filename=str(config), cache_dir=None)
+    return status == 0
+
+
+def test_no_module_imports_from_a_floor_above(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kept(ROOT / ".importlinter"), capsys.readouterr().out
+
+
+def test_the_rule_would_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same contract over a house of which a lower floor looks up."""
+    rule = (ROOT / ".importlinter").read_text().replace("distcse", "house")
+    (tmp_path / "rule").write_text(rule)
+    floors = [line.strip() for line in rule.split("layers =")[1].split("\n\n")[0].splitlines() if line.strip()]
+    for name in (part.strip(" ()").removeprefix("house.") for floor in floors for part in floor.split("|")):
+        (tmp_path / "house" / name).mkdir(parents=True)
+        (tmp_path / "house" / name / "__init__.py").touch()
+    (tmp_path / "house" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert kept(tmp_path / "rule")
+    (tmp_path / "house" / "recipe" / "__init__.py").write_text("import house.report\n")
+    assert not kept(tmp_path / "rule")
+
+
+def test_the_page_names_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [entry.name for entry in (ROOT / "distcse").iterdir() if (entry / "__init__.py").is_file()]
+    assert not [room for room in rooms if f"`{room}/`" not in page and room != "recipes"]
