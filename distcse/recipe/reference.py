@@ -1,0 +1,166 @@
+"""The reference of all knobs as Markdown, made from the types: docs/recipe-reference.md is this and nothing else."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from distcse.recipe.mutual import MutualRecipe
+from distcse.recipe.schema import Recipe
+from distcse.recipe.section import Name
+from distcse.recipe.sweep import Sweep
+
+_DOCUMENTS: Sequence[tuple[str, str, type[BaseModel], str]] = (
+    (
+        "A student's recipe",
+        "",
+        Recipe,
+        "`python -m distcse.train RECIPE`: one student learns from teachers' lists, from the text alone, or from both.",
+    ),
+    (
+        "A recipe of mutual distillation",
+        " of mutual distillation",
+        MutualRecipe,
+        "A document with `groups`: several language models (or one) teach each other. [How it works](mutual.md).",
+    ),
+    (
+        "A search space",
+        " of a search space",
+        Sweep,
+        "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](tuning.md).",
+    ),
+)
+_HEAD = """\
+# Recipe reference
+
+Every knob, with its type, its default and what it does. This page is made from the types by `python -m distcse.recipe`; a test
+holds it to them. A knob's path is its section's name, a dot, and its key: `objective.rank.tau2=0.025` at the command line is
+
+```yaml
+objective:
+  rank: {tau2: 0.025}
+```
+
+A `*` stands for a place in a list, counted from 0: `teachers.encoders.0.alpha=2`. A section whose default is null is left out
+unless a key of it is given; `key: null` leaves out one that is there. `python -m distcse.train --print-recipe RECIPE` shows a
+recipe with all its values.
+"""
+_PLAIN = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+_MANY = {"section": "sections", "text": "texts", "number": "numbers"}
+_BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
+
+
+def reference() -> str:
+    """The page."""
+    parts = [_HEAD]
+    headings: dict[type[BaseModel], str] = {}
+    for title, suffix, document, about in _DOCUMENTS:
+        new = {model: f"`{path}`{suffix}" if path else f"The keys{suffix}" for path, model in _sections(document)}
+        headings = {**new, **headings}  # a section that an earlier document has too is described there
+        parts.append(f"## {title}\n\n{about}\n")
+        for model, heading in new.items():
+            if headings[model] == heading:
+                parts.append(f"### {heading}\n\n{_prose(model.__doc__)}\n\n{_table(model, headings)}")
+    return "\n".join(parts)
+
+
+def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """A section, then those inside it, in the order of their keys."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        star, inner = _section_in(field.annotation)
+        if inner is not None:
+            yield from _sections(inner, f"{path}.{name}{star}".removeprefix("."))
+
+
+def _section_in(annotation: Any) -> tuple[str, type[BaseModel] | None]:
+    """The section that a key holds, and `.*` where it holds many."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "", annotation
+    many = ".*" if get_origin(annotation) in (list, dict) else ""
+    for part in get_args(annotation):
+        star, found = _section_in(part)
+        if found is not None:
+            return many + star, found
+    return "", None
+
+
+def _table(model: type[BaseModel], headings: dict[type[BaseModel], str]) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        _, inner = _section_in(field.annotation)
+        meaning = _prose(field.description)
+        if inner is not None:
+            meaning += f" [Its keys](#{_anchor(headings[inner])})."
+        cells = (f"`{name}`", told_type(field), _default(field), meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def told_type(field: FieldInfo) -> str:
+    """What a key may be, in words: `whole number ≥ 1 or null`."""
+    return _type(field.annotation, field.metadata)
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if annotation == Name:
+        return "name"
+    if origin is Annotated:
+        return _type(inside[0], [rule for told in inside[1:] for rule in getattr(told, "metadata", [told])])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in inside)
+    if origin in (Union, types.UnionType):
+        kinds = [_type(part, metadata if part is not type(None) else ()) for part in inside]
+        return " or ".join(dict.fromkeys(kinds))
+    if origin is list:
+        return f"list of {_MANY.get(kind := _type(inside[0]), kind)}"
+    if origin is dict:
+        return f"{_type(inside[1])} by {'name' if inside[0] is str else _type(inside[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    if annotation is str and any(getattr(rule, "pattern", None) for rule in metadata):
+        return "name" if "A-Za" in str(metadata) else "address"
+    return f"{_PLAIN[annotation]}{_bounds(metadata)}"
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    rules = [rule for told in metadata for rule in getattr(told, "metadata", [told])]
+    found = [
+        text.format(f"{getattr(rule, key):,}" if isinstance(getattr(rule, key), int) else getattr(rule, key))
+        for rule in rules
+        for key, text in _BOUNDS.items()
+        if getattr(rule, key, None) is not None
+    ]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**must be given**"
+    value = field.get_default(call_default_factory=True)
+    assert value is not PydanticUndefined
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, list):
+        shown = [
+            f"{{{', '.join(f'{k}: {v}' for k, v in item)}}}" if isinstance(item, BaseModel) else item for item in value
+        ]
+        return f"`[{', '.join(map(str, shown))}]`"
+    if value is None or isinstance(value, bool):
+        return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
+    return f"`{value!r}`" if value == "" else f"`{value}`"
+
+
+def _prose(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _anchor(heading: str) -> str:
+    kept = "".join(sign for sign in heading.lower() if sign.isalnum() or sign in " -_")
+    return kept.replace(" ", "-")
