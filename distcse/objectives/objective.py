@@ -11,6 +11,7 @@ from distcse.objectives.detection import Detection
 from distcse.objectives.info_nce import InfoNCE
 from distcse.objectives.list_mle import ListMLE
 from distcse.objectives.list_net import ListNet
+from distcse.objectives.own import own_term
 from distcse.objectives.rank_regression import RankRegression
 from distcse.objectives.regression import Regression
 from distcse.objectives.taught import Taught
@@ -39,7 +40,8 @@ class Objective(nn.Module):
         softened = (
             isinstance(term := self.terms["info_nce"], InfoNCE) and term.above if "info_nce" in self.terms else None
         )
-        return "rank" in self.terms or "rank_regression" in self.terms or softened is not None
+        own = any(getattr(term, "needs_lists", False) for term in self.terms.values())
+        return "rank" in self.terms or "rank_regression" in self.terms or softened is not None or own
 
     @property
     def needs_targets(self) -> bool:
@@ -89,7 +91,10 @@ class Objective(nn.Module):
 
 
 def build_objective(section: ObjectiveSection) -> Objective:
-    """The objective of a recipe; a term that is null, or has weight 0, is not computed."""
+    """The objective of a recipe; a term that is null, or has weight 0, is not computed.
+
+    Raises `RecipeError` for a term of the user's own that cannot be made.
+    """
     terms: dict[str, nn.Module] = {}
     weights: dict[str, float] = {}
     if section.info_nce is not None and section.info_nce.weight:
@@ -109,6 +114,9 @@ def build_objective(section: ObjectiveSection) -> Objective:
         terms["regression"], weights["regression"] = Regression(section.regression.form), section.regression.weight
     if section.detection is not None:
         weights["detection"] = section.detection.weight
+    for name, own in section.own.items():
+        if own.weight:
+            terms[name], weights[name] = own_term(name, own), own.weight
     return Objective(terms, weights, section.combine)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from distcse.recipe.own import Code, Knob
 from distcse.recipe.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
@@ -85,7 +86,7 @@ class StudentSection(TrainedSection):
 class EndpointSection(Section):
     """An OpenAI-compatible embeddings endpoint."""
 
-    url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")]
+    url: str
     """Its base, such as http://host:8080/v1; `/embeddings` is asked. The teacher's `backbone` is the model's name there."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, where one is needed; the key itself is in no recipe."""
@@ -98,12 +99,26 @@ class EndpointSection(Section):
     retries: Annotated[int, Field(ge=0)] = 5
     """Attempts after a lost connection or an answer such as 429 or 503, the pause doubling from half a second."""
 
+    @field_validator("url")
+    @classmethod
+    def _is_a_base(cls, url: str) -> str:
+        base = url.rstrip("/").removesuffix("/embeddings")
+        if not base.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")
+        if base != url:
+            raise ValueError(f"{url!r} ends in what distcse adds; write {base}")
+        return url
+
 
 class TeacherSection(EncoderSection):
-    """One frozen teacher: an encoder, a cross-encoder (its folder says so), or an endpoint."""
+    """One frozen teacher: an encoder, a cross-encoder (its folder says so), an endpoint, or a class of your own."""
 
     endpoint: EndpointSection | None = None
     """Where the teacher is asked over HTTP instead of being loaded."""
+    code: Code | None = None
+    """`module:Class` of a kind of teacher of your own ([how to write one](extending.md)); `backbone` is then a name for it."""
+    knobs: dict[str, Knob] = Field(default_factory=dict)
+    """What `code` is made with, by name."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
@@ -115,6 +130,14 @@ class TeacherSection(EncoderSection):
     """Sentences of the corpus, drawn by the seed, that a rank-space teacher orders; all of a smaller corpus."""
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Arithmetic of the frozen forward pass. bf16 moves cosines by up to 4e-3; tables are stored in fp16 either way."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        if self.code is not None and self.endpoint is not None:
+            raise ValueError("code and endpoint are two kinds of teacher; keep one of them")
+        if self.knobs and self.code is None:
+            raise ValueError("knobs are for a teacher of your own; write code: module:Class, or take them away")
+        return self
 
 
 class TeachersSection(Section):

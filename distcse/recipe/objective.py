@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.section import Section, Weight
+from distcse.recipe.own import Code, Knob
+from distcse.recipe.section import Name, Section, Weight
 
 Temperature = Annotated[float, Field(gt=0, le=10)]
 
@@ -135,6 +136,17 @@ class DetectionSection(Section):
         return self
 
 
+class OwnTermSection(Section):
+    """A term of your own ([how to write one](extending.md))."""
+
+    code: Code
+    """`module:Class`, importable wherever the run's workers are."""
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    knobs: dict[str, Knob] = Field(default_factory=dict)
+    """What the class is made with, by name."""
+
+
 class ObjectiveSection(Section):
     """The weighted sum of terms; a term set to null is left out."""
 
@@ -152,8 +164,17 @@ class ObjectiveSection(Section):
     """Vector targets beside lists, or instead; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
+    own: dict[Name, OwnTermSection] = Field(default_factory=dict)
+    """Terms of your own, by the name that reports give them."""
     combine: Literal["sum", "hinge"] = "sum"
     """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
+
+    @model_validator(mode="after")
+    def _own_names_are_new(self) -> ObjectiveSection:
+        taken = [*type(self).model_fields, "loss", "pos_cos", "neg_cos"]
+        if named := next((name for name in self.own if name in taken), None):
+            raise ValueError(f"own has a term called {named!r}, a name that is taken; give it another")
+        return self
 
     @property
     def memory(self) -> MemorySection | None:

@@ -129,11 +129,12 @@ class Recipe(Section):
             terms.rank_regression and terms.rank_regression.weight,
             terms.regression and terms.regression.weight,
             terms.detection and terms.detection.weight,
+            *(own.weight for own in terms.own.values()),
         )
         if not any(weights):
             raise ValueError(
                 "objective has no term of weight above 0; keep one of "
-                "info_nce, consistency, rank, rank_regression, regression, detection"
+                "info_nce, consistency, rank, rank_regression, regression, detection, own"
             )
         return self
 

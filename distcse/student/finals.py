@@ -114,8 +114,9 @@ def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
 
 
 def _teacher(name: str, section: TeacherSection) -> Candidate:
-    if section.endpoint is not None:
-        about = About(name, section.endpoint.url, "endpoint", "unknown", section.max_length or 0, 0)
+    if section.endpoint is not None or section.code is not None:
+        kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.code))
+        about = About(name, source, kind, "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
         reading = Reading(max_length=section.max_length, device=_device(), trust_remote_code=section.trust_remote_code)

@@ -12,6 +12,7 @@ from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_finge
 from distcse.errors import TeacherError
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.endpoint import Endpoint
+from distcse.teachers.own import open_own, own_fingerprint
 from distcse.teachers.pairs import PairTeacher
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
@@ -19,7 +20,9 @@ from distcse.teachers.teacher import Embedder, LiveTeacher, TableTeacher, Teache
 
 
 def open_embedder(teacher: TeacherSection) -> Embedder:
-    """A teacher that gives vectors: an encoder on the best device here, or an endpoint."""
+    """A teacher that gives vectors: an encoder on the best device here, an endpoint, or one of the user's own."""
+    if teacher.code is not None:
+        return open_own(teacher)
     if teacher.endpoint is not None:
         return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
     return Encoder.from_section(teacher).to(_device()).eval()
@@ -27,7 +30,7 @@ def open_embedder(teacher: TeacherSection) -> Embedder:
 
 def scores_pairs(teacher: TeacherSection) -> bool:
     """Whether a teacher is a cross-encoder, which has no vectors and no table."""
-    if teacher.endpoint is not None:
+    if teacher.endpoint is not None or teacher.code is not None:
         return False
     return is_cross_encoder(resolve_model(teacher.backbone, teacher.trust_remote_code))
 
@@ -38,7 +41,9 @@ def uses_table(section: TeachersSection, teacher: TeacherSection) -> bool:
 
 
 def fingerprint(teacher: TeacherSection) -> str:
-    """What decides a teacher's vectors: a model's files, or an endpoint's address and model name."""
+    """What decides a teacher's vectors: a model's files, an endpoint's address and model name, or what code says of itself."""
+    if teacher.code is not None:
+        return own_fingerprint(teacher)
     if teacher.endpoint is not None:
         named = f"{teacher.endpoint.url}\0{teacher.backbone}"
         return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()

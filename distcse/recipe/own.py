@@ -1,0 +1,44 @@
+"""Classes of the user's own, named in a recipe as `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from distcse.errors import RecipeError
+
+
+def _is_module_and_class(text: str) -> str:
+    module, colon, name = text.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError(f"{text!r} names no class; write module:Class, such as my_terms:Margin")
+    return text
+
+
+Code = Annotated[str, AfterValidator(_is_module_and_class)]
+Knob = bool | int | float | str | None | list[int] | list[float] | list[str]
+
+
+def load_class(code: str, key: str) -> type:
+    """The class that `code` (`module:Class`) names. Importing it runs the module: a recipe names code that you have read.
+
+    Args:
+        code: What the recipe says.
+        key: Where it says so, for errors.
+
+    Raises:
+        RecipeError: There is no such module or class.
+    """
+    module, _, name = code.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as lacking:
+        raise RecipeError(
+            f"{key} is {code}, but there is no module {lacking.name!r} to import; install it, or put its folder on PYTHONPATH "
+            "(for a Ray job: --working-dir)"
+        ) from None
+    if not isinstance(found, type):
+        raise RecipeError(f"{key} is {code}, but module {module} has no class {name}")
+    return found
