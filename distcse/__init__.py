@@ -1,8 +1,89 @@
-"""distcse: distributed distillation of sentence encoders on Ray."""
+"""distcse: distributed distillation of sentence encoders on Ray.
 
-from importlib.metadata import PackageNotFoundError, version
+    import distcse
 
-try:
-    __version__ = version("distcse")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0.0.0"
+    run = distcse.run("minilm-3layer", "corpus.path=sentences.txt")      # what `python -m distcse.train` does
+    run.encoder().encode(["A sentence."])
+    distcse.measure({"student": run.directory, "teacher": "FOLDER"}, data="data", suites=["sts"])
+
+What is named here is what the package promises (docs/stability.md). Nothing heavy is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distcse.api import Measured, Run, measure, resume, run
+    from distcse.encoder import CrossEncoder, Encoder
+    from distcse.errors import DistcseError
+    from distcse.evaluation import Reading
+    from distcse.ranks import RankSpaceEncoder
+    from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
+
+    __version__: str
+
+_HOME = {
+    "CrossEncoder": "distcse.encoder",
+    "DistcseError": "distcse.errors",
+    "Encoder": "distcse.encoder",
+    "Measured": "distcse.api",
+    "MutualRecipe": "distcse.recipe",
+    "RankSpaceEncoder": "distcse.ranks",
+    "Reading": "distcse.evaluation",
+    "Recipe": "distcse.recipe",
+    "Run": "distcse.api",
+    "measure": "distcse.api",
+    "packaged_recipes": "distcse.recipe",
+    "read_recipe": "distcse.recipe",
+    "recipe_yaml": "distcse.recipe",
+    "resume": "distcse.api",
+    "run": "distcse.api",
+    "with_values": "distcse.recipe",
+}
+
+__all__ = [
+    "CrossEncoder",
+    "DistcseError",
+    "Encoder",
+    "Measured",
+    "MutualRecipe",
+    "RankSpaceEncoder",
+    "Reading",
+    "Recipe",
+    "Run",
+    "__version__",
+    "measure",
+    "packaged_recipes",
+    "read_recipe",
+    "recipe_yaml",
+    "resume",
+    "run",
+    "with_values",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for (PEP 562)."""
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'distcse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("distcse")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0.0.0"

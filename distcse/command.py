@@ -1,7 +1,9 @@
-"""What the commands have in common: how they end, and what Ctrl-C and SIGTERM mean to them."""
+"""What the commands have in common: how they tell, how they end, and what Ctrl-C and SIGTERM mean to them."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -12,13 +14,25 @@ from distcse.errors import DistcseError, RecipeError
 INTERRUPTED = 130
 """Exit status of a command that was asked to stop."""
 
+STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."
 
-def exit_status(work: Callable[[], int], kept: str) -> int:
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """`--quiet` and `--json`, alike for all commands."""
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-q", "--quiet", action="store_true", help="no progress: warnings and the results alone")
+    how.add_argument(
+        "--json", action="store_true", help="for programs: every event and result as JSON, one a line, on stdout"
+    )
+
+
+def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> int:
     """Do a command's work; an error is one line on stderr.
 
     Args:
         work: Returns the exit status where nothing went wrong.
         kept: What a second Ctrl-C leaves.
+        as_json: Tell an error on stdout too, as an object like the others there.
 
     Returns:
         What `work` says; 1 where it failed, 2 for a mistake in what was asked, 130 where it was stopped at once.
@@ -27,6 +41,10 @@ def exit_status(work: Callable[[], int], kept: str) -> int:
         return work()
     except DistcseError as mistake:
         sys.stderr.write(f"distcse: {mistake}\n")
+        if as_json:
+            sys.stdout.write(
+                json.dumps({"event": "Error", "kind": type(mistake).__name__, "message": str(mistake)}) + "\n"
+            )
         return 2 if isinstance(mistake, RecipeError) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"distcse: stopped at once; {kept}\n")

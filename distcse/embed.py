@@ -5,50 +5,60 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from distcse.command import exit_status
+from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.recipe import Recipe, load_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, embed or compare, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _main(options), kept="whole shards are kept")
+    return exit_status(lambda: _main(options), kept="whole shards are kept", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    return _compare(recipe, options.sentences) if options.compare else _embed(recipe)
+    return _compare(recipe, options) if options.compare else _embed(recipe, options)
 
 
-def _embed(recipe: Recipe) -> int:
+def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
     from distcse.events import Watch
-    from distcse.report.terminal import open_view, print_lines
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_json, print_lines
     from distcse.student.material import embed_corpus
 
-    with open_view() as view:
+    with open_view(options.quiet, options.json) as view:
         tables = embed_corpus(recipe, Watch(view.show))
-    print_lines(["", *(f"table   {table.directory}" for table in tables if table is not None)])
+    folders = [None if table is None else str(table.directory) for table in tables]
+    if options.json:
+        print_json([{"event": "Finished", "tables": folders}])
+    else:
+        print_lines(["", *(f"table   {folder}" for folder in folders if folder is not None)])
     return 0
 
 
-def _compare(recipe: Recipe, sentences: int) -> int:
+def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.corpus import Corpus
     from distcse.events import Stage
-    from distcse.report.terminal import open_view, print_comparison
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_comparison, print_json
     from distcse.teachers.comparison import compare
 
-    with open_view() as view:
+    with open_view(options.quiet, options.json) as view:
         corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
         comparison = compare(
             recipe,
             corpus,
-            sentences,
+            options.sentences,
             lambda number, done: view.show(Stage(f"teacher {number}", done, done, "sentences", finished=True)),
         )
-    print_comparison(comparison)
+    if options.json:
+        print_json([{"event": "Agreement", **asdict(comparison)}])
+    else:
+        print_comparison(comparison)
     return 0
 
 
@@ -56,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m distcse.embed",
         description="Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
-        epilog="Example: python -m distcse.embed my-recipe.yaml --compare",
+        epilog=f"Example: python -m distcse.embed my-recipe.yaml --compare. {STATUSES}",
     )
     parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
@@ -68,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"
     )
+    add_output_options(parser)
     return parser
 
 

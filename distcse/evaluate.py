@@ -4,109 +4,61 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distcse.command import exit_status
+from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationError
-from distcse.events import Listener, Stage
-
-if TYPE_CHECKING:
-    from distcse.evaluation import Candidate, Reading, Tasks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _main(options), kept="nothing was written")
+    return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
     import torch
 
-    from distcse.evaluation import OwnSet, Protocol, Reading, collect, evaluate, named, open_candidate, suites_named
-    from distcse.report.page import write_pages
-    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
+    from distcse.api import measure
+    from distcse.evaluation import Reading
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
-    if options.mteb is not None:
-        _check_mteb(options)
-    models = named(options.models)
-    own = [OwnSet.parse(text) for text in options.add]
-    suites = suites_named(options.suite.split(",")) if options.data else []
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.out is not None:
         _make(options.out)
-    with open_view() as view:
-        protocol = Protocol(
-            options.aggregate,
-            options.transfer,
-            device,
-            lambda name, done: view.show(Stage(f"{name} fits", done, None, "done")),
+    reading = Reading(
+        pooling=options.pooling,
+        max_length=options.max_length,
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        precision=options.precision,
+        trust_remote_code=options.trust_remote_code,
+        prompt=options.prompt,
+    )
+    with open_view(options.quiet, options.json) as view:
+        measured = measure(
+            options.models,
+            options.data,
+            options.suite.split(","),
+            options.add,
+            documents=options.documents,
+            mteb=options.mteb,
+            aggregate=options.aggregate,
+            transfer=options.transfer,
+            reading=reading,
+            listen=view.show,
         )
-        tasks = collect(options.data, suites, own, protocol)
-        reading = Reading(
-            pooling=options.pooling,
-            max_length=options.max_length,
-            device=device,
-            precision=options.precision,
-            trust_remote_code=options.trust_remote_code,
-            prompt=options.prompt,
-        )
-        candidates = [open_candidate(name, source, reading, _told(name, view.show)) for name, source in models.items()]
-        if options.documents is not None:
-            _search_in_index_of(options.documents, reading, tasks, candidates)
-        settings = {
-            "STS": options.aggregate,
-            "transfer": options.transfer,
-            "device": device,
-            "precision": options.precision,
-        }
-        evaluation = evaluate(candidates, tasks, settings=settings, post=view.show)
-    print_remarks(evaluation)
-    print_evaluation(evaluation)
-    if options.mteb is not None:
-        from distcse.evaluation.mteb import write_results
-
-        print_lines(["", f"written {write_results(candidates, options.data, options.mteb)}"])
-    if options.out is not None:
-        print_lines(["", *(f"written {file}" for file in write_pages(evaluation, options.out))])
+    written = [options.mteb / "results"] if options.mteb is not None else []
+    written += measured.write(options.out) if options.out is not None else []
+    if options.json:
+        finished = {"event": "Finished", "written": [str(file) for file in written]}
+        print_json([*scores_as_json(measured.evaluation), finished])
+        return 0
+    print_remarks(measured.evaluation)
+    print_evaluation(measured.evaluation)
+    print_lines(["", *(f"written {file}" for file in written)] if written else [])
     return 0
-
-
-def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks, candidates: Sequence[Candidate]) -> None:
-    """Add each retrieval set once more, its documents encoded by one model whoever asks."""
-    from distcse.evaluation import RetrievalTask, VectorModel, named, open_candidate
-
-    ((name, source),) = named([documents]).items()
-    model = open_candidate(name, source, reading).model
-    if not isinstance(model, VectorModel):
-        raise EvaluationError(f"--documents {source} gives no vectors; name a bi-encoder")
-    sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
-    if not sets:
-        raise EvaluationError("--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER")
-    some = sets[0].collection.documents[:1]
-    width = model.vectors(some).shape[1]
-    for candidate in candidates:
-        if isinstance(candidate.model, VectorModel) and (own := candidate.model.vectors(some).shape[1]) != width:
-            raise EvaluationError(
-                f"{candidate.about.name} has {own} numbers a vector, {name} has {width}: they share no space. A student that "
-                "was projected finds documents whose vectors were multiplied by its projection.safetensors"
-            )
-    tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
-
-
-def _check_mteb(options: argparse.Namespace) -> None:
-    """Before the work: MTEB's results need its package and a data folder."""
-    import distcse.evaluation.mteb  # noqa: F401  (says what to install)
-
-    if options.data is None:
-        raise EvaluationError("--mteb measures the STS sets of a folder; give --data DIR")
-
-
-def _told(name: str, show: Listener) -> Callable[[int, int], None]:
-    return lambda done, total: show(Stage(name, done, total, "texts"))
 
 
 def _make(folder: Path) -> None:
@@ -121,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m distcse.evaluate",
         description="Measure sentence encoders by the protocols of the papers, side by side.",
         epilog="Example: python -m distcse.evaluate student=runs/my-run teacher=bert-large-nli --suite sts,ranking "
-        "--data data --out report",
+        f"--data data --out report. {STATUSES}",
     )
     parser.add_argument(
         "models",
@@ -166,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model folder brings")
+    add_output_options(parser)
     return parser
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -104,6 +106,14 @@ class InGroup:
 
 Event = Told | InGroup
 Listener = Callable[[Event], None]
+
+
+def as_line(event: Event) -> str:
+    """An event as JSON in one line: when, which, in which group, and what it says."""
+    group = {}
+    if isinstance(event, InGroup):
+        group, event = {"group": event.group}, event.event
+    return json.dumps({"time": round(time.time(), 3), "event": type(event).__name__, **group, **asdict(event)})
 
 
 def ignore(event: Event) -> None:

@@ -6,20 +6,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, StopOnSignal, exit_status
+from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 
 if TYPE_CHECKING:
-    from distcse.training.directory import RunDirectory
+    from distcse.api import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _main(options), kept="the last checkpoint is kept")
+    return exit_status(lambda: _main(options), kept="the last checkpoint is kept", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
@@ -30,87 +30,116 @@ def _main(options: argparse.Namespace) -> int:
         return 0
 
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
+    overrides = list(options.overrides)
     if options.resume is None:
-        recipe, resumed = read_recipe(options.recipe, options.overrides), None
-    else:
-        from distcse.training.directory import RunDirectory
+        recipe = read_recipe(options.recipe, overrides)
+        if options.dry_run:
+            return _check(recipe, options)
+    elif options.recipe:
+        overrides.insert(0, options.recipe)
+    if options.dry_run:
+        raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 
-        overrides = [options.recipe, *options.overrides] if options.recipe else options.overrides
-        resumed, recipe = RunDirectory.reopen(options.resume.absolute(), overrides)
-    if isinstance(recipe, MutualRecipe):
-        return _train_groups(recipe, resumed)
-    return _train_student(recipe, resumed)
-
-
-def _train_student(recipe: Recipe, resumed: RunDirectory | None) -> int:
-    from distcse.events import Watch
-    from distcse.report.card import write_card
-    from distcse.report.history import read_run
-    from distcse.report.page import write_pages
-    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
-    from distcse.student.run import run
+    from distcse.api import resume, run
+    from distcse.report.progress import open_view
 
     stop = StopOnSignal()
-    with open_view() as view, stop:
-        result = run(recipe, Watch(view.show, stop.wished), resumed)
-        write_card(result)
-    folder = result.directory
-    lines = ["", f"model   {folder.model}", f"run     {folder.path}"]
-    if result.evaluation is not None:
-        print_remarks(result.evaluation)
-        print_evaluation(result.evaluation)
-        lines += [f"report  {file}" for file in write_pages(result.evaluation, folder.path, read_run(folder.path))]
-    if result.outcome.interrupted:
-        lines.append(f"resume  python -m distcse.train --resume {folder.path}")
-    lines += [
+    with open_view(options.quiet, options.json) as view, stop:
+        if options.resume is None:
+            done = run(recipe, listen=view.show, stop_wished=stop.wished)
+        else:
+            done = resume(options.resume, *overrides, listen=view.show, stop_wished=stop.wished)
+    _print(done, options.json)
+    return INTERRUPTED if done.interrupted else 0
+
+
+def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
+    """`--dry-run`."""
+    from distcse.events import Watch
+    from distcse.mutual.check import check_groups
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_json, print_lines
+    from distcse.student.check import check_run
+
+    with open_view(options.quiet, options.json) as view:
+        if isinstance(recipe, MutualRecipe):
+            check_groups(recipe, Watch(view.show))
+        else:
+            check_run(recipe, Watch(view.show))
+    if options.json:
+        print_json([{"event": "Checked", "recipe": options.recipe}])
+    else:
+        print_lines(["nothing stands in the way of this run; leave out --dry-run to begin it"])
+    return 0
+
+
+def _print(done: Run, as_json: bool) -> None:
+    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
+
+    evaluation = done.result.evaluation
+    if as_json:
+        print_json([*(scores_as_json(evaluation) if evaluation else []), _finished(done)])
+        return
+    if evaluation is not None:
+        print_remarks(evaluation)
+        print_evaluation(evaluation)
+    print_lines(["", *_told(done), *(f"report  {file}" for file in done.reports), *_what_next(done)])
+
+
+def _told(done: Run) -> list[str]:
+    """The models, and the run's folder."""
+    from distcse.mutual import MutualResult
+
+    lines = [f"model   {model}" for model in done.models.values()]
+    if isinstance(done.result, MutualResult):
+        lines = []
+        for best in done.result.best:
+            dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
+            lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
+        lines += [f"dropped  {group}: {why}" for group, why in done.result.dropped.items()]
+    return [*lines, f"run     {done.directory}"]
+
+
+def _what_next(done: Run) -> list[str]:
+    resume = [f"resume  python -m distcse.train --resume {done.directory}"] if done.interrupted else []
+    if list(done.models) != ["student"]:
+        return resume
+    return [
+        *resume,
         "",
         "from sentence_transformers import SentenceTransformer",
-        f'model = SentenceTransformer("{folder.model}")',
+        f'model = SentenceTransformer("{done.model}")',
         'print(model.similarity(model.encode(["How do I sort a list?"]), model.encode(["Order the items."])))',
     ]
-    print_lines(lines)
-    return INTERRUPTED if result.outcome.interrupted else 0
 
 
-def _train_groups(recipe: MutualRecipe, resumed: RunDirectory | None) -> int:
-    from distcse.events import Watch
-    from distcse.mutual import run_mutual
-    from distcse.report.group_card import write_group_cards
-    from distcse.report.history import read_run
-    from distcse.report.page import write_pages
-    from distcse.report.terminal import open_view, print_evaluation, print_lines, print_remarks
-
-    stop = StopOnSignal()
-    with open_view() as view, stop:
-        result = run_mutual(recipe, Watch(view.show, stop.wished), resumed)
-        write_group_cards(result)
-    run = result.directory.path
-    lines = [""]
-    if result.evaluation is not None:
-        print_remarks(result.evaluation)
-        print_evaluation(result.evaluation)
-        lines += [f"report  {file}" for file in write_pages(result.evaluation, run, read_run(run))]
-    for best in result.best:
-        dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
-        lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
-    lines += [f"dropped  {group}: {why}" for group, why in result.dropped.items()]
-    lines.append(f"run     {run}")
-    if result.interrupted:
-        lines.append(f"resume  python -m distcse.train --resume {run}")
-    print_lines(lines)
-    return INTERRUPTED if result.interrupted else 0
+def _finished(done: Run) -> dict[str, Any]:
+    return {
+        "event": "Finished",
+        "interrupted": done.interrupted,
+        "run": str(done.directory),
+        "models": {name: str(model) for name, model in done.models.items()},
+        "reports": [str(file) for file in done.reports],
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m distcse.train",
         description="Distil a student sentence encoder from frozen teachers.",
-        epilog="Example: python -m distcse.train rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025",
+        epilog="Example: python -m distcse.train rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025. "
+        + STATUSES,
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check recipe, text, labelled sets, models and cluster; embed and train nothing",
+    )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
+    add_output_options(parser)
     return parser
 
 

@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, StopOnSignal, exit_status
+from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError, RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
+
+if TYPE_CHECKING:
+    from distcse.tuning.sweep import SweepResult
 
 _SWEEP = "sweep."
 _EXTRA = ("optuna", "simpleeval")
@@ -18,7 +22,7 @@ _EXTRA = ("optuna", "simpleeval")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _with_extra(options), kept="trials that ended are kept")
+    return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
 
 
 def _with_extra(options: argparse.Namespace) -> int:
@@ -34,7 +38,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if options.recipe or options.space:
             raise RecipeError("--resume takes recipe and space from the sweep's folder; name only the folder")
-        return _sweep(options.resume.absolute(), None, None)
+        return _sweep(options, options.resume.absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise RecipeError(
             f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
@@ -50,15 +54,42 @@ def _main(options: argparse.Namespace) -> int:
         if sweep.search.algorithm == "grid":
             sys.stdout.write(f"# {len(space.grid())} trials\n")
         return 0
-    return _sweep(None, recipe, sweep)
+    if options.dry_run:
+        return _check(options, recipe, sweep)
+    return _sweep(options, None, recipe, sweep)
 
 
-def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None) -> int:
+def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sweep) -> int:
+    """`--dry-run`."""
+    from distcse.events import Watch
+    from distcse.mutual.check import check_groups
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_json, print_lines
+    from distcse.student.check import check_run
+    from distcse.tuning.sweep import check
+
+    check(recipe, sweep)
+    with open_view(options.quiet, options.json) as view:
+        if isinstance(recipe, MutualRecipe):
+            check_groups(recipe, Watch(view.show))
+        else:
+            check_run(recipe, Watch(view.show))
+    if options.json:
+        print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
+    else:
+        print_lines(["nothing stands in the way of this sweep; leave out --dry-run to begin it"])
+    return 0
+
+
+def _sweep(
+    options: argparse.Namespace, directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None
+) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
     from distcse.events import Watch
     from distcse.report.knobs import in_a_line
+    from distcse.report.progress import open_view
     from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
-    from distcse.report.terminal import open_view, print_lines, print_summary
+    from distcse.report.terminal import print_json, print_lines, print_summary
     from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
     if recipe is not None and sweep is not None:
@@ -67,8 +98,12 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
     assert directory is not None
     recipe, sweep = reopen(directory)
     stop = StopOnSignal()
-    with open_view() as view, stop:
+    with open_view(options.quiet, options.json) as view, stop:
         result = run_sweep(recipe, sweep, directory, Watch(view.show, stop.wished))
+    pages = write_sweep_pages(result)
+    if options.json:
+        print_json([_finished(result, pages)])
+        return _status(result)
     lines = [""]
     print_summary(rows_of(result))
     if result.winner is not None and result.winner.best is not None:
@@ -77,13 +112,31 @@ def _sweep(directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: 
             f"recipe  {result.best_recipe}",
         ]
     lines += [f"missing {told}" for told in unfinished(result)]
-    lines += [f"report  {file}" for file in write_sweep_pages(result)]
+    lines += [f"report  {file}" for file in pages]
     lines.append(f"trials  {directory / 'trials.csv'}")
     if result.interrupted:
         lines.append(f"resume  python -m distcse.tune --resume {directory}")
     elif result.winner is not None:
         lines.append(f"train   python -m distcse.train {result.best_recipe}")
     print_lines(lines)
+    return _status(result)
+
+
+def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
+    winner = result.winner
+    found = None if winner is None or winner.best is None else {"dev": winner.best.score, "values": dict(winner.values)}
+    return {
+        "event": "Finished",
+        "interrupted": result.interrupted,
+        "sweep": str(result.directory),
+        "winner": found,
+        "best_recipe": str(result.best_recipe) if found else None,
+        "reports": [str(page) for page in pages],
+    }
+
+
+def _status(result: SweepResult) -> int:
+    """130 where it was stopped, 0 where something came of it. `RunError` where nothing did."""
     if result.interrupted:
         return INTERRUPTED
     if result.winner is None:
@@ -100,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m distcse.tune",
         description="Search a recipe's knobs with Ray Tune: many trials, one teacher pass.",
         epilog="Example: python -m distcse.tune rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
-        "corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48",
+        f"corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48. {STATUSES}",
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
     parser.add_argument(
@@ -111,7 +164,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--space", metavar="FILE", help="the search space: a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
+    )
     parser.add_argument("--resume", type=Path, metavar="SWEEP", help="go on with the sweep in this directory")
+    add_output_options(parser)
     return parser
 
 

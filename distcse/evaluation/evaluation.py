@@ -163,7 +163,7 @@ def evaluate(
                 estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(outcome.details)
         models.append(_about(candidate, tasks.tasks))
-        note = f"{len(able)} sets, {candidate.model.seconds:.1f} s in the model"
+        note = f"{len(able)} {'set' if len(able) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
         post(Stage(name, len(able), len(able), "sets", finished=True, note=note))
     return Evaluation(
         models=models,

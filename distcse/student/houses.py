@@ -116,3 +116,17 @@ def _cluster_with_room_for(recipe: Recipe) -> Iterator[None]:
 
         resources_per_worker(recipe)
         yield
+
+
+def room_for(recipe: Recipe) -> str:
+    """What the house has for a run, in words. Wants what `house_of` says entered."""
+    workers = recipe.training.workers
+    if workers == 0:
+        return "none: the run stays in this process (training.workers is 0)"
+    import ray
+
+    from distcse.student.ray_train import resources_per_worker
+
+    has, gets = ray.cluster_resources(), resources_per_worker(recipe)
+    there = f"nodes {len(ray.nodes())}, CPUs {has.get('CPU', 0):g}, GPUs {has.get('GPU', 0):g}"
+    return f"{there}; workers {workers}, each with CPUs {gets['CPU']:g}, GPUs {gets.get('GPU', 0):g}"

@@ -7,12 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from distcse.encoder import Encoder
-from distcse.errors import RecipeError, RunError
+from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Watch
-from distcse.objectives import build_objective
 from distcse.recipe import Recipe
-from distcse.student.dev import check_labelled_data
+from distcse.student.check import check_recipe
 from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
 from distcse.student.material import Text, prepare_tables
@@ -47,8 +46,7 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
 
     Raises a `DistcseError` that names what to mend; whatever was finished before it (corpus, tables, checkpoints) stays.
     """
-    check_terms(recipe)
-    check_labelled_data(recipe)
+    check_recipe(recipe)
     labelled = labelled_tasks(recipe)
     directory = directory or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
@@ -72,12 +70,6 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     if evaluation is not None:
         evaluation.write(directory.evaluation)
     return Result(recipe, directory, outcome, evaluation, len(text.corpus))
-
-
-def check_terms(recipe: Recipe) -> None:
-    """Make the objective once: a term of one's own that cannot be, or lacks its teachers, is told before the work."""
-    if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
-        raise RecipeError("a term of objective.own needs the teachers' lists; add teachers.encoders, or take it away")
 
 
 def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:

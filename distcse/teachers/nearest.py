@@ -29,10 +29,7 @@ def nearest(
     Raises:
         RunError: faiss is not installed.
     """
-    try:
-        import faiss
-    except ImportError:
-        raise RunError(f'{asked_by} needs faiss; pip install "distcse[mining]"') from None
+    faiss = require_faiss(asked_by)
     count, width = vectors.shape
     if count <= FLAT_UP_TO:
         index: Any = faiss.IndexFlatIP(width)
@@ -44,3 +41,12 @@ def nearest(
     index.add(vectors)
     cosines, rows = index.search(vectors, min(neighbours + 1, count))
     return cosines, rows
+
+
+def require_faiss(asked_by: str) -> Any:
+    """The library; `RunError` names what wants it where it is not installed."""
+    try:
+        import faiss
+    except ImportError:
+        raise RunError(f'{asked_by} needs faiss; pip install "distcse[mining]"') from None
+    return faiss

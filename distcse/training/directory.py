@@ -19,15 +19,15 @@ import platform
 import re
 import subprocess
 import time
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, InGroup
+from distcse.events import Event, as_line
 from distcse.files import put
-from distcse.recipe import MutualRecipe, Recipe, read_recipe, recipe_yaml
+from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe, recipe_yaml
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 
@@ -156,12 +156,22 @@ class RunDirectory:
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl."""
-        group = {}
-        if isinstance(event, InGroup):
-            group, event = {"group": event.group}, event.event
-        line = {"time": round(time.time(), 3), "event": type(event).__name__, **group, **asdict(event)}
         with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(as_line(event) + "\n")
+
+
+def check_storage(storage: StorageSection) -> None:
+    """Make the folders of runs and cache, if they are not there. `RunError` where that is refused, before any work."""
+    for key in ("runs", "cache"):
+        folder = Path(getattr(storage, key))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as refused:
+            raise RunError(
+                f"cannot write in {folder}: {refused.strerror}; set storage.{key} to a folder you may write"
+            ) from None
 
 
 def _differences(before: Any, after: Any, path: str = "") -> set[str]:

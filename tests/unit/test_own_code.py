@@ -129,7 +129,7 @@ def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], module
             recipe_with(*overrides)
     (modules / "odd_terms.py").write_text(ODD)
     without = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
-    with pytest.raises(RecipeError, match="a term of objective.own needs the teachers' lists"):
+    with pytest.raises(RecipeError, match=re.escape("a term of objective.own needs the teachers' lists")):
         run(without, Watch())
 
 

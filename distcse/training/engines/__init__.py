@@ -12,7 +12,7 @@ from distcse.training.checkpoint import TrainingState
 from distcse.training.engines.engine import Engine
 from distcse.training.engines.plain import PlainEngine
 
-__all__ = ["Engine", "PlainEngine", "make_engine"]
+__all__ = ["Engine", "PlainEngine", "make_engine", "uses_deepspeed"]
 
 
 def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: TrainingState | None) -> Engine:
@@ -24,15 +24,21 @@ def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: Tr
         rows: Rows of a batch on this worker.
         restored: Where the optimiser goes on from.
     """
-    has_deepspeed = find_spec("deepspeed") is not None
-    if training.engine == "plain" or (training.engine == "auto" and not has_deepspeed):
-        if training.zero_stage:
-            raise RunError(
-                'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
-            )
+    if not uses_deepspeed(training):
         return PlainEngine(model, training, restored)
-    if not has_deepspeed:
-        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
     from distcse.training.engines.zero import DeepSpeedEngine
 
     return DeepSpeedEngine(model, training, rows, restored)
+
+
+def uses_deepspeed(training: LoopSection) -> bool:
+    """Whether the recipe's engine comes to DeepSpeed. `RunError` where it wants it and it is not installed."""
+    if training.engine == "plain":
+        return False
+    if find_spec("deepspeed") is not None:
+        return True
+    if training.zero_stage:
+        raise RunError('training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"')
+    if training.engine == "deepspeed":
+        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
+    return False

@@ -1,0 +1,54 @@
+"""All that a run of groups needs, tried without the run: `--dry-run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.corpus import Corpus
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.events import Note, Stage, Watch
+from distcse.mutual.dev import DevPairs
+from distcse.mutual.finals import wanted_tasks
+from distcse.mutual.pairs import read_pairs
+from distcse.recipe import MutualRecipe
+from distcse.training.cluster import cluster
+from distcse.training.directory import check_storage
+from distcse.training.engines import uses_deepspeed
+
+
+def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
+    """Read pairs (or the text they are mined from) and labelled sets, load both starts of every group, join the cluster.
+
+    Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
+    """
+    uses_deepspeed(recipe.bi)
+    uses_deepspeed(recipe.cross)
+    check_storage(recipe.storage)
+    DevPairs.of(recipe)
+    tasks = wanted_tasks(recipe)
+    for line in tasks.missing:
+        watch.post(Note(f"missing: {line}", warning=True))
+    if recipe.pairs.mine is None:
+        _told(watch, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
+    else:
+        corpus = Corpus.prepare(recipe.pairs.mine.corpus, Path(recipe.storage.cache))
+        _told(watch, "pairs", f"to be mined from {len(corpus):,} sentences")
+    for group in recipe.groups:
+        Encoder.from_section(group)
+        source = group.cross_backbone or group.backbone
+        length, layers = recipe.cross.max_length, group.named_layers
+        CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code)
+        _told(watch, group.name, "both of its models load")
+    if recipe.ray:
+        with cluster():
+            from distcse.mutual.actors import resources_of  # Ray reads its settings when it is imported
+
+            wants = resources_of(recipe.groups)
+            told = (
+                f"{group.name} {want['CPU']:g} CPUs a worker" for group, want in zip(recipe.groups, wants, strict=True)
+            )
+            _told(watch, "cluster", ", ".join(told))
+
+
+def _told(watch: Watch, what: str, note: str) -> None:
+    watch.post(Stage(what, 1, 1, "", finished=True, note=note))

@@ -1,0 +1,289 @@
+"""Progress on its way: a live view on a terminal, plain lines in a log, an object a line for programs, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews, as_line
+from distcse.report.knobs import in_a_line
+
+_PLAIN_EVERY_SECONDS = 10.0
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKED = 16
+
+
+class View(Protocol):
+    """Shows events as they come."""
+
+    def show(self, event: Event) -> None:
+        """Take one event."""
+        ...
+
+
+class QuietView:
+    """Warnings alone."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, event: Event) -> None:
+        told = event.event if isinstance(event, InGroup) else event
+        if isinstance(told, Note) and told.warning:
+            self._console.print(f"warning   {told.text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class JsonView:
+    """Every event as JSON, one a line, as soon as it comes: the same lines as in a run's events.jsonl."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def show(self, event: Event) -> None:
+        self._file.write(as_line(event) + "\n")
+        self._file.flush()
+
+
+class PlainView:
+    """One line an event, at most one every few seconds a stage: for job logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, InGroup):
+            self._show(event.event, event.group)
+        else:
+            self._show(event, "")
+
+    def _show(self, event: Event, group: str) -> None:
+        if isinstance(event, Stage):
+            self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds is told once, at its end
+            if event.finished or self._due(event.name):
+                self._line(_stage_line(event))
+        elif isinstance(event, Steps):
+            if event.step == event.total or self._due(f"steps {group}"):
+                rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
+                self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
+        elif isinstance(event, DevScore):
+            self._line(f"{group or 'dev':<9} {_dev_line(event)}")
+        elif isinstance(event, Doing):
+            self._line(f"{group:<9} {_doing_line(event)}")
+        elif isinstance(event, TrialNews):
+            if event.status != "running" or self._due(f"trial {event.trial}"):
+                self._line(_trial_line(event))
+        elif isinstance(event, Note):
+            told = f"{group:<9} {event.text}" if group else event.text
+            self._line(("warning   " if event.warning else "") + told)
+
+    def _due(self, name: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(name, -_PLAIN_EVERY_SECONDS) < _PLAIN_EVERY_SECONDS:
+            return False
+        self._last[name] = now
+        return True
+
+    def _line(self, text: str) -> None:
+        self._console.print(
+            f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+@dataclass
+class _State:
+    """Where a run, or a group of one, stands."""
+
+    phase: str = ""
+    note: str = ""
+    scores: list[float] = field(default_factory=list)
+
+    @property
+    def dev(self) -> str:
+        return f"  dev {self.scores[-1]:.2f} {sparkline(self.scores)}" if self.scores else ""
+
+
+class LiveView:
+    """A bar for the stage at work, finished stages above it. What matters most stands left: the right end may be cut off."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console = console
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+        self._begun: dict[str, float] = {}
+        self._states: dict[str, _State] = {}
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, InGroup):
+            self._in_group(event.group, event.event)
+        elif isinstance(event, Stage):
+            self._stage(event)
+        elif isinstance(event, Steps):
+            note = f"{_pace(event)}{self._state('').dev}  {_losses(event)}{_waited(event)}"
+            self._advance("train", event.step, event.total, note, _left(event))
+            if event.step == event.total:
+                self._end("train")
+        elif isinstance(event, DevScore):
+            self._state("").scores.append(event.score)
+            self._print(f"dev       {_dev_line(event)}")
+        elif isinstance(event, TrialNews):
+            self._trial(event)
+        elif isinstance(event, Note):
+            self._print(event.text, event.warning)
+
+    def _in_group(self, group: str, event: Event) -> None:
+        """A bar a group, all of them one under the other: its phase, its steps, its dev score, or whom it waits for."""
+        state = self._state(group)
+        if isinstance(event, Doing):
+            state.phase, state.note, state.scores = event.phase, _doing_line(event), []
+            if event.activity in ("finished", "dropped"):
+                self._end(group)
+                self._print(f"{group:<9} {_doing_line(event)}")
+            else:
+                self._advance(group, 0, None, state.note)
+        elif isinstance(event, Steps):
+            note = f"{state.note}{state.dev}  {_pace(event)}  {_losses(event)}"
+            self._advance(group, event.step, event.total, note, _left(event))
+        elif isinstance(event, DevScore):
+            state.scores.append(event.score)
+            self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
+        elif isinstance(event, Note):
+            self._print(f"{group:<9} {event.text}", event.warning)
+
+    def _state(self, group: str) -> _State:
+        return self._states.setdefault(group, _State())
+
+    def _trial(self, event: TrialNews) -> None:
+        """A bar for each trial that runs; a line for each that ended."""
+        if event.status == "running":
+            self._advance(event.trial, int(event.progress), 100, _trial_note(event))
+        elif event.trial in self._tasks or event.status != "finished":
+            self._end(event.trial)
+            self._print(_trial_line(event), event.status in ("diverged", "failed"))
+
+    def _print(self, text: str, warning: bool = False) -> None:
+        self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False)
+
+    def _stage(self, event: Stage) -> None:
+        if event.finished:
+            self._end(event.name)
+            self._print(_stage_line(event))
+            return
+        begun = self._begun.setdefault(event.name, time.monotonic())
+        left = ""
+        if event.total and event.done:
+            left = _clock((event.total - event.done) * (time.monotonic() - begun) / event.done)
+        self._advance(event.name, event.done, event.total, event.unit, left)
+
+    def _advance(self, name: str, done: int, total: int | None, note: str, left: str = "") -> None:
+        count = f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
+        fields: dict[str, Any] = {"count": count, "left": left, "note": note}
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, **fields)
+        # An unknown total is an empty bar: rich keeps the old one where it is told None.
+        self._progress.update(self._tasks[name], completed=done if total else 0, total=total or 1, **fields)
+
+    def _end(self, name: str) -> None:
+        self._begun.pop(name, None)
+        if (task := self._tasks.pop(name, None)) is not None:
+            self._progress.remove_task(task)
+
+
+@contextmanager
+def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
+    """The view that fits: live where standard error is a terminal, plain elsewhere. NO_COLOR is honoured.
+
+    Args:
+        quiet: Warnings alone.
+        json: Events as JSON on standard output, one a line.
+    """
+    console = Console(stderr=True)
+    if json:
+        yield JsonView(sys.stdout)
+    elif quiet:
+        yield QuietView(console)
+    elif not console.is_terminal:
+        yield PlainView(console)
+    else:
+        with live_progress(console) as progress:
+            yield LiveView(console, progress)
+
+
+def live_progress(console: Console) -> Progress:
+    """Bars as wide as the terminal: only the note at the right gives way where it is narrow."""
+    return Progress(
+        TextColumn("{task.description:<9}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=20 if console.width >= 80 else 10),
+        TextColumn("{task.fields[count]}", justify="right", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[left]}", justify="right", style="cyan", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        console=console,
+        transient=True,
+        expand=True,
+    )
+
+
+def sparkline(scores: Sequence[float]) -> str:
+    """The last scores as a row of little bars, from the lowest of them to the highest."""
+    shown = scores[-_SPARKED:]
+    low, spread = min(shown), max(shown) - min(shown)
+    return "".join(_SPARKS[int((score - low) / spread * (len(_SPARKS) - 1)) if spread else 0] for score in shown)
+
+
+def _stage_line(event: Stage) -> str:
+    if event.finished:
+        return f"{event.name:<9} {event.note or f'{event.done:,} {event.unit}'}"
+    of = f"/{event.total:,}" if event.total else ""
+    return f"{event.name:<9} {event.done:,}{of} {event.unit}"
+
+
+def _losses(event: Steps) -> str:
+    parts = "".join(f"  {name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
+    return f"loss {event.losses['loss']:.4f}{parts}"
+
+
+def _pace(event: Steps) -> str:
+    return f"{1 / event.seconds:.2f} steps/s"
+
+
+def _waited(event: Steps) -> str:
+    share = 100 * event.waited / event.seconds if event.seconds else 0.0
+    return f"  teachers waited for {share:.1f}%" if share else ""
+
+
+def _left(event: Steps) -> str:
+    return _clock((event.total - event.step) * event.seconds)
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _doing_line(event: Doing) -> str:
+    waiting = f" for {', '.join(event.waiting_for)}" if event.waiting_for else ""
+    return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
+
+
+def _trial_line(event: TrialNews) -> str:
+    why = f"  {event.why}" if event.why else ""
+    return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{why}"
+
+
+def _trial_note(event: TrialNews) -> str:
+    score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
+    return score + in_a_line(event.values)
+
+
+def _dev_line(event: DevScore) -> str:
+    best = "best so far" if event.best_step == event.step else f"best {event.best:.2f} at step {event.best_step}"
+    return f"step {event.step}  {event.name} {event.score:.2f}  ({best})"

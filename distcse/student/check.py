@@ -1,0 +1,81 @@
+"""All that a run needs, tried without the run: `--dry-run`, and the part of it that every run begins with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distcse.corpus import BatchSampler, split_held_out
+from distcse.encoder import Encoder
+from distcse.errors import RecipeError, TeacherError
+from distcse.events import Note, Stage, Watch
+from distcse.objectives import build_objective
+from distcse.recipe import Recipe
+from distcse.student.dev import check_labelled_data
+from distcse.student.finals import labelled_tasks
+from distcse.student.houses import house_of, room_for
+from distcse.student.material import read_corpus
+from distcse.student.model import build_student
+from distcse.teachers import Alphas, live
+from distcse.teachers.nearest import require_faiss
+from distcse.training.directory import check_storage
+from distcse.training.engines import uses_deepspeed
+from distcse.training.schedule import total_steps
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What can be known in a second: terms, libraries, folders, the labelled dev set.
+
+    Raises a `DistcseError` for what would otherwise end the run after its teachers have embedded the corpus.
+    """
+    if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
+        raise RecipeError("a term of objective.own needs the teachers' lists; add teachers.encoders, or take it away")
+    uses_deepspeed(recipe.training)
+    if recipe.training.neighbours is not None:
+        require_faiss("training.neighbours")
+    check_storage(recipe.storage)
+    check_labelled_data(recipe)
+
+
+def check_run(recipe: Recipe, watch: Watch) -> None:
+    """Read the text and the labelled sets, load the student, ask each teacher once, join the cluster; train nothing.
+
+    The corpus that was read stays in the cache, for the run. Raises a `DistcseError` that names what to mend.
+    """
+    check_recipe(recipe)
+    tasks = labelled_tasks(recipe)
+    if tasks.tasks:
+        _told(watch, "labelled", f"{len(tasks.tasks)} sets to measure on")
+    for line in tasks.missing:
+        watch.post(Note(f"missing: {line}", warning=True))
+    corpus = read_corpus(recipe, watch)
+    Alphas(recipe.teachers.encoders, corpus)
+    training = recipe.training
+    rows, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
+    epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+    _told(watch, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
+    encoder = build_student(_with_all_layers(recipe)).encoder
+    _told(watch, "student", _described(encoder))
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
+        if not np.isfinite(answer).all():
+            raise TeacherError(f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32")
+        _told(watch, f"teacher {number}", f"{teacher.backbone} answers")
+    _, surroundings = house_of(recipe)
+    with surroundings:
+        _told(watch, "cluster", room_for(recipe))
+
+
+def _with_all_layers(recipe: Recipe) -> Recipe:
+    """Which layers `auto` comes to is the run's own search."""
+    if recipe.student.layers != "auto":
+        return recipe
+    return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "depth": None})})
+
+
+def _described(encoder: Encoder) -> str:
+    weights = sum(part.numel() for part in encoder.parameters())
+    return f"{encoder.dimension} numbers a vector, {weights / 1e6:.1f} M weights, {encoder.max_length} tokens at most"
+
+
+def _told(watch: Watch, what: str, note: str) -> None:
+    watch.post(Stage(what, 1, 1, "", finished=True, note=note))

@@ -1,0 +1,91 @@
+"""Python's side: what `distcse` names, what it costs to import, a run and a comparison as functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distcse
+from distcse.events import DevScore, Event
+from distcse.recipe import Recipe
+from tests.conftest import ROOT
+
+
+def test_everything_named_is_there() -> None:
+    for name in distcse.__all__:
+        assert getattr(distcse, name) is not None
+    assert set(distcse.__all__) <= set(dir(distcse))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = distcse.trian  # type: ignore[attr-defined]
+
+
+def test_no_module_is_in_a_functions_place() -> None:
+    """`import distcse.train` sets distcse.train to the module: no public name may be a module's."""
+    for name in distcse.__all__:
+        assert find_spec(f"distcse.{name}") is None, name
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, distcse; before = set(sys.modules); distcse.__version__; "
+        "print(*{name.partition('.')[0] for name in before} & {'torch', 'ray', 'transformers', 'numpy', 'pydantic', 'rich'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_a_recipe_is_read_without_torch() -> None:
+    code = "import sys, distcse; distcse.read_recipe('quickstart'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_run_its_student_and_its_scores(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, labelled: Path, sentences: list[str], capsys: Any
+) -> None:
+    recipe_with()  # writes recipe.yaml
+    capsys.readouterr()
+    events: list[Event] = []
+    run = distcse.run(tmp_path / "recipe.yaml", "training.max_steps=6", "training.log_every=1", listen=events.append)
+    assert not run.interrupted and run.models == {"student": run.model} and run.model.is_dir()
+    assert any(isinstance(event, DevScore) for event in events) and capsys.readouterr().err == ""
+    assert {file.name for file in run.reports} == {"report.html", "report.md"} and all(f.is_file() for f in run.reports)
+    assert (run.model / "README.md").read_text().startswith("---")
+    encoder = run.encoder()
+    assert encoder.encode(sentences[:3]).shape == (3, 32)
+    assert run.scores is not None and "| student |" in run.scores._repr_markdown_()
+
+    models: dict[str, Any] = {"from the folder": run.directory, "in memory": encoder}
+    measured = distcse.measure(models, data=labelled, suites=["sts"], listen=events.append)
+    figures = [measured.figure("sts", "STS-B", "spearman", name) for name in models]
+    assert figures[0] == figures[1]
+    assert "STS-B" in measured._repr_markdown_()
+    assert {file.name for file in measured.write(tmp_path / "out")} == {"report.html", "report.md"}
+
+
+def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with("training.log_every=1", "training.max_steps=8")
+    stopped = distcse.run(recipe, listen=lambda event: None, stop_wished=lambda: True)
+    assert stopped.interrupted and stopped.scores is None and stopped.reports == []
+    done = distcse.resume(stopped.directory, "training.log_every=2", listen=lambda event: None)
+    assert not done.interrupted and done.directory == stopped.directory and done.scores is not None
+
+
+def test_without_a_listener_progress_goes_to_standard_error(
+    labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = distcse.measure([f"thin={tiny()}"], data=labelled, reading=distcse.Reading(pooling="mean"))
+    told = capsys.readouterr()
+    assert told.out == "" and "thin" in told.err and "in the model" in told.err
+    assert [about.name for about in measured.evaluation.models] == ["thin"]
+
+
+def test_overrides_want_a_name(recipe_with: Callable[..., Recipe]) -> None:
+    with pytest.raises(distcse.DistcseError, match="overrides go with a recipe's name or file"):
+        distcse.run(recipe_with(), "training.lr=1e-4")

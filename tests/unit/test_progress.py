@@ -1,0 +1,122 @@
+"""What a person sees while a run is under way: live, plain, quiet; and what a program reads."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
+from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view, sparkline
+from distcse.training.directory import RunDirectory
+
+STEPS = Steps(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
+RUN: list[Event] = [
+    Note("run directory runs/small"),
+    Stage("corpus", 500, 1000, "sentences"),
+    Stage("corpus", 1000, 1000, "sentences", finished=True, note="1,000 sentences"),
+    *(DevScore(step, 12_000, "agreement", score, 61.0, 200) for step, score in ((100, 50.0), (200, 61.0), (300, 55.5))),
+    STEPS,
+    Note("2 rows are blank", warning=True),
+]
+
+
+def live(width: int, *events: Event) -> tuple[list[str], str]:
+    """The bars on a terminal of a width, and the lines above them."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, no_color=True, color_system=None)
+    progress = live_progress(console)
+    view = LiveView(console, progress)
+    for event in events:
+        view.show(event)
+    above = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = Console(file=io.StringIO(), width=width, no_color=True)
+    shown.print(progress.get_renderable())
+    return shown.file.getvalue().rstrip("\n").split("\n"), above  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_a_narrow_terminal_loses_the_right_end_alone(width: int) -> None:
+    (bar,), above = live(width, *RUN)
+    assert len(bar) <= width
+    assert bar.startswith("train") and "4,200/12,000" in bar and "1:05:00" in bar and "2.00 steps/s" in bar
+    assert ("loss 1.2500" in bar) is (width >= 100) and ("teachers waited for 2.0%" in bar) is (width >= 160)
+    assert "corpus    1,000 sentences" in above and "agreement 55.50  (best 61.00 at step 200)" in above
+
+
+def test_the_bar_shows_the_dev_scores_so_far() -> None:
+    (bar,), _ = live(120, *RUN)
+    assert "dev 55.50 ▁█▄" in bar
+
+
+def test_the_end_takes_the_bar_away() -> None:
+    last = Steps(12_000, 12_000, {"loss": 1.0}, 0.0, 0.5, 0.0)
+    assert live(80, *RUN, last)[0] == [""]
+
+
+def test_each_group_and_each_trial_has_a_bar() -> None:
+    bars, _ = live(
+        110,
+        InGroup("full", Doing("cycle 1 bi", "training")),
+        InGroup("full", STEPS),
+        InGroup("even", Doing("cycle 1 bi", "waiting", ["full"])),
+        TrialNews("trial-3", "running", 40.0, 70.1, 71.2, {"objective.rank.tau2": 0.025}),
+    )
+    assert [bar.split()[0] for bar in bars] == ["full", "even", "trial-3"]
+    assert "waiting for full" in bars[1] and "40/100" in bars[2] and "dev 70.10 (best 71.20)" in bars[2]
+
+
+def test_sparklines() -> None:
+    assert sparkline([3.0]) == "▁" and sparkline([1.0, 1.0]) == "▁▁" and sparkline([0.0, 7.0, 3.5]) == "▁█▄"
+    assert len(sparkline(list(range(100)))) == 16
+
+
+def test_without_a_terminal_every_line_is_plain_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_view() as view:
+        assert isinstance(view, PlainView)
+        for event in RUN:
+            view.show(event)
+    told = capsys.readouterr()
+    assert told.out == "" and "\x1b" not in told.err
+    for words in (
+        "corpus    1,000 sentences",
+        "step 4200/12000  loss 1.2500",
+        "1:05:00 left",
+        "warning   2 rows are blank",
+    ):
+        assert words in told.err
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with open_view() as view:
+        assert isinstance(view, LiveView)
+        view.show(Note("careful", warning=True))
+    told = capsys.readouterr().err
+    assert "careful" in told and "\x1b[33m" not in told and "\x1b[36m" not in told
+
+
+def test_quiet_tells_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_view(quiet=True) as view:
+        assert isinstance(view, QuietView)
+        for event in RUN:
+            view.show(event)
+    told = capsys.readouterr()
+    assert told.out == "" and told.err == "warning   2 rows are blank\n"
+
+
+def test_programs_read_the_lines_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events: list[Event] = [*RUN, InGroup("full", STEPS)]
+    directory = RunDirectory(tmp_path)
+    with open_view(json=True) as view:
+        for event in events:
+            view.show(event)
+            directory.log(event)
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    stored = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [{**line, "time": 0} for line in shown] == [{**line, "time": 0} for line in stored]
+    assert shown[-1]["group"] == "full" and shown[-1]["event"] == "Steps" and shown[-1]["losses"]["rank"] == 0.85
