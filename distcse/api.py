@@ -57,7 +57,7 @@ class Measured:
     evaluation: Evaluation
 
     def figure(self, suite: str, of: str, measure: str, model: str) -> float:
-        """One figure, such as figure("sts", "STS-B", "spearman", "student")."""
+        """One figure, such as figure("sts", "STS-B", "all", "student")."""
         return self.evaluation.figure(suite, of, measure, model)
 
     def write(self, folder: str | Path) -> list[Path]:

@@ -171,7 +171,7 @@ class LiveView:
             self._print(_trial_line(event), event.status in ("diverged", "failed"))
 
     def _print(self, text: str, warning: bool = False) -> None:
-        self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False)
+        self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False, soft_wrap=True)
 
     def _stage(self, event: Stage) -> None:
         if event.finished:

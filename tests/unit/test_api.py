@@ -63,7 +63,7 @@ def test_a_run_its_student_and_its_scores(
 
     models: dict[str, Any] = {"from the folder": run.directory, "in memory": encoder}
     measured = distcse.measure(models, data=labelled, suites=["sts"], listen=events.append)
-    figures = [measured.figure("sts", "STS-B", "spearman", name) for name in models]
+    figures = [measured.figure("sts", "STS-B", "all", name) for name in models]
     assert figures[0] == figures[1]
     assert "STS-B" in measured._repr_markdown_()
     assert {file.name for file in measured.write(tmp_path / "out")} == {"report.html", "report.md"}
