@@ -50,7 +50,7 @@ Model = str | Path | Encoder
 """A run's folder, a model's folder, a name on the hub, `package:NAME/FOLDER`; or an encoder that is loaded already."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measured:
     """Figures of models side by side; a notebook shows them as tables."""
 
@@ -65,6 +65,10 @@ class Measured:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return list(write_pages(self.evaluation, Path(folder)))
 
+    def __repr__(self) -> str:
+        models = ", ".join(about.name for about in self.evaluation.models)
+        return f"<Measured: {len(self.evaluation.scores)} figures of {models}>"
+
     def _repr_markdown_(self) -> str:
         lines: list[str] = []
         for grid in grids(self.evaluation):
@@ -72,7 +76,7 @@ class Measured:
         return "\n".join([*lines, *(f"- {line}" for line in legend(self.evaluation))])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """What a run left behind."""
 
@@ -110,6 +114,9 @@ class Run:
     def scores(self) -> Measured | None:
         """Start, student and teachers side by side; None where nothing was measured."""
         return None if self.result.evaluation is None else Measured(self.result.evaluation)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
 
     def encoder(self) -> Encoder:
         """The student, loaded."""

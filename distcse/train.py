@@ -36,6 +36,8 @@ def _main(options: argparse.Namespace) -> int:
         if options.dry_run:
             return _check(recipe, options)
     elif options.recipe:
+        if "=" not in options.recipe:
+            raise RecipeError(f"--resume takes the recipe from the run's folder; take {options.recipe} away")
         overrides.insert(0, options.recipe)
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")

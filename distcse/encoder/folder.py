@@ -85,6 +85,10 @@ def refuse_pickled_weights(folder: Path) -> None:
             f"{folder} holds {pickled[0]} but no safetensors, and distcse opens no pickles; convert it where you trust it: "
             f"AutoModel.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
         )
+    if (folder / "adapter_config.json").is_file():
+        raise EncoderError(
+            f"{folder} holds an adapter, not a model; merge it into its model (peft: merge_and_unload) and save that"
+        )
     raise EncoderError(f"{folder} holds no weights: expected model.safetensors")
 
 

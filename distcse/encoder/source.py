@@ -34,7 +34,11 @@ def resolve_model(name: str, trust_remote_code: bool = False) -> Path:
         return _in_package(name)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
+            raise EncoderError(f"{folder} is a run's folder; its model is {folder / 'model'}: name that")
         return folder.absolute()
+    if folder.is_file():
+        raise EncoderError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise EncoderError(f"no model folder {folder.absolute()}")
     return _from_hub(name, trust_remote_code)

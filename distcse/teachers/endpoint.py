@@ -87,7 +87,8 @@ class Endpoint:
         except requests.RequestException as lost:
             raise self._error(f"cannot be reached after {self._section.retries} retries: {lost}") from None
         if not answer.ok:
-            raise self._error(f"answers {answer.status_code}: {' '.join(answer.text.split())[:_TOLD]}")
+            key = f" (the key is read from {self._section.key_variable})" if answer.status_code in (401, 403) else ""
+            raise self._error(f"answers {answer.status_code}: {' '.join(answer.text.split())[:_TOLD]}{key}")
         try:
             return self._read(answer.json(), len(texts))
         except (ValueError, KeyError, TypeError, IndexError) as odd:

@@ -1,0 +1,179 @@
+"""The likeliest mistakes, made at the real doors: each is told in one message, with what is wrong, where, and what to type."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distcse import embed, evaluate, train, tune
+from distcse.recipe import recipe_yaml
+from tests.jobs import make_recipe
+
+DOORS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
+
+
+class Place:
+    """A folder with a recipe that works, and everything that is needed to break it."""
+
+    def __init__(self, folder: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path) -> None:
+        self.folder, self.tiny = folder, tiny("bert")
+        recipe = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=4")
+        self.recipe = folder / "works.yaml"
+        self.recipe.write_text(recipe_yaml(recipe))
+        self.labelled = labelled
+        (folder / "not.yaml").write_text("student: {backbone: x\n")
+        (folder / "twice.yaml").write_text("name: a\nstudent: {backbone: x}\nname: b\n")
+        (folder / "text.jsonl").write_text(json.dumps({"body": "A sentence."}) + "\n")
+        (folder / "few.txt").write_text("One.\nTwo.\nThree.\n")
+        (folder / "file").write_text("in the way")
+        (folder / "empty").mkdir()
+        self.pickled = shutil.copytree(self.tiny, folder / "pickled")
+        torch.save(load_file(self.pickled / "model.safetensors"), self.pickled / "pytorch_model.bin")
+        (self.pickled / "model.safetensors").unlink()
+        self.adapter = folder / "adapter"
+        self.adapter.mkdir()
+        (self.adapter / "adapter_config.json").write_text("{}")
+        (folder / "space.yaml").write_text("knobs: {objective.rank.tua2: {values: [0.1]}}\n")
+        self.run = folder / "runs" / "begun"
+        self.run.mkdir(parents=True)
+        (self.run / "recipe.yaml").write_text(recipe_yaml(recipe))
+
+
+@pytest.fixture(scope="module")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str], labelled: Path
+) -> Place:
+    return Place(tmp_path_factory.mktemp("mistakes"), tiny, sentences, labelled)
+
+
+R = "{p.recipe}"
+MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
+    # the recipe and how it is named
+    ("train", [], 2, ["name a recipe or a YAML file", "minilm-3layer"]),
+    ("train", ["quikstart"], 2, ["no recipe or file 'quikstart'", "did you mean 'quickstart'?"]),
+    ("train", [R, "trianing.lr=2e-5"], 2, ["unknown key trianing", "did you mean 'training'?"]),
+    ("train", [R, "teachers.encoders.0.alhpa=2"], 2, ["teachers.encoders.0.alhpa (value 2)", "did you mean 'alpha'?"]),
+    ("train", [R, "training.lr", "2e-5"], 2, ["'training.lr' is not of the form key.path=value, such as training.lr=2e-5"]),
+    ("train", [R, "training.lr=fast"], 2, ["training.lr is 'fast'; expected a number"]),
+    ("train", [R, "training.lr=30"], 2, ["training.lr is 30; allowed: more than 0 and at most 1"]),
+    ("train", [R, "objective.rank.form=listnet"], 2, ["did you mean 'list_net'?", "list_mle"]),
+    ("train", [R, "teachers.encoders.3.alpha=1"], 2, ["'3' is no place in a list of 1; allowed: 0 to 0"]),
+    ("train", ["{p.folder}/not.yaml"], 2, ["not.yaml is not YAML", "line"]),
+    ("train", ["{p.folder}/twice.yaml"], 2, ["line 3: key 'name' was given on line 1 already; keep one"]),
+    ("train", [R, "teachers.encoders=[]"], 2, ["needs teachers; add teachers.encoders, or write objective.rank: null"]),
+    ("train", [R, "training.workers=3"], 2, ["workers is 3, which does not divide batch_size 16; allowed: 1, 2, 4, 8, 16"]),
+    ("train", [R, "training.zero_stage=1"], 2, ["zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0"]),
+    (
+        "train",
+        [R, "teachers.encoders.0.endpoint={{url: 'host:8080/v1'}}"],
+        2,
+        ["endpoint.url", "'host:8080/v1' is no address; write one such as http://host:8080/v1"],
+    ),
+    ("train", [R, "evaluation.dev=stsb"], 2, ["evaluation.data is not set; write evaluation.data: FOLDER"]),
+    # the text
+    ("train", [R, "corpus.path=/nowhere/text.txt"], 1, ["corpus file /nowhere/text.txt does not exist"]),
+    ("train", [R, "corpus.path=null"], 1, ["the corpus has no source; write corpus.path=FILE"]),
+    ("train", [R, "corpus.path={p.folder}/empty"], 1, ["is a folder; write corpus.path=", "/*.txt"]),
+    ("train", [R, "corpus.path={p.folder}/text.jsonl"], 1, ["text.jsonl, line 1", "'text'", "body", "corpus.column"]),
+    ("train", [R, "corpus.path={p.folder}/few.txt"], 1, ["the corpus has 3 rows", "evaluation.held_out"]),
+    ("train", [R, "evaluation.data={p.folder}/empty"], 1, ["sts/stsb/dev.tsv.gz", "the dev score needs it"]),
+    # models
+    ("train", [R, "student.backbone=./no-such-model"], 1, ["no model folder", "no-such-model"]),
+    (
+        "train",
+        [R, "teachers.encoders.0.backbone=BAAI/bge-base-en-v1.5"],
+        1,
+        ["'BAAI/bge-base-en-v1.5' is no folder here", "HF_HUB_OFFLINE", "give a local folder"],
+    ),
+    ("train", [R, "teachers.encoders.0.pooling=null"], 1, ["does not say how it pools", "set pooling: cls, mean"]),
+    ("train", [R, "student.backbone={p.pickled}"], 1, ["pytorch_model.bin but no safetensors", "convert it where you trust it"]),
+    ("train", [R, "student.backbone=package:no_such/model"], 1, ["package 'no_such' is not installed", "pip install no_such"]),
+    ("train", [R, "student.layers=[0, 7]"], 1, ["layers asks for layer 7", "has 3 layers; allowed: 0 to 2"]),
+    ("train", [R, "student.max_length=4096"], 1, ["max_length is 4096", "at most"]),
+    ("train", [R, "student.backbone={p.run}"], 1, ["is a run's folder; its model is", "/model"]),
+    ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
+    ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["is a file; name the folder it lies in"]),
+    # places, and going on
+    ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder you may write"]),
+    ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder you may write"]),
+    ("train", ["--resume", "{p.folder}/empty"], 1, ["is no run directory", "--resume wants a folder that a run made"]),
+    ("train", ["--resume", "{p.run}", "training.lr=1e-4"], 2, ["training.lr cannot change in a resumed run", "start a new run"]),
+    ("train", [R, "--resume", "{p.run}"], 2, ["--resume takes the recipe from the run's folder", "take", "away"]),
+    # the other doors
+    ("tune", [R], 2, ["name a recipe and a space: python -m distcse.tune RECIPE --space FILE"]),
+    ("tune", [R, "--space", "{p.folder}/space.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
+    ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["no suite 'stss'; there are sts"]),
+    ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["nothing to measure: give --data a folder"]),
+    ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["empty holds no weights: expected model.safetensors"]),
+    ("embed", [R, "--compare"], 1, ["two teachers"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("door", "arguments", "status", "told"), MISTAKES, ids=lambda value: None)
+def test_one_message(
+    door: str, arguments: list[str], status: int, told: list[str], place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.format(p=place) for argument in arguments]
+    assert DOORS[door]([*given, "--quiet"]) == status
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if line.startswith("distcse: ")]
+    assert len(lines) == 1 and "Traceback" not in shown.err, shown.err
+    lacking = [words for words in told if words not in lines[0]]
+    assert not lacking, f"{lacking} not in: {lines[0]}"
+
+
+def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([str(place.recipe), "training.lr=1e-5", "--print-recipe"]) == 0
+    assert "lr: 1.0e-05" in capsys.readouterr().out
+
+
+def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
+    shown = capsys.readouterr()
+    last = json.loads(shown.out.splitlines()[-1])
+    assert last == {"event": "Error", "kind": "CorpusError", "message": "corpus file /nowhere.txt does not exist"}
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """A server that answers everything with the status in the path."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = b'{"error": "invalid api key"}'
+            self.send_response(401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *told: object) -> None:
+            """Nothing on standard error."""
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_endpoint_that_refuses_or_is_not_there(
+    place: Place, refusing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url, told in (
+        (refusing, ["answers 401", "invalid api key", "OPENAI_API_KEY"]),
+        ("http://127.0.0.1:9/v1", ["cannot be reached after 0 retries"]),
+    ):
+        endpoint = f"teachers.encoders.0.endpoint={{url: '{url}', retries: 0}}"
+        assert train.main([str(place.recipe), endpoint, "--quiet"]) == 1
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
+        assert len(lines) == 1 and not [words for words in told if words not in lines[0]], lines
