@@ -1,0 +1,61 @@
+"""Share a model on the hub: `python -m distcse.push RUN --to USER/NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.errors import EncoderError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, look through the folder, upload, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    return exit_status(lambda: _main(options), kept="nothing or all was uploaded", as_json=options.json)
+
+
+def _main(options: argparse.Namespace) -> int:
+    from distcse.report.terminal import print_json, print_lines
+    from distcse.sharing import prepare, upload
+
+    if options.to.count("/") != 1 or not all(options.to.split("/")):
+        raise EncoderError(f"--to {options.to} names no model on the hub; write USER/NAME")
+    with tempfile.TemporaryDirectory() as beside:
+        parcel = prepare(options.model, Path(beside) / "model", options.licence)
+        if not options.quiet:
+            for line in parcel.remarks:
+                sys.stderr.write(f"warning   {line}\n")
+        address = None if options.dry_run else upload(parcel, options.to, options.private)
+    if options.json:
+        print_json([{"event": "Finished", "files": parcel.files, "remarks": parcel.remarks, "address": address}])
+    elif address is None:
+        lines = [f"would upload {len(parcel.files)} files, {parcel.megabytes:.1f} MB, to {options.to}:"]
+        print_lines([*lines, *(f"  {name}" for name in parcel.files)])
+    else:
+        print_lines([f"model   {address}"])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.push",
+        description="Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",
+        epilog=f"Example: python -m distcse.push runs/my-run --to me/my-student --licence apache-2.0. {STATUSES}",
+    )
+    parser.add_argument("model", type=Path, metavar="RUN", help="a run's folder, or a model's")
+    parser.add_argument(
+        "--to", required=True, metavar="USER/NAME", help="the model's name on the hub; made if it is new"
+    )
+    parser.add_argument("--private", action="store_true", help="a new model is seen by you alone")
+    parser.add_argument("--licence", metavar="ID", help="written into the card, such as apache-2.0")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded")
+    add_output_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
