@@ -124,3 +124,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in ("index.html", "methods/rankcse.html", "notebooks/a-run.html", "recipe-reference.html"):
         assert (tmp_path / "site" / page).is_file()
     assert "repository:" not in (tmp_path / "site" / "architecture.html").read_text()
+
+
+def test_troubleshooting_quotes_messages_that_there_are() -> None:
+    sources = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "distcse").rglob("*.py")))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # a message over several lines of code
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        message for message in re.findall(r"\*\*`([^`]+)`\*\*", page) if message != "CUDA out of memory"
+    ]  # torch's own
+    assert len(quoted) > 15
+    lost = [part for message in quoted for part in re.split(r"\s*…\s*", message) if part and part not in joined]
+    assert not lost
