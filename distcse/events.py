@@ -19,6 +19,8 @@ class Stage:
     unit: str
     finished: bool = False
     note: str = ""
+    reused: int | None = None
+    """Of a table, when it is whole: rows that were there already, beside the `done` that were not."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Doing:
     """preparing, training, scoring, waiting, finished or dropped."""
     waiting_for: list[str] = field(default_factory=list)
     """Groups whose scores are not there yet."""
+    number: int | None = None
+    """The phase's place among all phases, from 0; None where there is none."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
 from distcse.recipe import GroupSection
 from distcse.training import allocator
-from distcse.training.board import open_board, relay, watch_of
+from distcse.training.board import open_board, own_name, relay, watch_of
 from distcse.training.cluster import worker_environment
 
 _PERIOD = 0.2
@@ -123,9 +123,10 @@ class GroupOnRay:
         remove_placement_group(self._place)
 
     def _train(self, phase: Phase, labels: Any) -> Trained | None:
-        board = open_board()
+        board = open_board(f"{self._bench.run.name}-{self.name}")
         try:
-            answers = [trainer.train.remote(phase, labels, board) for trainer in self._trainers]
+            trains = {"name": f"train {self.name} {phase.name}"}
+            answers = [trainer.train.options(**trains).remote(phase, labels, board) for trainer in self._trainers]
             waiting = answers
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
@@ -137,7 +138,11 @@ class GroupOnRay:
             ray.kill(board)
 
     def _score(self, phase: Phase) -> Scores:
-        parts = [scorer.score.remote(phase, part, len(self._scorers)) for part, scorer in enumerate(self._scorers)]
+        scores = {"name": f"score {self.name} {phase.name}"}
+        number = len(self._scorers)
+        parts = [
+            scorer.score.options(**scores).remote(phase, part, number) for part, scorer in enumerate(self._scorers)
+        ]
         return np.concatenate(ray.get(parts))
 
     def _persist(self, phase: Phase, work: Any) -> Any:
@@ -167,6 +172,7 @@ class GroupOnRay:
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
         number = self._bench.group.workers
         self._wait_for_place(number)
+        named = own_name(f"{self._bench.run.name}-{self.name}")
         for rank in range(number):
             beside = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
             common = {
@@ -174,8 +180,8 @@ class GroupOnRay:
                 "num_gpus": gpus / 2,
                 "runtime_env": {"env_vars": worker_environment(gpus)},
             }
-            trainer = ray.remote(TrainingActor).options(num_cpus=cpus, **common)
-            scorer = ray.remote(ScoringActor).options(num_cpus=0, **common)
+            trainer = ray.remote(TrainingActor).options(name=f"trainer-{named}-{rank}", num_cpus=cpus, **common)
+            scorer = ray.remote(ScoringActor).options(name=f"scorer-{named}-{rank}", num_cpus=0, **common)
             self._trainers.append(trainer.remote(self._bench, rank, number, cpus, gpus))
             self._scorers.append(scorer.remote(self._bench, cpus))
         address = ray.get(self._trainers[0].address.remote())

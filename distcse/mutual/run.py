@@ -76,7 +76,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     ledger = Ledger(directory.path, claim)
     ledger.begin(pairs.fingerprint)
     benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
-    with _groups(recipe, benches, watch) as groups:
+    with _groups(recipe, benches, watch) as (groups, watch):
         interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), watch)
     best, evaluation = [], None
     if not interrupted:
@@ -103,21 +103,23 @@ def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
 
 
 @contextmanager
-def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
-    watches = [_in_group(watch, bench.group.name) for bench in benches]
+def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[tuple[list[Group], Watch]]:
+    """The groups, and the watch that hears what becomes of them."""
     if not recipe.ray:
         turn = threading.Lock()
-        yield [InTurns(GroupHere(bench, own), turn) for bench, own in zip(benches, watches, strict=True)]
+        yield [InTurns(GroupHere(bench, _in_group(watch, bench.group.name)), turn) for bench in benches], watch
         return
     with cluster():
         from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
+        from distcse.training.metrics import metered
 
         wants = resources_of([bench.group for bench in benches])
+        watch = metered(watch, benches[0].run.name)
         groups: list[Group] = []
         try:
-            for bench, own, want in zip(benches, watches, wants, strict=True):
-                groups.append(GroupOnRay(bench, own, want))
-            yield groups
+            for bench, want in zip(benches, wants, strict=True):
+                groups.append(GroupOnRay(bench, _in_group(watch, bench.group.name), want))
+            yield groups, watch
         finally:
             for group in groups:
                 group.close()
@@ -174,19 +176,19 @@ def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Excha
             continue
         trained: Trained | None = None
         if number:
-            watch.post(Doing(phase.name, "preparing"))
+            watch.post(Doing(phase.name, "preparing", number=number))
             group.prepare(phase)
             before = Phase(number - 1)
             if missing := exchange.missing(before):
-                watch.post(Doing(phase.name, "waiting", missing))
+                watch.post(Doing(phase.name, "waiting", missing, number))
             labels = exchange.labels(before)
             if labels is None:
                 break
-            watch.post(Doing(phase.name, "training"))
+            watch.post(Doing(phase.name, "training", number=number))
             trained = group.train(phase, labels)
             if trained is None:
                 return False
-        watch.post(Doing(phase.name, "scoring"))
+        watch.post(Doing(phase.name, "scoring", number=number))
         exchange.post(group.name, phase, group.score(phase), trained)
     watch.post(Doing("", "finished"))
     return True

@@ -18,6 +18,10 @@ from distcse.training.loop import Outcome
 class House(Protocol):
     """Builds tables, hosts teachers, trains the student."""
 
+    def metered(self, watch: Watch, run: str) -> Watch:
+        """A watch whose events become metrics too, where there is something that serves them."""
+        ...
+
     def build(
         self,
         teacher: TeacherSection,
@@ -37,6 +41,9 @@ class House(Protocol):
 
 class InProcess:
     """Everything here, one after the other: no Ray, no other process."""
+
+    def metered(self, watch: Watch, run: str) -> Watch:
+        return watch
 
     def build(
         self,
@@ -68,6 +75,11 @@ class InProcess:
 
 class OnRay:
     """Actors build and serve, Ray Train workers train. Wants `distcse.training.cluster.cluster()` entered."""
+
+    def metered(self, watch: Watch, run: str) -> Watch:
+        from distcse.training.metrics import metered
+
+        return metered(watch, run)
 
     def build(
         self,

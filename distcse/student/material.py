@@ -156,13 +156,14 @@ def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -
         rows = sum(len(table.shard_range(shard)) for shard in missing)
         if missing:
             house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows))
-        _ended(watch, stage, rows, f"{rows:,} embedded, {len(corpus) - rows:,} reused")
+        reused = len(corpus) - rows
+        _ended(watch, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)
     return tables
 
 
-def _ended(watch: Watch, stage: str, done: int, note: str) -> None:
-    watch.post(Stage(stage, done, done, "sentences", finished=True, note=note))
+def _ended(watch: Watch, stage: str, done: int, note: str, reused: int | None = None) -> None:
+    watch.post(Stage(stage, done, done, "sentences", finished=True, note=note, reused=reused))
 
 
 def _progress(watch: Watch, stage: str, total: int | None) -> Callable[[int], None]:

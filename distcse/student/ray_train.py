@@ -31,7 +31,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
         watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
     """
     resources = resources_per_worker(job.recipe)
-    board = open_board()
+    board = open_board(job.run.name)
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job, "servers": [list(pool) for pool in servers], "board": board},
@@ -72,11 +72,16 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
 def _worker(config: dict[str, Any]) -> Outcome | RunError:
     """Ray Train's loop function."""
     from distcse.teachers.actors import RemoteSource, use_assigned_threads
+    from distcse.training.metrics import Queue
 
     _quiet()
     use_assigned_threads()
     rank = ray.train.get_context().get_world_rank()
-    sources = [RemoteSource(pool[rank % len(pool)]) for pool in config["servers"]]
+    run = config["job"].run.name
+    sources = [
+        RemoteSource(pool[rank % len(pool)], Queue(run, number, rank).watch)
+        for number, pool in enumerate(config["servers"])
+    ]
     try:
         return fit(config["job"], sources, watch_of(config["board"]), report=ray.train.report)
     except RunError as mistake:

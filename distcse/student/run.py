@@ -60,6 +60,7 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     directory.record(text.corpus.content)
     house, surroundings = (house, nullcontext()) if house else house_of(recipe)
     with surroundings:
+        watch = house.metered(watch, directory.path.name)
         tables = prepare_tables(recipe, text.corpus, house, watch)
         job = text.job(directory.path, tables, watch, claim)
         outcome = house.train(job, text.corpus, tables, watch)

@@ -62,13 +62,20 @@ class TeacherServer:
 
 
 class RemoteSource:
-    """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries."""
+    """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
 
-    def __init__(self, server: Any) -> None:
+    Args:
+        server: A `TeacherServer` actor.
+        asked: Told of every question, by its answer to come.
+    """
+
+    def __init__(self, server: Any, asked: Callable[[Future[NDArray[np.float32]]], None]) -> None:
         self._server = server
+        self._asked = asked
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
         answer: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
+        self._asked(answer)
         return answer
 
 
@@ -91,7 +98,7 @@ def build_shards(
     done = 0
     try:
         for rows in ActorPool(builders).map_unordered(
-            lambda builder, shard: builder.build.remote(shard), list(missing)
+            lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), list(missing)
         ):
             done += rows
             on_rows(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import ray
@@ -31,9 +32,18 @@ class Board:
         self._stop = True
 
 
-def open_board() -> Any:
-    """A board on the cluster; `ray.kill` it when it is no longer needed."""
-    return ray.remote(num_cpus=0)(Board).remote()
+def open_board(name: str) -> Any:
+    """A board on the cluster; `ray.kill` it when it is no longer needed.
+
+    Args:
+        name: Whose events it takes, for people who look at the cluster's actors.
+    """
+    return ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}").remote()
+
+
+def own_name(name: str) -> str:
+    """A name that nobody else has: an actor's is free again only some time after its end."""
+    return f"{name}-{secrets.token_hex(3)}"
 
 
 def relay(board: Any, watch: Watch) -> None:

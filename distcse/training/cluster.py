@@ -25,8 +25,16 @@ _LOCAL_SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_BEFORE_IMPORT = {
+    "RAY_AUTH_MODE": "token",
+    # One machine and no more: as on macOS, every port is bound to the loopback address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""What Ray reads when it is imported. Imported before by somebody else, it asks for a token of its own accord."""
 
 _PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
+"""Ends of names whose values Ray must not be told: it writes a worker's environment into logs and shows it to all."""
 
 
 @contextmanager
@@ -37,14 +45,14 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         cpus: CPUs that a cluster started here claims to have; None counts them.
         fast_allocator: All processes of this one's actors, not only Ray Train's, are for training.
     """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        yield
+        return
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         _set_local_environment()
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
     environment = {"env_vars": allocator.FAST} if fast_allocator else None
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
@@ -70,21 +78,26 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
 def worker_environment(gpus: float) -> dict[str, str]:
     """Environment variables of a training worker: what the allocator needs, and this process's own where they matter.
 
+    Secrets such as HF_TOKEN are not among them: a worker has those of its node.
+
     Args:
         gpus: GPUs that it was given; one without must not see those of others, which Ray hides only if told to.
     """
-    passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    given = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET)}
+    passed_on = {name: value for name, value in given.items() if name.startswith(_PASSED_ON)}
     return {**allocator.FAST, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:
-    """Settings of a cluster of our own; those that Ray reads when it is imported have to be there before."""
-    for name, value in _LOCAL_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+    """Settings of a cluster of our own. Those of the user stand."""
+    settings = dict(_LOCAL_SETTINGS)
+    if "RAY_AUTH_MODE" not in os.environ:
         # A token guards the cluster's ports. Given here it lives as long as the cluster and is written to no file.
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if "ray" not in sys.modules:
+        settings.update(_BEFORE_IMPORT)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def _start_here(cpus: int | None, environment: dict[str, Any] | None) -> None:

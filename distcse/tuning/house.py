@@ -27,6 +27,11 @@ class Shared:
         self._servers = [list(pool) for pool in servers]
         self._in_own_process = in_own_process
 
+    def metered(self, watch: Watch, run: str) -> Watch:
+        from distcse.training.metrics import metered
+
+        return metered(watch, run)
+
     def build(
         self,
         teacher: TeacherSection,
@@ -48,10 +53,13 @@ class Shared:
 
             return fit_on_ray(job, self._servers, watch)
         from distcse.teachers.actors import RemoteSource
+        from distcse.training.metrics import Queue
 
         teachers = job.recipe.teachers.encoders
         sources = [
-            LocalSource(serving(teacher, table, job.recipe.seed)) if table is not None else RemoteSource(pool[0])
-            for teacher, table, pool in zip(teachers, tables, self._servers, strict=True)
+            LocalSource(serving(teacher, table, job.recipe.seed))
+            if table is not None
+            else RemoteSource(pool[0], Queue(job.run.name, number, worker=0).watch)
+            for number, (teacher, table, pool) in enumerate(zip(teachers, tables, self._servers, strict=True))
         ]
         return fit(job, sources, watch)
