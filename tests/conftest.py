@@ -115,5 +115,6 @@ def cluster() -> Iterator[None]:
     from distcse.training.cluster import cluster as start
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    os.environ.setdefault("RAY_metrics_report_interval_ms", "500")
     with start(cpus=6):
         yield

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakSet
 
+import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from distcse.events import DevScore, Doing, Event, InGroup, Stage, Steps, Watch
@@ -18,6 +21,7 @@ from distcse.events import DevScore, Doing, Event, InGroup, Stage, Steps, Watch
 _TAGS = ("run", "group")
 _ALONE = "student"
 """The group of a run that has none."""
+_DEPTH, _EMBEDDED, _ANSWER = "distcse_teacher_queue_depth", "distcse_rows_embedded", "distcse_teacher_answer_seconds"
 
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "distcse_step": ("Steps done", ()),
@@ -29,19 +33,46 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "distcse_best_dev_score": ("Best dev score so far", ()),
     "distcse_table_hit_rate": ("Share of a teacher's rows that were in its table already, 0 to 1", ("teacher",)),
     "distcse_phase": ("Phase that a group of a mutual distillation has reached, from 0", ()),
-    "distcse_teacher_queue_depth": (
+    _DEPTH: (
         "Blocks of lists that a worker has asked for and not been given",
         ("teacher", "worker"),
     ),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "distcse_rows_embedded": ("Rows that went through a teacher", ("teacher",)),
+    _EMBEDDED: ("Rows that went through a teacher", ("teacher",)),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "distcse_teacher_answer_seconds": ("From the asking for a block of lists to its coming", ("teacher",)),
+    _ANSWER: ("From the asking for a block of lists to its coming", ("teacher",)),
 }
 """Name to description and tags beside `run` and `group`."""
 _SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
+_PERIOD = 1.0
+"""Seconds between two repetitions; Ray's own interval is no shorter."""
+
+
+class HeldGauges:
+    """Gauges that keep their values: Ray forgets one that nobody has set for two of its export intervals.
+
+    Args:
+        names: Keys of `GAUGES`.
+        tags: Tags that they all have.
+    """
+
+    def __init__(self, names: list[str], tags: Mapping[str, str]) -> None:
+        self._gauges = {name: Gauge(name, *_described(GAUGES[name])) for name in names}
+        self._tags = dict(tags)
+        self._values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        _pulse.add(self)
+
+    def set(self, name: str, value: float, **tags: str) -> None:
+        """Set a gauge, until it is set again or this is forgotten."""
+        self._values[name, frozenset(tags.items())] = value
+        self._gauges[name].set(value, {**self._tags, **tags})
+
+    def repeat(self) -> None:
+        """Set all gauges to what they are."""
+        for (name, tags), value in list(self._values.items()):
+            self._gauges[name].set(value, {**self._tags, **dict(tags)})
 
 
 class RunMetrics:
@@ -52,47 +83,44 @@ class RunMetrics:
     """
 
     def __init__(self, run: str) -> None:
-        self._gauges = {name: Gauge(name, *_described(metric)) for name, metric in GAUGES.items()}
-        name = "distcse_rows_embedded"
-        self._embedded = Counter(name, *_described(COUNTERS[name]))
-        self._counted: dict[str, int] = {}
         self._run = run
+        self._gauges = HeldGauges([name for name in GAUGES if name != _DEPTH], {"run": run})
+        self._embedded = Counter(_EMBEDDED, *_described(COUNTERS[_EMBEDDED]))
+        self._counted: dict[str, int] = {}
 
     def hear(self, event: Event) -> None:
         """Record what an event says; events that hold no figure are passed over."""
         group = _ALONE
         if isinstance(event, InGroup):
             group, event = event.group, event.event
-        tags = {"run": self._run, "group": group}
         if isinstance(event, Steps):
-            self._steps(event, tags)
+            self._steps(event, group)
         elif isinstance(event, DevScore):
-            self._set("dev_score", event.score, tags)
-            self._set("best_dev_score", event.best, tags)
+            self._gauges.set("distcse_dev_score", event.score, group=group)
+            self._gauges.set("distcse_best_dev_score", event.best, group=group)
         elif isinstance(event, Stage) and event.name.startswith("teacher "):
-            self._table(event, {**tags, "teacher": event.name.removeprefix("teacher ")})
+            self._table(event, group)
         elif isinstance(event, Doing) and event.number is not None:
-            self._set("phase", event.number, tags)
+            self._gauges.set("distcse_phase", event.number, group=group)
 
-    def _steps(self, event: Steps, tags: dict[str, str]) -> None:
-        self._set("step", event.step, tags)
-        self._set("steps_per_second", 1 / event.seconds if event.seconds else 0.0, tags)
-        self._set("learning_rate", event.lr, tags)
-        self._set("teacher_wait_share", event.waited / event.seconds if event.seconds else 0.0, tags)
+    def _steps(self, event: Steps, group: str) -> None:
+        self._gauges.set("distcse_step", event.step, group=group)
+        self._gauges.set("distcse_learning_rate", event.lr, group=group)
+        if event.seconds:
+            self._gauges.set("distcse_steps_per_second", 1 / event.seconds, group=group)
+            self._gauges.set("distcse_teacher_wait_share", event.waited / event.seconds, group=group)
         for part, value in event.losses.items():
-            self._set("loss", value, {**tags, "part": part})
+            self._gauges.set("distcse_loss", value, group=group, part=part)
 
-    def _table(self, event: Stage, tags: dict[str, str]) -> None:
-        before = self._counted.get(event.name, 0)
-        if event.done > before:
-            self._embedded.inc(event.done - before, tags)
-            self._counted[event.name] = event.done
+    def _table(self, event: Stage, group: str) -> None:
+        teacher = event.name.removeprefix("teacher ")
+        more = event.done - self._counted.get(teacher, 0)
+        if more > 0:
+            self._embedded.inc(more, {"run": self._run, "group": group, "teacher": teacher})
+            self._counted[teacher] = event.done
         if event.reused is not None:
-            rows = event.done + event.reused
-            self._set("table_hit_rate", event.reused / rows if rows else 1.0, tags)
-
-    def _set(self, name: str, value: float, tags: dict[str, str]) -> None:
-        self._gauges[f"distcse_{name}"].set(value, tags)
+            share = event.reused / (event.done + event.reused)
+            self._gauges.set("distcse_table_hit_rate", share, group=group, teacher=teacher)
 
 
 def metered(watch: Watch, run: str) -> Watch:
@@ -117,12 +145,10 @@ class Queue:
 
     def __init__(self, run: str, teacher: int, worker: int) -> None:
         tags = {"run": run, "group": _ALONE, "teacher": str(teacher)}
-        name = "distcse_teacher_answer_seconds"
-        told, keys = _described(HISTOGRAMS[name])
-        self._seconds = Histogram(name, told, _SECONDS, keys).set_default_tags(tags)
-        name = "distcse_teacher_queue_depth"
-        self._depth = Gauge(name, *_described(GAUGES[name])).set_default_tags({**tags, "worker": str(worker)})
-        self._asked = 0
+        self._gauges = HeldGauges([_DEPTH], {**tags, "worker": str(worker)})
+        told, keys = _described(HISTOGRAMS[_ANSWER])
+        self._seconds = Histogram(_ANSWER, told, _SECONDS, keys).set_default_tags(tags)
+        self._waiting = 0
         self._lock = threading.Lock()
 
     def watch(self, answer: Future[Any]) -> None:
@@ -138,10 +164,42 @@ class Queue:
 
     def _count(self, change: int) -> None:
         with self._lock:
-            self._asked += change
-            self._depth.set(self._asked)
+            self._waiting += change
+            self._gauges.set(_DEPTH, self._waiting)
 
 
 def _described(metric: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
     told, tags = metric
     return told, (*_TAGS, *tags)
+
+
+class _Pulse:
+    """Repeats gauges every second for as long as somebody else holds them: one thread for all of a process."""
+
+    def __init__(self) -> None:
+        self._held: WeakSet[HeldGauges] = WeakSet()
+        self._beats = False
+        self._lock = threading.Lock()
+
+    def add(self, gauges: HeldGauges) -> None:
+        with self._lock:
+            self._held.add(gauges)
+            if not self._beats:
+                self._beats = True
+                threading.Thread(target=self._beat, name="metrics", daemon=True).start()
+
+    def _beat(self) -> None:
+        while self._repeat():
+            time.sleep(_PERIOD)
+
+    def _repeat(self) -> bool:
+        with self._lock:
+            held = list(self._held)
+            self._beats = bool(held)
+        if ray.is_initialized():
+            for gauges in held:
+                gauges.repeat()
+        return bool(held)
+
+
+_pulse = _Pulse()

@@ -1,0 +1,122 @@
+"""What an operator sees of a run: metrics at a node's Prometheus endpoint, names of actors and tasks; and no secret."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse.events import DevScore, Doing, Event, InGroup, Saved, Stage, Steps, Watch
+from distcse.student.run import run
+from tests.jobs import make_recipe
+
+pytestmark = pytest.mark.cluster
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+_SAMPLE = re.compile(r"^ray_(distcse_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+_TAG = re.compile(r'(run|group|part|teacher|worker)="([^"]*)"')
+
+
+def served() -> Samples:
+    """Our metrics at the endpoint of the cluster's node, by name and our tags."""
+    import ray
+
+    (node,) = ray.nodes()
+    address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        text = answer.read().decode()
+    return {(name, frozenset(_TAG.findall(tags))): float(value) for name, tags, value in _SAMPLE.findall(text)}
+
+
+def served_once(wanted: set[str], run: str) -> Samples:
+    """What the endpoint serves once a run's metrics of these names are all there: Ray brings them within seconds."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = {key: value for key, value in served().items() if ("run", run) in key[1]}
+        if wanted <= {name for name, _ in found} or time.monotonic() > deadline:
+            return found
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_a_run_is_seen_from_outside_and_tells_no_secret(
+    tmp_path: Path,
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    cluster: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+    from ray.util.state import list_actors, list_tasks
+
+    from distcse.training.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
+
+    endings = ("_bucket", "_sum", "_count")
+    ours = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
+    secrets = {"HF_TOKEN": "hf_SentinelOfTheHub", "DISTCSE_ENDPOINT_KEY": "sk-SentinelOfTheEndpoint"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    steps: list[Steps] = []
+    actors: set[str] = set()
+    found: Samples = {}
+
+    def look(event: Event) -> None:
+        if isinstance(event, Steps):
+            steps.append(event)
+        if isinstance(event, DevScore) and event.step == 0:
+            actors.update(actor.name for actor in list_actors(limit=1000) if actor.state == "ALIVE")
+            (folder,) = (tmp_path / "runs").iterdir()
+            found.update(served_once({name for name in ours if "queue" in name or "answer" in name}, folder.name))
+        if isinstance(event, Saved) and steps and event.step == steps[-1].total:
+            (folder,) = (tmp_path / "runs").iterdir()
+            other = RunMetrics(folder.name)  # what this run does not do: a table that is there, a group
+            other.hear(Stage("teacher 7", 10, 10, "sentences", finished=True, reused=30))
+            other.hear(InGroup("bert", Doing("cycle-1-bi", "training", number=2)))
+            found.update(
+                served_once({name for name in ours if "queue" not in name and "answer" not in name}, folder.name)
+            )
+
+    knobs = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=40", "evaluation.every=200")
+    recipe = make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *knobs, "evaluation.final=[]"
+    )
+    done = run(recipe, Watch(look))
+    assert ours == {metric for metric, _ in found}
+
+    def value(metric: str, group: str = "student", **tags: str) -> float:
+        return found[f"distcse_{metric}", frozenset({"run": done.directory.path.name, "group": group, **tags}.items())]
+
+    last, position = steps[-1], done.outcome.position
+    assert value("step") == last.step == done.outcome.steps
+    assert value("steps_per_second") == pytest.approx(1 / last.seconds)
+    assert value("learning_rate") == pytest.approx(last.lr)
+    assert value("teacher_wait_share") == pytest.approx(last.waited / last.seconds)
+    for part, loss in last.losses.items():
+        assert value("loss", part=part) == pytest.approx(loss)
+    best = position.best
+    assert best is not None
+    assert value("best_dev_score") == pytest.approx(best[1])
+    assert value("dev_score") == pytest.approx(position.scores[-1][1])
+    for teacher in ("0", "1"):
+        assert value("rows_embedded_total", teacher=teacher) == done.rows
+        assert value("table_hit_rate", teacher=teacher) == 0
+        assert value("teacher_answer_seconds_count", teacher=teacher) >= 1
+        assert 0 <= value("teacher_queue_depth", teacher=teacher, worker="0") <= 2
+    assert value("table_hit_rate", teacher="7") == 0.75 and value("phase", group="bert") == 2
+
+    for kind in ("teacher-0-0-", "teacher-1-0-", f"board-{done.directory.path.name}-"):
+        assert any(actor.startswith(kind) for actor in actors), actors
+    tasks = {task.name for task in list_tasks(limit=10_000)}
+    assert {"embed shard 0", "TeacherServer.similarities", "Board.post"} <= tasks
+
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    files = [*done.directory.path.rglob("*"), *(session / "logs").rglob("*")]
+    told = [file for file in files if file.is_file() and file.suffix != ".safetensors"]
+    assert len(told) > 20
+    for file in told:
+        text = file.read_bytes()
+        assert not any(secret.encode() in text for secret in secrets.values()), file
