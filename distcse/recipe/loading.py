@@ -76,6 +76,7 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
     document = _read(name)
     for override in overrides:
         _apply(document, override)
+    _read_in_engine_settings(document)
     if "groups" in document:
         return _mutual_with_absolute_paths(_validated(MutualRecipe, document, name))
     return _with_absolute_paths(_validated(Recipe, document, name))
@@ -153,6 +154,21 @@ def _parse(text: bytes | str, source: str, kind: str = "a recipe", key: str = "s
     if not isinstance(document, dict):
         raise RecipeError(f"{source} is not {kind}: expected keys such as `{key}`, found {type(document).__name__}")
     return document
+
+
+def _read_in_engine_settings(document: Document) -> None:
+    """A file that a recipe names for DeepSpeed becomes part of it: a resumed run does not ask whether it has changed."""
+    for name in ("training", "bi", "cross"):
+        section = document.get(name)
+        file = section.get("deepspeed") if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(file, str):
+            if not Path(file).is_file():
+                raise RecipeError(
+                    f"{name}.deepspeed: no file {file!r}; such as cluster/deepspeed/zero2.yaml, or a mapping"
+                )
+            section["deepspeed"] = _parse(
+                Path(file).read_bytes(), file, "a DeepSpeed configuration", "zero_optimization:"
+            )
 
 
 def _apply(document: Document, override: str) -> None:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from distcse.recipe.section import Precision, Section
+
+_DECIDED = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "gradient_clipping": "gradient_clipping",
+    "zero_optimization.stage": "zero_stage",
+    "optimizer": "lr and weight_decay",
+    "scheduler": "lr and warmup",
+    "fp16": "precision",
+    "bf16": "precision",
+    "amp": "precision",
+    "torch_autocast": "precision",
+}
+"""Settings of DeepSpeed that a knob beside it has the word on."""
+_UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
 class NeighboursSection(Section):
@@ -57,6 +73,9 @@ class LoopSection(Section):
     """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
+    deepspeed: dict[str, Any] | None = None
+    """DeepSpeed's own settings, beside those that knobs here decide: a mapping, or a YAML or JSON file of one (such as those in
+    cluster/deepspeed), which is read into the recipe."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and rate."""
 
@@ -64,6 +83,25 @@ class LoopSection(Section):
     def _stage_has_its_engine(self) -> Self:
         if self.zero_stage and self.engine == "plain":
             raise ValueError("zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0")
+        if self.deepspeed is not None and self.engine != "deepspeed":
+            raise ValueError("deepspeed has settings of DeepSpeed; write engine: deepspeed, or deepspeed: null")
+        return self
+
+    @model_validator(mode="after")
+    def _says_nothing_twice(self) -> Self:
+        given = self.deepspeed or {}
+        zero = given.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(f"deepspeed.zero_optimization is {zero!r}; expected a mapping")
+        names = {*given, *(f"zero_optimization.{name}" for name in zero)}
+        for name, knob in _DECIDED.items():
+            if name in names:
+                raise ValueError(f"deepspeed sets {name}, which {knob} decides; take it out, and set {knob} instead")
+        for name in _UNKNOWN_TO_CHECKPOINTS:
+            if name in zero:
+                raise ValueError(
+                    f"deepspeed sets zero_optimization.{name}, from where checkpoints cannot be made; take it out"
+                )
         return self
 
 

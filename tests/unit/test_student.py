@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, EvaluationError, RecipeError, RunError
@@ -21,9 +22,11 @@ from distcse.teachers import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
+from distcse.training.engines.zero import _config
 from distcse.training.loop import Outcome
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import total_steps, warmup_then_linear
+from tests.conftest import ROOT
 from tests.jobs import make_job, make_recipe, train
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
@@ -255,3 +258,33 @@ def test_simcse_needs_neither_teachers_nor_labels(
     assert (result.directory.model / "model.safetensors").exists()  # the last checkpoint's
     with pytest.raises(RecipeError, match="patience needs a dev score"):
         make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "evaluation.patience=2")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_cluster_folders_settings_of_deepspeed_change_nothing_that_is_learned(
+    recipe_with: MakeRecipe, stage: int
+) -> None:
+    plain, tables = make_job(recipe_with())
+    train(plain, tables)
+    file = ROOT / "cluster" / "deepspeed" / f"zero{stage}.yaml"
+    knobs = ("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.deepspeed={file}")
+    recipe = recipe_with(*knobs)
+    assert recipe.training.deepspeed == yaml.safe_load(file.read_text())
+    job, tables = make_job(recipe)
+    train(job, tables)
+    assert_same_learning(weights_of(plain.run), weights_of(job.run), mean=1e-5)
+    assert _config(recipe.training, 16)["zero_optimization"]["stage"] == stage
+
+
+def test_settings_of_deepspeed_that_the_recipe_decides_are_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    for setting, told in (
+        ("{gradient_clipping: 1.0}", r"deepspeed sets gradient_clipping, which gradient_clipping decides"),
+        ("{zero_optimization: {stage: 3}}", r"deepspeed sets zero_optimization\.stage, which zero_stage decides"),
+        ("{zero_optimization: {offload_param: {device: cpu}}}", r"from where checkpoints cannot be made"),
+        ("{zero_optimization: 3}", r"expected a mapping"),
+        ("nowhere.json", r"training\.deepspeed: no file 'nowhere\.json'"),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            recipe_with("training.engine=deepspeed", f"training.deepspeed={setting}")
+    with pytest.raises(RecipeError, match="write engine: deepspeed"):
+        recipe_with("training.deepspeed={steps_per_print: 1}")

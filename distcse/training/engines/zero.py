@@ -117,14 +117,16 @@ class DeepSpeedEngine:
 
 
 def _config(training: LoopSection, rows: int) -> dict[str, Any]:
+    given = training.deepspeed or {}
     config: dict[str, Any] = {
+        "steps_per_print": 10**9,
+        **given,
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": training.gradient_accumulation,
         # Said even when it is 0: DeepSpeed's own default is 1.0.
         "gradient_clipping": training.gradient_clipping,
-        "zero_optimization": {"stage": training.zero_stage},
+        "zero_optimization": {**given.get("zero_optimization", {}), "stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
     }
     if training.precision == "bf16":
         # Autocast, not DeepSpeed's bf16 mode: parameters stay float32, as in the plain engine and in what is saved.
