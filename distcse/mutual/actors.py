@@ -21,7 +21,7 @@ from distcse.mutual.work import Bench, Scorer, Trained, Worker
 from distcse.recipe import GroupSection
 from distcse.training import allocator
 from distcse.training.board import open_board, own_name, relay, watch_of
-from distcse.training.cluster import worker_environment
+from distcse.training.cluster import resources_on, worker_environment
 
 _PERIOD = 0.2
 _TOLD_AFTER = 30
@@ -100,7 +100,7 @@ class GroupOnRay:
         self._bench, self._watch, self._resources = bench, watch, dict(resources)
         self._failures = 0
         self._closed = False
-        self._place: PlacementGroup = placement_group([self._resources] * bench.group.workers, strategy="PACK")
+        self._place: PlacementGroup = _place(bench.group, self._resources)
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []
 
@@ -208,6 +208,11 @@ class GroupOnRay:
         self._trainers, self._scorers = [], []
 
 
+def _place(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
+    labels = [group.nodes] * group.workers if group.nodes else None
+    return placement_group([dict(resources)] * group.workers, strategy="PACK", bundle_label_selector=labels)
+
+
 def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
     """CPUs and GPUs of a worker of each group. Unasked, CPUs are shared as evenly as nodes allow.
 
@@ -217,6 +222,8 @@ def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
         RunError: The cluster can never give them to all groups at the same time.
     """
     has = ray.cluster_resources()
+    for group in groups:
+        resources_on(group.nodes, "groups.N.nodes")
     workers = sum(group.workers for group in groups)
     even = even_share([node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]], workers)
     there = has.get("GPU", 0.0)

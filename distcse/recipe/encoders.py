@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from distcse.recipe.own import Code, Knob
-from distcse.recipe.section import Section
+from distcse.recipe.section import Labels, Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
@@ -152,6 +152,8 @@ class TeachersSection(Section):
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
     builder_gpus: Annotated[float, Field(ge=0)] = 0
     """GPUs, or a fraction of one, for each embedding actor and each live server."""
+    nodes: Labels | None = None
+    """Labels of the nodes that embedding actors and servers are put on; null takes any."""
     servers: Annotated[int, Field(ge=1)] = 1
     """List servers of each teacher; workers share them evenly."""
     block_steps: Annotated[int, Field(ge=1, le=1024)] = 32

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
-from distcse.recipe.section import Name, Section, Weight
+from distcse.recipe.section import Labels, Name, Section, Weight
 from distcse.recipe.training import LoopSection
 
 
@@ -95,6 +95,8 @@ class GroupSection(TrainedSection):
     """Training workers, each with a scorer beside it."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly among all workers of all groups."""
+    nodes: Labels | None = None
+    """Labels of the nodes that workers and their scorers are put on; null takes any."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs of a worker, which its scorer shares; null takes one where the cluster has enough for all groups."""
 

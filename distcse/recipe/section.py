@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Precision = Literal["fp32", "bf16"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Weight = Annotated[float, Field(ge=0)]
+Labels = Annotated[dict[str, str], Field(min_length=1)]
+"""Labels of a Ray node, such as {role: students}."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.section import Precision, Section
+from distcse.recipe.section import Labels, Precision, Section
 
 _DECIDED = {
     "train_batch_size": "batch_size",
@@ -116,6 +116,8 @@ class TrainingSection(LoopSection):
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
     """GPUs of a worker; null takes one where the cluster has enough."""
+    nodes: Labels | None = None
+    """Labels of the nodes that workers are put on; null takes any."""
     dropout_streams: Annotated[int, Field(ge=1)] | None = None
     """Parts of a batch with dropout noise of their own; null is one a worker. A run that shall continue to equal weights on
     another number of workers names one number for both (a multiple of each)."""

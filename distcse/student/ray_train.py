@@ -18,7 +18,7 @@ from distcse.recipe import Recipe
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.training.board import open_board, relay, watch_of
-from distcse.training.cluster import worker_environment
+from distcse.training.cluster import resources_on, worker_environment
 from distcse.training.loop import Outcome
 
 
@@ -40,6 +40,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
             num_workers=job.recipe.training.workers,
             use_gpu=bool(resources.get("GPU")),
             resources_per_worker=resources,
+            label_selector=job.recipe.training.nodes,
         ),
         run_config=RunConfig(
             # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
@@ -92,9 +93,11 @@ def _worker(config: dict[str, Any]) -> Outcome | RunError:
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
     training, teachers = recipe.training, recipe.teachers
-    has = ray.cluster_resources()
+    has = resources_on(training.nodes, "training.nodes")
+    resources_on(teachers.nodes, "teachers.nodes")
     cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
-    serving = len(teachers.encoders) * teachers.servers if teachers.mode == "live" else 0
+    beside = teachers.mode == "live" and teachers.nodes == training.nodes
+    serving = len(teachers.encoders) * teachers.servers if beside else 0
     cpu = training.cpus_per_worker or max(1.0, (cpus - serving) // training.workers)
     serving_gpus = serving * teachers.builder_gpus
     fits_gpu = gpus - serving_gpus >= training.workers

@@ -23,6 +23,7 @@ from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Teacher
+from distcse.training.cluster import resources_on
 
 _NEVER_GIVE_UP = {"max_restarts": -1, "max_task_retries": -1}
 
@@ -90,9 +91,9 @@ def build_shards(
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
     actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_NEVER_GIVE_UP)(ShardBuilder)
     builders = [
-        actor.options(name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False).remote(
-            teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch
-        )
+        actor.options(
+            name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
+        ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
         for number in range(min(len(missing), section.builders or _fitting_builders(section)))
     ]
     done = 0
@@ -123,7 +124,8 @@ def start_servers(
         resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
     actor = ray.remote(**resources, **_NEVER_GIVE_UP)(TeacherServer)
     servers = [
-        actor.options(name=f"teacher-{number}-{copy}-{_run_token()}").remote(make) for copy in range(section.servers)
+        actor.options(name=f"teacher-{number}-{copy}-{_run_token()}", label_selector=section.nodes).remote(make)
+        for copy in range(section.servers)
     ]
     ray.get([server.ready.remote() for server in servers])
     return servers
@@ -139,10 +141,10 @@ def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) 
 
 
 def _fitting_builders(section: TeachersSection) -> int:
-    cluster = ray.cluster_resources()
+    there = resources_on(section.nodes, "teachers.nodes")
     if section.builder_gpus:
-        return max(1, int(cluster.get("GPU", 0) / section.builder_gpus))
-    return max(1, int(cluster.get("CPU", 1)))
+        return max(1, int(there.get("GPU", 0) / section.builder_gpus))
+    return max(1, int(there.get("CPU", 1)))
 
 
 def _run_token() -> str:
