@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,8 +42,12 @@ def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def submit(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return job(head, "submit", "--", *TRAIN, *arguments)
+
+
+def job(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     ray = str(Path(sys.executable).with_name("ray"))
-    return finish([ray, "job", "submit", "--", *TRAIN, *map(str, arguments)], **head)
+    return finish([ray, "job", *map(str, arguments)], **head)
 
 
 def finish(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -130,6 +136,7 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
     }
     started = own_environment(**{k: v for k, v in environment.items() if k != "RAY_ADDRESS"})
     ray = str(Path(sys.executable).with_name("ray"))
@@ -158,3 +165,76 @@ def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str
     assert "steps/s" in log and "agreement" in log and "succeeded" in log
     failed = submit(head, recipe_file, "training.lr=fast")
     assert failed.returncode != 0 and "training.lr is 'fast'" in failed.stdout + failed.stderr
+
+
+def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
+    """HTTP status of a request to the job port, as anybody might send it."""
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    body = json.dumps({"entrypoint": "true"}).encode()
+    request = urllib.request.Request(f"{head['RAY_ADDRESS']}/api/jobs/", data=body, headers=headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            status: int = answer.status
+    except urllib.error.HTTPError as refused:
+        return refused.code
+    return status
+
+
+@pytest.mark.slow
+def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
+    recipe_file: Path, head: dict[str, str], tmp_path: Path
+) -> None:
+    """Sent from a folder of the user's own, whose recipe it names by its place there."""
+    token = head["RAY_AUTH_TOKEN"]
+    assert [asked_to_run_something(head, given) for given in (None, "wrong", token)] == [401, 403, 200]
+
+    work = tmp_path / "work"
+    work.mkdir()
+    recipe_file.rename(work / "mine.yaml")
+    environment = json.dumps({"env_vars": {"HF_HUB_OFFLINE": "1"}})
+    sent = ["submit", "--working-dir", work, "--runtime-env-json", environment, "--submission-id"]
+    knobs = ["training.workers=1", "training.cpus_per_worker=1", "training.epochs=40", "training.log_every=2"]
+    begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *knobs)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    deadline = time.monotonic() + 240
+    while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"Steps"' in file.read_text()]):
+        assert time.monotonic() < deadline, job(head, "logs", "first").stdout
+        time.sleep(0.2)
+    run = runs[0].parent
+    stopped = job(head, "stop", "first")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    logs = job(head, "logs", "first").stdout
+    assert "stopping at the next report, with a checkpoint" in logs and f"--resume {run}" in logs
+    assert "STOPPED" in job(head, "status", "first").stdout
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
+    before = json.loads((latest / "position.json").read_text())
+    assert before["step"] > 0 and not before["finished"]
+
+    resumed = job(head, *sent, "second", "--", *TRAIN, "--resume", run)
+    assert resumed.returncode == 0, (resumed.stdout + resumed.stderr)[-4000:]
+    assert "second" in resumed.stdout and (run / "evaluation.json").exists()
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    steps = [event["step"] for event in events if event["event"] == "Steps"]
+    assert steps == sorted(set(steps)) and steps[-1] == 880
+    for file in (*run.rglob("*"), tmp_path / "head.log"):
+        assert not file.is_file() or token.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_a_cluster_of_its_own_is_reached_from_this_machine_only() -> None:
+    script = """
+import psutil
+from distcse.training.cluster import cluster
+with cluster(cpus=1):
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        for place in process.net_connections(kind="inet"):
+            if place.status == psutil.CONN_LISTEN:
+                print(place.laddr.ip)
+"""
+    done = finish([sys.executable, "-c", script])
+    assert done.returncode == 0, done.stderr
+    listening = done.stdout.split()
+    assert len(listening) > 5 and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}

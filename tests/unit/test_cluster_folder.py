@@ -1,0 +1,196 @@
+"""The files of cluster/: manifests, files for `ray up`, the container's, the dashboard. None of them is applied anywhere here."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from distcse.recipe import read_recipe
+from distcse.train import _parser
+from tests.conftest import ROOT
+from tests.kuberay import DOCUMENTS
+
+FOLDER = ROOT / "cluster"
+MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
+VMS = sorted((FOLDER / "vms").glob("*.yaml"))
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+
+
+def document(name: str) -> Any:
+    return yaml.safe_load((FOLDER / "kubernetes" / name).read_text())
+
+
+def check(manifest: Any) -> None:
+    jsonschema.validate(manifest, DOCUMENTS[manifest["apiVersion"], manifest["kind"]])
+
+
+def cluster_spec(manifest: Any) -> Any:
+    return manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
+
+
+def pods(manifest: Any) -> list[Any]:
+    spec = cluster_spec(manifest)
+    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    submitter = manifest["spec"].get("submitterPodTemplate")
+    return [*templates, submitter] if submitter else templates
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.stem)
+def test_manifests_have_the_documented_fields(file: Path) -> None:
+    manifest = yaml.safe_load(file.read_text())
+    check(manifest)
+    for spoil in (
+        lambda m: m["spec"].update(unheard_of=1),
+        lambda m: m["metadata"].update(name="No Such_Name"),
+        lambda m: m.pop("spec"),
+    ):
+        spoiled = copy.deepcopy(manifest)
+        spoil(spoiled)
+        with pytest.raises(jsonschema.ValidationError):
+            check(spoiled)
+
+
+@pytest.mark.parametrize("name", ["distcse-job.yaml", "distcse-cluster.yaml"])
+def test_manifests_are_safe_and_pinned(name: str) -> None:
+    manifest = document(name)
+    spec = cluster_spec(manifest)
+    assert spec["rayVersion"] == PINS["ray"]
+    assert spec["authOptions"] == {"mode": "token"}
+    head = spec["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0" and head["serviceType"] == "ClusterIP"
+    for pod in pods(manifest):
+        assert pod["metadata"]["labels"] == document("network.yaml")["spec"]["podSelector"]["matchLabels"]
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] and not pod["spec"]["automountServiceAccountToken"]
+        for container in pod["spec"]["containers"]:
+            assert container["image"].split(":")[1].removesuffix("-cpu") == VERSION
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["resources"]["limits"]["memory"]
+            for variable in container.get("env", []):
+                secret = re.search("TOKEN|KEY|SECRET|PASSWORD", variable["name"])
+                assert not secret or "value" not in variable, variable["name"]
+            mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+            assert mounts == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in pods(manifest)
+        for volume in pod["spec"].get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {document("claim.yaml")["metadata"]["name"]}
+
+
+def test_the_cluster_has_a_group_for_each_role() -> None:
+    groups = {group["groupName"]: group for group in document("distcse-cluster.yaml")["spec"]["workerGroupSpecs"]}
+    assert set(groups) == {"students", "teachers", "scorers"}
+    for name, group in groups.items():
+        assert group["labels"] == {"role": name}
+        assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_nobody_else_reaches_the_pods() -> None:
+    rules = document("network.yaml")["spec"]
+    assert set(rules["policyTypes"]) == {"Ingress", "Egress"}
+    for rule in rules["ingress"]:
+        assert rule["from"] and all("podSelector" in peer or "namespaceSelector" in peer for peer in rule["from"])
+        own = rule["from"] == [{"podSelector": rules["podSelector"]}]
+        assert own or {port["port"] for port in rule["ports"]} <= {8265, 8080}
+
+
+def commands() -> list[str]:
+    """Command lines of `distcse.train` in the manifests and on the page."""
+    page = (FOLDER / "README.md").read_text().replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    found = re.findall(r"python -m distcse\.train (.*)", blocks)
+    return [document("distcse-job.yaml")["spec"]["entrypoint"].removeprefix("python -m distcse.train "), *found]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_ones_that_the_recipe_reader_takes(command: str) -> None:
+    options = _parser().parse_intermixed_args(shlex.split(command, comments=True))
+    if options.resume is None:
+        read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
+
+
+@pytest.mark.parametrize("file", VMS, ids=lambda file: file.stem)
+def test_files_for_ray_up_pass_rays_own_check(file: Path) -> None:
+    from ray.autoscaler._private.util import validate_config
+
+    config = yaml.safe_load(file.read_text())
+    validate_config(config)
+    head = config["available_node_types"][config["head_node_type"]]
+    assert head["resources"]["CPU"] == 0
+    (start,) = (command for command in config["head_start_ray_commands"] if "--head" in command)
+    assert "--dashboard-host=127.0.0.1" in start and "--num-cpus=0" in start
+    assert config["docker"]["image"].endswith(f":{VERSION}")
+    assert "~/.ray/auth_token" in config["file_mounts"].values()
+    spoiled = {
+        **config,
+        "available_node_types": {**config["available_node_types"], "head": {"resources": {"CPU": "0"}}},
+    }
+    with pytest.raises(jsonschema.ValidationError):
+        validate_config(spoiled)
+
+
+def test_aws_opens_ssh_to_one_address_and_nothing_else() -> None:
+    provider = yaml.safe_load((FOLDER / "vms" / "aws.yaml").read_text())["provider"]
+    (rule,) = provider["security_group"]["IpPermissions"]
+    assert (rule["FromPort"], rule["ToPort"]) == (22, 22)
+    assert [span["CidrIp"].endswith("/32") for span in rule["IpRanges"]] == [True]
+
+
+def test_the_container_takes_what_is_there_in_the_pinned_versions() -> None:
+    text = (FOLDER / "Containerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    seen = [line for line in (FOLDER / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = []
+    for step, rest in steps:
+        if step == "COPY" and not rest.startswith("--from="):
+            copied += rest.split()[:-1]
+    assert {"constraints.txt", "pyproject.toml", "distcse"} <= set(copied)
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert any(fnmatch.fnmatch(source, pattern[1:]) for pattern in seen), source
+    installs = re.findall(r"pip install (.*?)(?:;;|&&|$)", text, re.MULTILINE)
+    assert len(installs) == 3
+    assert all("--constraint constraints.txt" in install or '"$torch"' in install for install in installs)
+    assert "grep '^torch==' constraints.txt" in text and PINS["torch"]
+    base = {rest.split()[0] for step, rest in steps if step == "FROM"}
+    tested = re.search(r"Python (3\.\d+)", (ROOT / "constraints.txt").read_text())
+    assert tested is not None and base == {f"docker.io/library/python:{tested[1]}-slim-bookworm"}
+    assert [rest for step, rest in steps if step == "USER"] == ["1000:1000"]
+    assert "RAY_AUTH_MODE=token" in text
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    from distcse.training.metrics import COUNTERS, GAUGES, HISTOGRAMS
+
+    dashboard = json.loads((FOLDER / "grafana" / "distcse.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = set(re.findall(r"\bray_(distcse_\w+)", " ".join(queries)))
+    endings = ("_bucket", "_sum", "_count")
+    served = {
+        *GAUGES,
+        *(f"{name}_total" for name in COUNTERS),
+        *(f"{name}{end}" for name in HISTOGRAMS for end in endings),
+    }
+    assert asked == served
+    tags = {
+        "run",
+        "group",
+        *(tag for told in (GAUGES, COUNTERS, HISTOGRAMS) for _, more in told.values() for tag in more),
+    }
+    legends = " ".join(target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"])
+    assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= tags
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
