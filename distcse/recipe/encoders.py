@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -101,13 +102,29 @@ class EndpointSection(Section):
 
     @field_validator("url")
     @classmethod
-    def _is_a_base(cls, url: str) -> str:
+    def _is_a_base_without_secrets(cls, url: str) -> str:
+        """What is refused for a secret is not repeated: messages end in logs."""
+        scheme, _, rest = url.rpartition("://")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError(
+                "url holds a user's name or password; take it out, and give the key in key_variable's variable"
+            )
         base = url.rstrip("/").removesuffix("/embeddings")
-        if not base.startswith(("http://", "https://")):
+        if scheme not in ("http", "https"):
             raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")
         if base != url:
             raise ValueError(f"{url!r} ends in what distcse adds; write {base}")
         return url
+
+    @field_validator("key_variable")
+    @classmethod
+    def _is_a_variable(cls, name: str) -> str:
+        """What is refused is not repeated: it may be the key itself."""
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            raise ValueError(
+                "key_variable is no name of an environment variable (capitals, digits, _); the key itself belongs in no recipe"
+            )
+        return name
 
 
 class TeacherSection(EncoderSection):

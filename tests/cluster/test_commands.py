@@ -196,6 +196,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     environment = json.dumps({"env_vars": {"HF_HUB_OFFLINE": "1"}})
     sent = ["submit", "--working-dir", work, "--runtime-env-json", environment, "--submission-id"]
     knobs = ["training.workers=1", "training.cpus_per_worker=1", "training.epochs=40", "training.log_every=2"]
+    knobs += ["teachers.builders=1", "evaluation.every=200"]
     begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *knobs)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     deadline = time.monotonic() + 240

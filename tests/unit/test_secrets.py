@@ -1,0 +1,58 @@
+"""No secret of the environment in what a run stores, hands to Ray, or says of a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse.errors import RecipeError
+from distcse.events import Watch
+from distcse.student.run import run
+from distcse.training.cluster import worker_environment
+from tests.jobs import make_recipe
+
+SECRETS = {
+    "HF_TOKEN": "hf_SentinelOfTheHub",
+    "OPENAI_API_KEY": "sk-SentinelOfTheEndpoint",
+    "DISTCSE_PASSWORD": "SentinelOfOurOwn",
+    "RAY_AUTH_TOKEN": "SentinelOfRay",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SECRETS, "HF_HOME": "/models", "TOKENIZERS_PARALLELISM": "false"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_workers_are_given_settings_and_no_secrets() -> None:
+    given = worker_environment(gpus=0)
+    assert given["HF_HOME"] == "/models" and given["TOKENIZERS_PARALLELISM"] == "false"
+    assert not SECRETS.keys() & given.keys() and not set(SECRETS.values()) & set(given.values())
+
+
+def test_a_stored_run_holds_none(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
+    done = run(recipe, Watch())
+    stored = [file for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*") if file.is_file()]
+    assert done.directory.path / "run.json" in stored and len(stored) > 10
+    for file in stored:
+        content = file.read_bytes()
+        assert not any(secret.encode() in content for secret in SECRETS.values()), file
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        ({"url": "http://host/v1", "key_variable": "sk-SentinelOfTheEndpoint"}, "the key itself belongs in no recipe"),
+        ({"url": "https://me:SentinelOfMine@host/v1"}, "url holds a user's name or password"),
+    ],
+)
+def test_a_key_in_a_recipe_is_refused_and_not_repeated(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], endpoint: dict[str, str], told: str
+) -> None:
+    with pytest.raises(RecipeError, match=told) as refused:
+        make_recipe(tmp_path, tiny("bert"), ["model"], sentences, f"teachers.encoders.0.endpoint={endpoint}")  # type: ignore[list-item]
+    assert "Sentinel" not in str(refused.value)
