@@ -168,18 +168,22 @@ def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str
 
 
 def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
-    """HTTP status of a request to the job port, as anybody might send it."""
+    """HTTP status of a request to the job port, as anybody might send it; asked again while no node can take a job yet."""
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     body = json.dumps({"entrypoint": "true"}).encode()
     request = urllib.request.Request(f"{head['RAY_ADDRESS']}/api/jobs/", data=body, headers=headers, method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            status: int = answer.status
-    except urllib.error.HTTPError as refused:
-        return refused.code
-    return status
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                status: int = answer.status
+        except urllib.error.HTTPError as refused:
+            status = refused.code
+        if status < 500 or time.monotonic() > deadline:
+            return status
+        time.sleep(1)
 
 
 @pytest.mark.slow
@@ -199,7 +203,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     knobs += ["teachers.builders=1", "evaluation.every=200"]
     begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *knobs)
     assert begun.returncode == 0, begun.stdout + begun.stderr
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 180
     while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"Steps"' in file.read_text()]):
         assert time.monotonic() < deadline, job(head, "logs", "first").stdout
         time.sleep(0.2)
