@@ -127,7 +127,7 @@ def test_alone_it_starts_ray_stops_at_ctrl_c_and_goes_on_to_a_model(recipe_file:
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A cluster started by hand, as an operator does; its address and token as environment."""
-    port, dashboard = free_port(), free_port()
+    port, dashboard, agent = free_port(), free_port(), free_port()
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -141,6 +141,8 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     started = own_environment(**{k: v for k, v in environment.items() if k != "RAY_ADDRESS"})
     ray = str(Path(sys.executable).with_name("ray"))
     ports = [f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=4", "--dashboard-host=127.0.0.1"]
+    # Where another cluster of this machine has the usual one, no job could be taken.
+    ports.append(f"--dashboard-agent-listen-port={agent}")
     with open(tmp_path / "head.log", "w") as log:
         process = subprocess.Popen([ray, "start", "--head", "--block", *ports], stdout=log, stderr=log, env=started)
     try:
