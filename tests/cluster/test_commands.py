@@ -214,7 +214,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     logs = job(head, "logs", "first").stdout
     assert "stopping at the next report, with a checkpoint" in logs and f"--resume {run}" in logs
-    assert "STOPPED" in job(head, "status", "first").stdout
+    assert "'first' was stopped" in job(head, "status", "first").stdout
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "position.json").read_text())
     assert before["step"] > 0 and not before["finished"]
