@@ -6,7 +6,7 @@ which rows make the batch of a step, and `collate` makes a rectangle of them.
 """
 
 from distcse.corpus.collate import Tokens, collate
-from distcse.corpus.corpus import Corpus
+from distcse.corpus.corpus import Corpus, source_rows
 from distcse.corpus.grouping import Grouping
 from distcse.corpus.sampler import BatchSampler, met_again, split_held_out
 from distcse.corpus.tokens import TokenTable, tokenizer_fingerprint
@@ -19,6 +19,7 @@ __all__ = [
     "Tokens",
     "collate",
     "met_again",
+    "source_rows",
     "split_held_out",
     "tokenizer_fingerprint",
 ]

@@ -100,6 +100,15 @@ class Corpus:
         return self._rows.lengths(ids)
 
 
+def source_rows(section: CorpusSection) -> Iterator[Row]:
+    """A corpus's rows as they are read, None for a blank one, without preparing anything.
+
+    Raises:
+        CorpusError: With file and line, as soon as it is met.
+    """
+    return _source(section, identified=False).rows(section.column)
+
+
 @dataclass(frozen=True)
 class _Source:
     kind: str
@@ -111,14 +120,14 @@ class _Source:
     """The values of a column, row by row; where there are no columns, of the only one."""
 
 
-def _source(section: CorpusSection) -> _Source:
+def _source(section: CorpusSection, identified: bool = True) -> _Source:
     if section.path is not None:
         files = find_files([section.path] if isinstance(section.path, str) else section.path)
         if section.domain is not None and (plain := [file for file in files if not has_columns(file)]):
             raise CorpusError(
                 f"corpus.domain is {section.domain!r}, but {plain[0]} has no columns; use .jsonl, .csv, .parquet"
             )
-        contents = [_content_hash(file) for file in files]
+        contents = [_content_hash(file) for file in files] if identified else []
         return _Source(
             "path",
             [str(file) for file in files],

@@ -62,6 +62,11 @@ def depth_of(backbone: nn.Module) -> int:
     return int(config.num_hidden_layers)
 
 
+def layers_of(backbone: nn.Module) -> nn.ModuleList:
+    """The layers of a backbone, in their order."""
+    return _layer_stack(backbone, depth_of(backbone))[2]
+
+
 def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
     """What a config says when only these layers are left."""
     depth = config.num_hidden_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,13 +20,17 @@ _DESCRIBES = (".safetensors", ".json", ".txt", ".model")
 _DOES_NOT_DESCRIBE = ("README", "train_script", "data_config", "results", "trainer_state", "recipe")
 
 
-def resolve_model(name: str, trust_remote_code: bool = False) -> Path:
+def resolve_model(
+    name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None, only_local: bool = False
+) -> Path:
     """The local folder of a model.
 
     Args:
         name: A folder; `package:NAME/FOLDER` inside an installed package, which is not imported; or a hub id, which is
             fetched (safetensors, configuration and tokenizer only) unless it is in the local hub cache.
         trust_remote_code: Fetch the repository's Python files too.
+        wanted: Patterns of the files that are fetched from a hub; None is all that an encoder needs.
+        only_local: Ask no hub; its local cache is looked into.
 
     Raises:
         EncoderError: Nothing is there, or the hub cannot be reached.
@@ -41,7 +46,7 @@ def resolve_model(name: str, trust_remote_code: bool = False) -> Path:
         raise EncoderError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise EncoderError(f"no model folder {folder.absolute()}")
-    return _from_hub(name, trust_remote_code)
+    return _from_hub(name, [*(wanted or _WANTED), *(["*.py"] if trust_remote_code else [])], only_local)
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -66,12 +71,13 @@ def _in_package(name: str) -> Path:
     return folder
 
 
-def _from_hub(name: str, trust_remote_code: bool) -> Path:
+def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    wanted = [*_WANTED, *(["*.py"] if trust_remote_code else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        return Path(
+            snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=only_local)
+        )
     except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
         reason = str(refused).strip().splitlines()[0]
         raise EncoderError(

@@ -1,0 +1,207 @@
+"""The shape of a backbone, from its config.json alone: no weights are read, and none fetched from a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distcse.encoder import resolve_model
+from distcse.errors import EncoderError
+from distcse.recipe import EncoderSection, StudentSection, TrainedSection
+
+_DESCRIBING = ["config.json"]
+
+_PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
+    # A name with this in it has the sizes that its paper states: BERT (Devlin et al. 2019, §3), RoBERTa (Liu et al. 2019),
+    # DistilBERT (Sanh et al. 2019), MiniLM (Wang et al. 2020). The classes' defaults are those of the base models.
+    "distilroberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6}),
+    "distilbert-base-uncased": ("distilbert", {}),
+    "unsup-promptbert": ("bert", {}),
+    "minilm-l6": ("bert", {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
+    "bert-base-uncased": ("bert", {}),
+    "bert-large-uncased": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
+    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+    "roberta-large": (
+        "roberta",
+        {
+            "vocab_size": 50265,
+            "max_position_embeddings": 514,
+            "type_vocab_size": 1,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of an encoder that decide what it costs."""
+
+    name: str
+    family: str
+    layers: int
+    width: int
+    """h: numbers of a token's vector between layers, and of a sentence's vector."""
+    inner: int
+    """Widest linear map inside a layer: the feed-forward part."""
+    heads: int
+    layer_weights: int
+    """Numbers in the matrices of one layer: half its multiply-adds a token, attention's own apart."""
+    layer_parameters: int
+    """All numbers of one layer."""
+    embedding_parameters: int
+    """All else: embeddings and their norms."""
+    vocabulary: int
+    frozen_parameters: int = 0
+    """In memory, but not trained: a pooler that no pooling here uses."""
+    told_by: str = "config.json"
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        return self.embedding_parameters + self.layers * self.layer_parameters
+
+    @property
+    def linear_flops(self) -> int:
+        """Forward FLOPs of a token in all layers, attention's products apart: 24 h² a layer where the inner width is 4 h."""
+        return 2 * self.layer_weights * self.layers
+
+    def attention_flops(self, length: int | float) -> float:
+        """Forward FLOPs of a token's attention among `length` tokens in all layers: 4 L h a layer."""
+        return 4.0 * length * self.width * self.layers
+
+    def forward_flops(self, length: int | float) -> float:
+        """Forward FLOPs of one token in a text of `length` tokens."""
+        return self.linear_flops + self.attention_flops(length)
+
+    def with_depth(self, layers: int) -> Shape:
+        """The same with another number of layers."""
+        return replace(self, layers=layers)
+
+
+def read_shape(section: EncoderSection) -> Shape:
+    """The shape of a recipe's encoder, cut to its layers and with its narrow words where it is a student.
+
+    A hub's model is read from the local cache, else known by its name where it is one of the packaged recipes', else its
+    config.json alone is fetched.
+
+    Raises:
+        EncoderError: Nothing there, or no encoder.
+    """
+    config, told_by = _config_of(section.backbone, section.trust_remote_code)
+    backbone = _without_numbers(config, section)
+    layers = _kept_layers(section)
+    if layers is not None:
+        from distcse.encoder.layers import keep_layers
+
+        keep_layers(backbone, layers)
+    shape = _measured(section.backbone, backbone, told_by)
+    if isinstance(section, StudentSection) and section.word_dimension is not None:
+        return _with_narrow_words(shape, config, section.word_dimension)
+    return shape
+
+
+def masked_lm_head(shape: Shape) -> tuple[int, int]:
+    """(multiply-adds a token, numbers beside the shared word matrix) of a generator's head: h × h, then h × V."""
+    transform = shape.width * shape.width
+    return transform + shape.width * shape.vocabulary, transform + 3 * shape.width + shape.vocabulary
+
+
+def folder_of(name: str, trust_remote_code: bool = False) -> Path | None:
+    """Where a model's small files are, without asking a network; None for what only a hub has."""
+    try:
+        return resolve_model(name, trust_remote_code, _DESCRIBING, only_local=True)
+    except EncoderError:
+        return None
+
+
+def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
+    from transformers import AutoConfig
+
+    folder = folder_of(name, trust_remote_code)
+    if folder is None and (known := _published(name)) is not None:
+        return known, "its name: the published sizes, config.json not seen"
+    if folder is None:
+        folder = resolve_model(name, trust_remote_code, _DESCRIBING)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
+    except (OSError, ValueError, KeyError, ImportError) as refused:
+        raise EncoderError(f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}") from refused
+
+
+def _published(name: str) -> Any:
+    from transformers import AutoConfig
+
+    if Path(name).expanduser().is_absolute() or name.startswith((".", "package:")):
+        return None
+    for part, (family, sizes) in _PUBLISHED.items():
+        if part in name.lower():
+            return AutoConfig.for_model(family, **sizes)
+    return None
+
+
+def _without_numbers(config: Any, section: EncoderSection) -> Any:
+    """The model of a config on torch's meta device: every parameter has a shape and no storage."""
+    import torch
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (ValueError, KeyError, ImportError) as refused:
+        raise EncoderError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
+
+
+def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
+    if not isinstance(section, TrainedSection) or section.layers is None:
+        return None
+    if isinstance(section, StudentSection) and section.depth is not None:
+        return range(section.depth)
+    return section.named_layers
+
+
+def _measured(name: str, backbone: Any, told_by: str) -> Shape:
+    from torch import nn
+
+    from distcse.encoder.layers import layers_of
+
+    stack = layers_of(backbone)
+    pooler = getattr(backbone, "pooler", None)
+    frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
+    linears = [module for module in stack[0].modules() if isinstance(module, nn.Linear)]
+    layer = sum(parameter.numel() for parameter in stack[0].parameters())
+    total = sum(parameter.numel() for parameter in backbone.parameters())
+    config = backbone.config
+    return Shape(
+        name=name,
+        family=str(config.model_type),
+        layers=len(stack),
+        width=int(config.hidden_size),
+        inner=max(max(linear.in_features, linear.out_features) for linear in linears),
+        heads=int(config.num_attention_heads),
+        layer_weights=sum(linear.weight.numel() for linear in linears),
+        layer_parameters=layer,
+        embedding_parameters=total - frozen - sum(p.numel() for block in stack for p in block.parameters()),
+        vocabulary=int(backbone.get_input_embeddings().num_embeddings),
+        frozen_parameters=frozen,
+        told_by=told_by,
+    )
+
+
+def _with_narrow_words(shape: Shape, config: Any, dimension: int) -> Shape:
+    """Embeddings of `dimension` numbers, their norm, and the matrix that widens them (see encoder/words.py)."""
+    positions = int(config.max_position_embeddings)
+    if config.model_type != "bert":
+        positions -= int(config.pad_token_id) + 1  # RoBERTa counts positions from there
+    rows = shape.vocabulary + positions + int(config.type_vocab_size)
+    return replace(
+        shape,
+        family="electra",
+        embedding_parameters=rows * dimension + 2 * dimension + dimension * shape.width + shape.width,
+        frozen_parameters=0,
+    )
