@@ -59,6 +59,8 @@ class Shape:
     vocabulary: int
     frozen_parameters: int = 0
     """In memory, but not trained: a pooler that no pooling here uses."""
+    dropout: float = 0.0
+    """Largest dropout probability that the model came with."""
     told_by: str = "config.json"
 
     @property
@@ -169,6 +171,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
     from torch import nn
 
     from distcse.encoder.layers import layers_of
+    from distcse.encoder.loading import dropouts
 
     stack = layers_of(backbone)
     pooler = getattr(backbone, "pooler", None)
@@ -189,6 +192,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
         embedding_parameters=total - frozen - sum(p.numel() for block in stack for p in block.parameters()),
         vocabulary=int(backbone.get_input_embeddings().num_embeddings),
         frozen_parameters=frozen,
+        dropout=max((float(value) for _, value in dropouts(config)), default=0.0),
         told_by=told_by,
     )
 

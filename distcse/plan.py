@@ -1,0 +1,122 @@
+"""What a recipe would cost, before anything is spent: `python -m distcse.plan RECIPE --cluster 8xA100-40G`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distcse.command import exit_status
+from distcse.errors import RecipeError, RunError
+from distcse.recipe import MutualRecipe, Recipe, read_recipe
+
+if TYPE_CHECKING:
+    from distcse.planning.machines import Cluster
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, reckon, print. Returns the exit status: 0 it fits, 1 it cannot be done, 2 a mistake in what was asked."""
+    options = _parser().parse_intermixed_args(arguments)
+    return exit_status(lambda: _main(options), kept="nothing was written")
+
+
+def _main(options: argparse.Namespace) -> int:
+    from distcse.planning.machines import parse_cluster
+
+    for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
+        if any(number is not None and number < 1 for number in numbers):
+            raise RecipeError(f"{name} is {numbers}; write numbers from 1 on")
+    if options.network <= 0:
+        raise RecipeError(f"--network is {options.network:g}; write gigabits a second, more than 0")
+    form = parse_cluster(options.cluster)
+    recipe = read_recipe(options.recipe, options.overrides)
+    # Torch and transformers take seconds to import; a mistake in recipe or cluster is told before.
+    from distcse.planning.opening import calibrate_for, open_cluster
+
+    if options.calibrate:
+        if form[2] not in ("local", "cpu"):
+            raise RecipeError(f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local")
+        calibrate_for(recipe)
+    cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
+    if isinstance(recipe, MutualRecipe):
+        return _groups(recipe, cluster, options)
+    return _student(recipe, cluster, options)
+
+
+def _student(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
+    from distcse.planning.lengths import read_lengths
+    from distcse.planning.plan import StudentPlan
+    from distcse.planning.report import scaling_lines, student_lines
+    from distcse.planning.scaling import scaling
+    from distcse.planning.student import StudentRun
+
+    run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, options.corpus_rows))
+    plan = StudentPlan.of(run, cluster)
+    rows = scaling(run, cluster, options.gpus) if options.gpus else []
+    lines = student_lines(plan) + (scaling_lines(rows, cluster.machine.name) if rows else [])
+    described = {**plan.described, "scaling": [_row(row) for row in rows]}
+    return _tell(lines, described, [str(problem) for problem in plan.problems], options.json)
+
+
+def _groups(recipe: MutualRecipe, cluster: Cluster, options: argparse.Namespace) -> int:
+    from distcse.planning.groups import MutualPlan
+    from distcse.planning.report import mutual_lines
+
+    if options.gpus:
+        raise RecipeError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
+    plan = MutualPlan.of(recipe, cluster, options.corpus_rows)
+    return _tell(mutual_lines(plan), plan.described, [str(problem) for problem in plan.problems], options.json)
+
+
+def _tell(lines: list[str], described: dict[str, Any], problems: list[str], as_json: bool) -> int:
+    from distcse.report.terminal import print_lines
+
+    if as_json:
+        json.dump(described, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        print_lines(lines)
+    if problems:
+        raise RunError(f"this plan cannot be carried out: {problems[0]}")
+    return 0
+
+
+def _row(row: Any) -> dict[str, Any]:
+    parts = {name: {**vars(part), "seconds": part.seconds} for name, part in (("strong", row.strong), ("weak", row.weak))}
+    return {**vars(row), **parts}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.plan",
+        description="What a recipe costs on given machines: time, memory, disk, network, what binds; nothing is run.",
+        epilog="Example: python -m distcse.plan rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 "
+        "--gpus 1 8 64 512 1000",
+    )
+    parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument(
+        "--cluster",
+        default="local",
+        metavar="MACHINES",
+        help="8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu (machines like this one), or local (default)",
+    )
+    parser.add_argument(
+        "--corpus-rows", type=int, metavar="N", help="sentences (or pairs) to plan for; default: those of the recipe's text"
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
+    parser.add_argument(
+        "--network", type=float, default=100.0, metavar="GBIT", help="gigabits a second of a node's network (default: 100)"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine first, and keep its constants in storage.cache"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The plan of mutual distillation: for every group and formulation what training and scoring cost, and how phases line up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distcse.errors import DistcseError
+from distcse.mutual.phases import Kind, Phase, last_phase
+from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
+from distcse.planning.machines import Cluster
+from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, states
+from distcse.planning.network import Traffic, transfer_seconds
+from distcse.planning.passes import Pass, Terms
+from distcse.planning.plan import Problem
+from distcse.planning.shapes import Shape, read_shape
+from distcse.recipe import EncoderSection, GroupSection, LoopSection, MutualRecipe
+from distcse.training.schedule import total_steps
+
+_ADAMW_BYTES = 40.0
+_FILLED = 1.1
+"""Tokens with padding over real ones: batches are cut into parts of like length."""
+_EAGER_BELOW = 128
+_ASSUMED_PAIRS = 10_000
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """One group: its two formulations over the run's pairs."""
+
+    section: GroupSection
+    bi: Shape
+    cross: Shape
+
+    @classmethod
+    def of(cls, section: GroupSection) -> GroupRun:
+        """With its shapes, each from its config.json."""
+        bi = read_shape(section)
+        if section.cross_backbone is None:
+            return cls(section, bi, bi)
+        cross = EncoderSection(backbone=section.cross_backbone, trust_remote_code=section.trust_remote_code)
+        shape = read_shape(cross)
+        return cls(section, bi, shape.with_depth(len(section.named_layers)) if section.named_layers else shape)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One group in one phase."""
+
+    group: str
+    phase: str
+    steps: int
+    training: float
+    scoring: float
+    """Seconds."""
+    flops: float
+    binding: str
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.training + self.scoring
+
+
+@dataclass(frozen=True)
+class MutualPlan:
+    """All groups over all cycles."""
+
+    recipe: MutualRecipe
+    cluster: Cluster
+    groups: list[GroupRun]
+    lengths: Lengths
+    pairs: int
+
+    @classmethod
+    def of(cls, recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> MutualPlan:
+        """With pairs counted where that is cheap; `rows` says how many there are."""
+        first = recipe.groups[0]
+        if recipe.pairs.mine is not None:
+            lengths = read_lengths(recipe.pairs.mine.corpus, first, None)
+            pairs = rows or recipe.pairs.mine.pairs
+        else:
+            counted = _counted(recipe)
+            pairs = rows or counted or recipe.pairs.limit or _ASSUMED_PAIRS
+            why = "pairs in files are not tokenised for a plan"
+            why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
+            lengths = assumed_lengths(2 * pairs, why)
+        return cls(recipe, cluster, [GroupRun.of(group) for group in recipe.groups], lengths, pairs)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether all groups have devices of their own at the same time."""
+        return self.recipe.ray and self.cluster.devices >= sum(group.section.workers for group in self.groups)
+
+    @property
+    def stages(self) -> list[list[Stage]]:
+        """By phase, then by group: the start, then cross and bi of every cycle."""
+        phases = [Phase(number) for number in range(last_phase(self.recipe.mutual.cycles).number + 1)]
+        return [[self._stage(group, phase) for group in self.groups] for phase in phases]
+
+    @property
+    def seconds(self) -> float:
+        """A phase ends with its slowest group where they run side by side, else after all of them."""
+        together = max if self.side_by_side else sum
+        return sum(together(stage.seconds for stage in stages) for stages in self.stages)
+
+    @property
+    def idle(self) -> float:
+        """Share of the groups' time in which one waits for others."""
+        if not self.side_by_side:
+            return 0.0
+        worked = sum(stage.seconds for stages in self.stages for stage in stages)
+        return 1 - worked / (len(self.groups) * self.seconds)
+
+    def memory(self, group: GroupRun, kind: Kind) -> WorkerMemory:
+        """A worker that trains this formulation, and the scorer beside it."""
+        section, machine = self._section(kind), self.cluster.machine
+        work = self._pass(group, kind, section.batch_size / group.section.workers, True)
+        shape = work.shape
+        eager = machine.kind == "cpu" and self._longest(group, kind) < _EAGER_BELOW
+        kept = activation_bytes(work, machine.kind, eager) * machine.activation_share + backward_bytes(work)
+        scorer = 4.0 * shape.parameters + (machine.process if machine.kind == "cpu" else 0.0)
+        checkpoint = 12.0 * shape.parameters if machine.kind == "cpu" else 0.0
+        kept_states = states(shape.parameters, section.zero_stage, group.section.workers)
+        return WorkerMemory(section.zero_stage, kept_states, scorer, kept, machine.process, checkpoint)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What cannot be."""
+        machine, found = self.cluster.machine, []
+        for group in self.groups:
+            for kind in ("cross", "bi"):
+                need = self.memory(group, kind).total
+                if need > 0.92 * machine.memory:
+                    what = f"group {group.section.name} needs {need / 2**30:,.2f} GiB for its {kind}-encoder, {machine.name} has less"
+                    found.append(Problem(what, f"lower {kind}.batch_size, or raise workers of the group"))
+        if self.pairs < self.recipe.bi.batch_size:
+            found.append(Problem(f"{self.pairs:,} pairs are fewer than one batch", "lower bi.batch_size, or give more pairs"))
+        return found
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "recipe": self.recipe.name,
+            "cluster": self.cluster.told,
+            "machine": self.cluster.machine.name,
+            "constants": self.cluster.machine.told_by,
+            "pairs": self.pairs,
+            "lengths": self.lengths.told_by,
+            "side_by_side": self.side_by_side,
+            "seconds": self.seconds,
+            "idle": self.idle,
+            "phases": [[{**vars(stage), "seconds": stage.seconds} for stage in stages] for stages in self.stages],
+            "memory": {
+                group.section.name: {kind: self.memory(group, kind).described for kind in ("bi", "cross")} for group in self.groups
+            },
+            "problems": [str(problem) for problem in self.problems],
+        }
+
+    def _stage(self, group: GroupRun, phase: Phase) -> Stage:
+        scoring = self._pass(group, phase.kind, self.pairs, False)
+        batches = max(1.0, scoring.tokens / 4096)
+        workers, machine = group.section.workers, self.cluster.machine
+        terms = scoring.terms(machine)
+        scored = Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind) / workers
+        if phase.number == 0:
+            return Stage(group.section.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
+        section = self._section(phase.kind)
+        rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross.both_orders else 1)
+        steps = total_steps(section, max(1, rows // section.batch_size))
+        work = self._pass(group, phase.kind, section.batch_size / workers, True)
+        step = self._step(work, section, workers)
+        flops = scoring.flops + steps * workers * work.flops
+        return Stage(group.section.name, phase.name, steps, steps * step.seconds(machine.kind), scored, flops, step.binding)
+
+    def _step(self, work: Pass, section: LoopSection, workers: int) -> Terms:
+        machine, trained = self.cluster.machine, work.shape.parameters
+        share = workers if section.zero_stage else 1
+        moved = _ADAMW_BYTES * trained / share / section.gradient_accumulation
+        ring = (workers - 1) / workers
+        sent = Traffic((3 if section.zero_stage == 3 else 2) * ring * 4.0 * trained, 0.0, 0.0)
+        total = work.terms(machine) + Terms(traffic=moved / (machine.optimiser or machine.bandwidth))
+        return total + Terms(network=transfer_seconds(sent, workers, self.cluster))
+
+    def _pass(self, group: GroupRun, kind: Kind, pairs: float, training: bool) -> Pass:
+        """A bi-encoder reads two sentences of a pair, a cross-encoder both as one text."""
+        shape = group.bi if kind == "bi" else group.cross
+        lengths = self.lengths if kind == "bi" else self.lengths.pairs()
+        length = lengths.mean(self._longest(group, kind)) * (_FILLED if training else 1.0)
+        texts = 2 * pairs if kind == "bi" else pairs
+        precision = self._section(kind).precision if training else "fp32"
+        wished = group.section.dropout
+        dropout = training and (shape.dropout if wished is None else wished) > 0
+        return Pass(shape, texts, length, training, precision, dropout)
+
+    def _longest(self, group: GroupRun, kind: Kind) -> int:
+        return self.recipe.cross.max_length if kind == "cross" else group.section.max_length or 512
+
+    def _section(self, kind: Kind) -> LoopSection:
+        return self.recipe.bi if kind == "bi" else self.recipe.cross
+
+
+def _counted(recipe: MutualRecipe) -> int | None:
+    """How many pairs the recipe's files hold; None where they are not to be had."""
+    from distcse.mutual.pairs import read_pairs
+
+    try:
+        return len(read_pairs(recipe))
+    except DistcseError:
+        return None
+
+

@@ -1,0 +1,81 @@
+"""From a recipe and a cluster's name to machines with constants; and what of a recipe is measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distcse.planning.calibration import Kind, calibrate, this_machine
+from distcse.planning.machines import GPUS, Cluster
+from distcse.planning.shapes import Shape, read_shape
+from distcse.recipe import EncoderSection, MutualRecipe, Recipe, TrainedSection
+
+
+def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualRecipe, network: float) -> Cluster:
+    """The cluster a user named, `form` being what `parse_cluster` made of it; this machine's constants from the cache.
+
+    Args:
+        told: As it was written.
+        form: Nodes, devices of each, kind.
+        recipe: Says how many workers share a machine, and where the cache is.
+        network: Bytes a second in and out of a node.
+    """
+    nodes, per_node, kind = form
+    if kind in GPUS:
+        return Cluster(told, nodes, per_node, GPUS[kind], network)
+    threads = threads_of(recipe, local=kind == "local", per_node=per_node)
+    machine = this_machine(Path(recipe.storage.cache), threads)
+    if kind == "local":
+        per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, (os.cpu_count() or 1) // threads)
+    return Cluster(told, nodes, per_node, machine, network)
+
+
+def calibrate_for(recipe: Recipe | MutualRecipe) -> Path:
+    """Measure what a recipe's passes cost here. Returns the file of constants; see `calibrate`."""
+    return calibrate(kinds_of(recipe), Path(recipe.storage.cache), threads_of(recipe))
+
+
+def threads_of(recipe: Recipe | MutualRecipe, local: bool = True, per_node: int = 1) -> int:
+    """Threads of one worker on a machine like this: what the recipe gives it, else an even share of the CPUs."""
+    cpus = os.cpu_count() or 1
+    if isinstance(recipe, MutualRecipe):
+        named, sharing = recipe.groups[0].cpus_per_worker, sum(group.workers for group in recipe.groups) if recipe.ray else 1
+    else:
+        named, sharing = recipe.training.cpus_per_worker, recipe.training.workers
+        if local and recipe.training.workers == 0:
+            return _own_threads(cpus)
+    if named is not None:
+        return max(1, int(named))
+    return max(1, cpus // max(1, sharing if local else per_node))
+
+
+def kinds_of(recipe: Recipe | MutualRecipe) -> list[Kind]:
+    """The kinds of passes that a recipe makes, the trained ones first."""
+    if isinstance(recipe, MutualRecipe):
+        return [kind for group in recipe.groups for kind in _of_trained(group, recipe.bi.precision)]
+    found = _of_trained(recipe.student, recipe.training.precision)
+    for teacher in recipe.teachers.encoders:
+        if teacher.endpoint is None:
+            found.append(Kind(read_shape(teacher), False, teacher.precision, False, teacher.max_length or 128))
+    detection = recipe.objective.detection
+    if detection is not None and detection.weight and detection.generator:
+        shape = read_shape(EncoderSection(backbone=detection.generator))
+        found.append(Kind(shape, False, recipe.training.precision, False, recipe.student.max_length or 128))
+    return found
+
+
+def _of_trained(section: TrainedSection, precision: str) -> list[Kind]:
+    shape = read_shape(section)
+    longest = section.max_length or 128
+    trained = Kind(shape, True, precision, _has_dropout(section, shape), longest)
+    return [trained, Kind(shape, False, "fp32", False, longest)]
+
+
+def _has_dropout(section: TrainedSection, shape: Shape) -> bool:
+    return (shape.dropout if section.dropout is None else section.dropout) > 0
+
+
+def _own_threads(cpus: int) -> int:
+    """As many as torch takes by itself."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else cpus

@@ -1,0 +1,196 @@
+"""A plan as lines to read: what, how long, how much, what binds, and on which assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distcse.planning.groups import MutualPlan
+from distcse.planning.machines import Cluster
+from distcse.planning.memory import WorkerMemory
+from distcse.planning.plan import StudentPlan
+from distcse.planning.scaling import Row
+
+_NOT_COUNTED = "not counted: start of Ray and imports, downloads, measurements at the end, other users of the machines"
+
+
+def student_lines(plan: StudentPlan) -> list[str]:
+    """Of a student's run."""
+    run, machine = plan.run, plan.cluster.machine
+    training = run.recipe.training
+    real, processed = plan.tokens
+    step, kind = plan.step, machine.kind
+    lines = [
+        f"{run.recipe.name} on {plan.cluster.told}: {_machines(plan.cluster)}",
+        "",
+        f"student    {run.student.name}, {run.student.layers} layers of width {run.student.width}, "
+        f"{run.student.parameters / 1e6:.1f} M parameters; {run.trained / 1e6:.1f} M are trained",
+        *(f"teacher {n}  {_teacher(plan, n)}" for n in range(len(run.teachers))),
+        f"text       {run.rows:,} sentences; {run.lengths.mean(run.recipe.student.max_length):.1f} tokens on average, padded to "
+        f"{run.padded(plan.batch / plan.workers):.1f}",
+        f"steps      {run.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
+        f"{'two views' if run.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
+        f"tokens     {_count(real)} read by the student, {_count(processed)} with padding, a view",
+        "",
+        f"{'phase':<20}{'time':>12}{'PFLOP':>12}   binds",
+    ]
+    for phase in plan.phases:
+        flops = f"{phase.flops / 1e15:,.4g}" if phase.flops else "-"
+        note = f" ({phase.note})" if phase.note else ""
+        lines.append(f"{phase.name:<20}{span(phase.seconds):>12}{flops:>12}   {phase.binding}{note}")
+    total = sum(phase.flops for phase in plan.phases)
+    lines += [
+        f"{'all':<20}{span(plan.seconds):>12}{total / 1e15:>12,.4g}",
+        "",
+        f"step       {_ms(plan.step_seconds)}: matrix products {_ms(step.math)}, memory traffic {_ms(step.traffic)}, host "
+        f"{_ms(step.host)}{' (beside)' if kind == 'gpu' else ''}, network {_ms(step.network)}, waiting for lists {_ms(step.waiting)}",
+        f"binds      {step.binding}",
+        f"network    {_bytes(plan.traffic.total)} a step and worker: gradients {_bytes(plan.traffic.gradients)}, views "
+        f"{_bytes(plan.traffic.views)}, lists {_bytes(plan.traffic.lists)}",
+        f"tables     {', '.join(f'{name} {_bytes(size)}' for name, size in plan.tables.items()) or 'none'}; cache in all "
+        f"{_bytes(plan.disk_bytes)}",
+        "",
+        *_memory_lines(plan.memories, run.recipe.training.zero_stage, machine.memory),
+        f"host       {_bytes(plan.host_bytes)} a worker for the order of rows and checkpoints, of {_bytes(machine.host_memory)}",
+    ]
+    return [*lines, "", *_assumptions(plan.cluster, [run.lengths.told_by, *_shapes(plan), *_measured(plan)]), *_verdict(plan)]
+
+
+def mutual_lines(plan: MutualPlan) -> list[str]:
+    """Of groups that teach each other."""
+    how = "side by side" if plan.side_by_side else "in turns"
+    lines = [
+        f"{plan.recipe.name} on {plan.cluster.told}: {_machines(plan.cluster)}",
+        "",
+        f"{plan.pairs:,} pairs, {plan.recipe.mutual.cycles} cycles, {len(plan.groups)} groups {how}",
+        "",
+        f"{'phase':<16}{'group':<12}{'steps':>8}{'training':>12}{'scoring':>12}{'PFLOP':>10}   binds",
+    ]
+    for stages in plan.stages:
+        for stage in stages:
+            lines.append(
+                f"{stage.phase:<16}{stage.group:<12}{stage.steps:>8,}{span(stage.training):>12}{span(stage.scoring):>12}"
+                f"{stage.flops / 1e15:>10,.3g}   {stage.binding}"
+            )
+    lines += [f"{'all':<16}{'':<12}{'':>8}{span(plan.seconds):>12}", ""]
+    if plan.side_by_side:
+        lines.append(f"idle       {plan.idle:.0%} of the groups' time: a phase ends with its slowest group")
+    for group in plan.groups:
+        told = ", ".join(f"{kind} {_bytes(plan.memory(group, kind).total)}" for kind in ("bi", "cross"))
+        lines.append(f"memory     {group.section.name}: {told} a worker, its scorer beside it")
+    shapes = [f"shape of {g.bi.name} known by {g.bi.told_by}" for g in plan.groups if g.bi.told_by != "config.json"]
+    lines += ["", *_assumptions(plan.cluster, [plan.lengths.told_by, *shapes, "mining and dev scores are not counted"])]
+    return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]
+
+
+def scaling_lines(rows: Sequence[Row], told: str) -> list[str]:
+    """Of the same run on more and more devices."""
+    head = (
+        f"{'devices':>8}{'teachers':>12}{'train':>7}{'step':>10}{'effic.':>8}{'student':>12} |"
+        f"{'batch':>9}{'step':>10}{'compute':>10}{'straggle':>10}{'network':>10}{'lists':>10}{'effic.':>8}{'memory':>11}  binds"
+    )
+    lines = [
+        "",
+        f"on more of {told} (simulated; left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
+        head,
+    ]
+    for row in rows:
+        strong, weak = row.strong, row.weak
+        lines.append(
+            f"{row.devices:>8,}{span(row.teachers):>12}{strong.workers:>7,}{_ms(strong.seconds):>10}{strong.efficiency:>8.0%}"
+            f"{span(row.student):>12} |{weak.batch:>9,}{_ms(weak.seconds):>10}{_ms(weak.compute):>10}{_ms(weak.straggling):>10}"
+            f"{_ms(weak.network):>10}{_ms(weak.waiting):>10}{weak.efficiency:>8.0%}{_bytes(weak.memory):>11}  {weak.binding}"
+        )
+    return lines
+
+
+def span(seconds: float) -> str:
+    """A length of time, in the unit that suits it."""
+    for unit, name in ((86400 * 365, "years"), (86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else _ms(seconds)
+
+
+def _memory_lines(memories: Sequence[WorkerMemory], chosen: int, room: float) -> list[str]:
+    head = f"{'memory':<11}{'weights':>10}{'gradients':>11}{'moments':>10}{'copies':>10}{'frozen':>10}{'activations':>13}"
+    lines = [f"{head}{'process':>10}{'in all':>11}   of {_bytes(room)}"]
+    for memory in memories:
+        kept = memory.states
+        parts = (kept.weights, kept.gradients, kept.moments, kept.copies, memory.frozen)
+        widths = (10, 11, 10, 10, 10)
+        line = f"{'ZeRO ' + str(memory.stage):<11}" + "".join(
+            f"{_bytes(part):>{width}}" for part, width in zip(parts, widths, strict=True)
+        )
+        line += f"{_bytes(memory.activations):>13}{_bytes(memory.process):>10}{_bytes(memory.total):>11}"
+        lines.append(line + ("   this recipe" if memory.stage == chosen else ""))
+    return lines
+
+
+def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
+    machine = cluster.machine
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in sorted(machine.matmul.items()))
+    found = [
+        f"{machine.name}: {machine.told_by}",
+        f"rates: {rates}; memory {machine.bandwidth / 1e9:,.0f} GB/s; links {machine.link / 1e9:,.0f} GB/s, nodes "
+        f"{cluster.network / 1e9:,.1f} GB/s one way",
+        f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread a server; hosts have {_bytes(machine.host_memory)} a worker",
+        "collectives are not hidden behind the backward pass; ring for bytes, tree for hops of 20 µs",
+        *others,
+        _NOT_COUNTED,
+    ]
+    return [f"assumes    {line}" for line in found]
+
+
+def _measured(plan: StudentPlan) -> list[str]:
+    machine, missing = plan.cluster.machine, []
+    if not machine.factors:
+        return []
+    passes = plan.run.passes(plan.batch / plan.workers)
+    for work in passes:
+        if not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]:
+            missing.append(f"width {work.shape.width} in {work.precision}")
+    return [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, others were: --calibrate"] if missing else []
+
+
+def _shapes(plan: StudentPlan) -> list[str]:
+    shapes = [plan.run.student, *(teacher.shape for teacher in plan.run.teachers if teacher.shape), plan.run.generator]
+    known = dict.fromkeys(f"shape of {shape.name} known by {shape.told_by}" for shape in shapes if shape and shape.told_by != "config.json")
+    return list(known)
+
+
+def _verdict(plan: StudentPlan) -> list[str]:
+    lines = [f"advice     {line}" for line in plan.advice]
+    return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]
+
+
+def _machines(cluster: Cluster) -> str:
+    if cluster.devices == 1:
+        return cluster.machine.name
+    return f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node:,} x {cluster.machine.name}"
+
+
+def _teacher(plan: StudentPlan, number: int) -> str:
+    teacher = plan.run.teachers[number]
+    if teacher.shape is None:
+        return f"{teacher.name}, behind an endpoint"
+    shape = teacher.shape
+    told = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
+    return f"{teacher.name}, {told}, {teacher.section.precision}, {teacher.kind}"
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:,.2f} {name}"
+    return f"{number:,.0f}"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.3g} {name}"
+    return f"{size:.0f} B"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
