@@ -1,0 +1,80 @@
+"""Look at this machine, and at all that a recipe wants, before a run: `python -m distcse.doctor [RECIPE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from distcse.command import exit_status
+from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, look, print. Returns the exit status: 0 nothing failed, 1 something did, 2 a mistake in the recipe."""
+    options = _parser().parse_intermixed_args(arguments)
+    return exit_status(lambda: _main(options), kept="nothing was written")
+
+
+def _main(options: argparse.Namespace) -> int:
+    recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
+    from distcse.health import machine, ray_cluster, sources, storage
+    from distcse.health.check import seen_to
+    from distcse.report.terminal import print_lines
+
+    runs, cache = _storage(recipe)
+    checks = [
+        machine.python,
+        machine.torch_and_transformers,
+        machine.processors,
+        machine.gpus,
+        machine.memory,
+        machine.shared_memory,
+        machine.open_files,
+        partial(machine.deepspeed, recipe),
+        ray_cluster.driver_version,
+        partial(ray_cluster.cluster, [runs, cache]),
+        ray_cluster.token,
+        ray_cluster.exposed_ports,
+        partial(storage.folder, "storage.runs", runs),
+        partial(storage.folder, "storage.cache", cache),
+    ]
+    if recipe is not None:
+        checks += [partial(sources.models, recipe), partial(sources.text, recipe)]
+    found = seen_to(checks)
+    if options.json:
+        json.dump([vars(check) for check in found], sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in ("ok", "warn", "fail")}
+        told = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        print_lines([*(check.line for check in found), "", told])
+    return int(any(check.verdict == "fail" for check in found))
+
+
+def _storage(recipe: Recipe | MutualRecipe | None) -> tuple[Path, Path]:
+    """Folders of runs and cache, the recipe's or the defaults."""
+
+    section = StorageSection() if recipe is None else recipe.storage
+    cache = os.environ.get("DISTCSE_CACHE", section.cache) if recipe is None else section.cache
+    return Path(section.runs).expanduser().absolute(), Path(cache).expanduser().absolute()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.doctor",
+        description="Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",
+        epilog="Example: python -m distcse.doctor my-recipe.yaml",
+    )
+    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
