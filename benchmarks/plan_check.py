@@ -4,11 +4,11 @@
 
 Three recipes of unlike depth, batch, precision and objective, on sentences of Wikipedia, with all-MiniLM-L6-v2 as teacher and as
 start of the students. In every round each recipe's passes are measured (`--calibrate`), its step and its memory are foretold, and
-then it is trained for some dozens of steps in a process of its own: no Ray, one thread, the plain engine, the allocator's settings of
-training processes. So what a plan says and what happens lie next to each other in time. The medians of all rounds count.
+then it is trained for some dozens of steps in a process of its own: no Ray, one thread, the plain engine, the allocator's
+settings of training processes. So what a plan says and what happens lie next to each other in time. Medians of all rounds count.
 
-A step's time is the CPU time of the process, which other programs on the machine change little; the wall time stands beside it. Memory
-is the highest of what is no file's (RssAnon), looked at every 20 ms.
+A step's time is the CPU time of the process, which other programs on the machine change less than the wall time beside it. Memory is
+the highest of what is no file's (RssAnon), looked at every 20 ms.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     house.train(job, text.corpus, tables, Watch(note))
     ended.set()
     watcher.join()
-    pairs = list(zip(marks, marks[1:], strict=False))
+    pairs = list(pairwise(marks))
     cpu = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs]
     wall = [(later[2] - earlier[2]) / (later[0] - earlier[0]) for earlier, later in pairs]
     return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "memory": highest[0]}

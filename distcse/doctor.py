@@ -6,12 +6,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distcse.command import exit_status
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe
+
+if TYPE_CHECKING:
+    from distcse.health.check import Check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +31,7 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_lines
 
     runs, cache = _storage(recipe)
-    checks = [
+    checks: list[Callable[[], list[Check]]] = [
         machine.python,
         machine.torch_and_transformers,
         machine.processors,

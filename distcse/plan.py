@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distcse.command import exit_status
@@ -38,7 +37,9 @@ def _main(options: argparse.Namespace) -> int:
 
     if options.calibrate:
         if form[2] not in ("local", "cpu"):
-            raise RecipeError(f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local")
+            raise RecipeError(
+                f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
+            )
         calibrate_for(recipe)
     cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
     if isinstance(recipe, MutualRecipe):
@@ -85,7 +86,9 @@ def _tell(lines: list[str], described: dict[str, Any], problems: list[str], as_j
 
 
 def _row(row: Any) -> dict[str, Any]:
-    parts = {name: {**vars(part), "seconds": part.seconds} for name, part in (("strong", row.strong), ("weak", row.weak))}
+    parts = {
+        name: {**vars(part), "seconds": part.seconds} for name, part in (("strong", row.strong), ("weak", row.weak))
+    }
     return {**vars(row), **parts}
 
 
@@ -105,11 +108,18 @@ def _parser() -> argparse.ArgumentParser:
         help="8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu (machines like this one), or local (default)",
     )
     parser.add_argument(
-        "--corpus-rows", type=int, metavar="N", help="sentences (or pairs) to plan for; default: those of the recipe's text"
+        "--corpus-rows",
+        type=int,
+        metavar="N",
+        help="sentences (or pairs) to plan for; default: those of the recipe's text",
     )
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
     parser.add_argument(
-        "--network", type=float, default=100.0, metavar="GBIT", help="gigabits a second of a node's network (default: 100)"
+        "--network",
+        type=float,
+        default=100.0,
+        metavar="GBIT",
+        help="gigabits a second of a node's network (default: 100)",
     )
     parser.add_argument(
         "--calibrate", action="store_true", help="measure this machine first, and keep its constants in storage.cache"

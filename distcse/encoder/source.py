@@ -76,7 +76,7 @@ def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
 
     try:
         return Path(
-            snapshot_download(name, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=only_local)
+            snapshot_download(name, allow_patterns=list(wanted), ignore_patterns=_UNWANTED, local_files_only=only_local)
         )
     except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
         reason = str(refused).strip().splitlines()[0]

@@ -73,7 +73,9 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> list[Check]:
     """What could be had now without swapping."""
     if not meminfo.exists():
         return [ok("memory", "not told by this system")]
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line}
+    sizes = {
+        line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line
+    }
     free, there = sizes["MemAvailable"], sizes["MemTotal"]
     told, fix = f"{gib(free)} of {gib(there)} available", "end other programs, or lower training.batch_size"
     if free < _LEAST_MEMORY:
@@ -120,7 +122,13 @@ def deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
         return [verdict("deepspeed", f"does not import: {told}", "write training.engine=plain, or install it anew")]
     told = f"{done.stdout.strip().splitlines()[-1]}; no op is compiled: AdamW is torch's, CPU ops are switched off"
     if os.environ.get("DS_BUILD_OPS") == "1":
-        return [warn("deepspeed", f"{told.split(';')[0]}; DS_BUILD_OPS=1 compiles ops when it is installed", "unset DS_BUILD_OPS")]
+        return [
+            warn(
+                "deepspeed",
+                f"{told.split(';')[0]}; DS_BUILD_OPS=1 compiles ops when it is installed",
+                "unset DS_BUILD_OPS",
+            )
+        ]
     return [ok("deepspeed", told)]
 
 

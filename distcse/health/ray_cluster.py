@@ -49,9 +49,13 @@ def cluster(shared: Sequence[Path] = ()) -> list[Check]:
         if not was_up:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         return _nodes(address, shared)
-    except Exception as mistake:  # Ray raises what it likes where a cluster cannot be joined; all of it is a failed check
+    except (
+        Exception
+    ) as mistake:  # Ray raises what it likes where a cluster cannot be joined; all of it is a failed check
         told = f"cannot join {address}: {' '.join(str(mistake).split())[:200]}"
-        return [fail("cluster", told, "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that versions are the same")]
+        return [
+            fail("cluster", told, "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that versions are the same")
+        ]
     finally:
         if not was_up:
             ray.shutdown()
@@ -109,10 +113,22 @@ def token(environment: Mapping[str, str] | None = None, home: Path | None = None
     if mode == "disabled":
         fix = "export RAY_AUTH_MODE=token in every shell: who reaches the ports runs what he likes"
         found.append(warn("ray token", "RAY_AUTH_MODE is disabled", fix))
-    elif mode == "token" and address and not (told.get("RAY_AUTH_TOKEN") or told.get("RAY_AUTH_TOKEN_PATH") or file.exists()):
-        found.append(fail("ray token", "RAY_AUTH_MODE is token, and no token is here", "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token"))
+    elif (
+        mode == "token"
+        and address
+        and not (told.get("RAY_AUTH_TOKEN") or told.get("RAY_AUTH_TOKEN_PATH") or file.exists())
+    ):
+        found.append(
+            fail(
+                "ray token",
+                "RAY_AUTH_MODE is token, and no token is here",
+                "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token",
+            )
+        )
     elif not mode and address:
-        found.append(warn("ray token", "RAY_AUTH_MODE is not set", "export RAY_AUTH_MODE=token if the cluster asks for one"))
+        found.append(
+            warn("ray token", "RAY_AUTH_MODE is not set", "export RAY_AUTH_MODE=token if the cluster asks for one")
+        )
     else:
         found.append(ok("ray token", "asked for" if mode else "asked for by the clusters that runs start here"))
     if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
@@ -133,7 +149,12 @@ def exposed_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence
     open_to_all = sorted({port for address, port in listening if port in wanted and not address.startswith(_LOOPBACK)})
     if not open_to_all:
         local = sorted({port for _, port in listening if port in wanted})
-        return [ok("ray ports", f"{', '.join(map(str, local))} on loopback alone" if local else "no dashboard or client port is open")]
+        return [
+            ok(
+                "ray ports",
+                f"{', '.join(map(str, local))} on loopback alone" if local else "no dashboard or client port is open",
+            )
+        ]
     told = f"port {', '.join(map(str, open_to_all))} listens beyond loopback"
     fix = "start the head with --dashboard-host=127.0.0.1 and without a client port, and reach it through ssh"
     guarded = os.environ.get("RAY_AUTH_MODE") == "token"

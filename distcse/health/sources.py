@@ -64,7 +64,9 @@ def _on_hub(name: str, refused: str) -> Check:
         HfApi().model_info(name, timeout=_PATIENCE)
     except Exception as mistake:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
         told = f"{name} is not in the cache and cannot be had from the hub ({type(mistake).__name__})"
-        return fail("model", told, "check the name; a private model wants HF_TOKEN; without a network give a local folder")
+        return fail(
+            "model", told, "check the name; a private model wants HF_TOKEN; without a network give a local folder"
+        )
     return ok("model", f"{name}: the hub has it; it will be fetched")
 
 
@@ -80,7 +82,9 @@ def endpoint(name: str, section: EndpointSection) -> list[Check]:
         told = f"{name}: {section.url} does not answer ({type(mistake).__name__})"
         return [fail("endpoint", told, "start it, or mend teachers.encoders.N.endpoint.url")]
     if answer.status_code in (401, 403):
-        return [fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.key_variable}")]
+        return [
+            fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.key_variable}")
+        ]
     if answer.status_code >= 500:
         return [warn("endpoint", f"{name}: {section.url} says {answer.status_code}", "look at its log")]
     return [ok("endpoint", f"{name}: {section.url} answers")]
@@ -99,7 +103,9 @@ def text(recipe: Recipe | MutualRecipe) -> list[Check]:
     if data is not None:
         there = Path(data).is_dir()
         told = f"{data}{'' if there else ' is no folder'}"
-        found.append(ok("evaluation.data", told) if there else fail("evaluation.data", told, "write evaluation.data=FOLDER"))
+        found.append(
+            ok("evaluation.data", told) if there else fail("evaluation.data", told, "write evaluation.data=FOLDER")
+        )
     return found
 
 

@@ -92,7 +92,8 @@ def calibrate(kinds: list[Kind], cache: Path, threads: int) -> Path:
     file = _file(cache, description)
     earlier = _read(file) or {}
     measured = {
-        key: asdict(_factors(kind, found, answer)) for (key, kind), found in zip(asked.items(), answer["passes"], strict=True)
+        key: asdict(_factors(kind, found, answer))
+        for (key, kind), found in zip(asked.items(), answer["passes"], strict=True)
     }
     content = {
         "format": _FORMAT,

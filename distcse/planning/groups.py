@@ -132,10 +132,13 @@ class MutualPlan:
             for kind in ("cross", "bi"):
                 need = self.memory(group, kind).total
                 if need > 0.92 * machine.memory:
-                    what = f"group {group.section.name} needs {need / 2**30:,.2f} GiB for its {kind}-encoder, {machine.name} has less"
+                    name = group.section.name
+                    what = f"group {name} needs {need / 2**30:,.2f} GiB for its {kind}-encoder, more than {machine.name} has"
                     found.append(Problem(what, f"lower {kind}.batch_size, or raise workers of the group"))
         if self.pairs < self.recipe.bi.batch_size:
-            found.append(Problem(f"{self.pairs:,} pairs are fewer than one batch", "lower bi.batch_size, or give more pairs"))
+            found.append(
+                Problem(f"{self.pairs:,} pairs are fewer than one batch", "lower bi.batch_size, or give more pairs")
+            )
         return found
 
     @property
@@ -153,7 +156,8 @@ class MutualPlan:
             "idle": self.idle,
             "phases": [[{**vars(stage), "seconds": stage.seconds} for stage in stages] for stages in self.stages],
             "memory": {
-                group.section.name: {kind: self.memory(group, kind).described for kind in ("bi", "cross")} for group in self.groups
+                group.section.name: {kind: self.memory(group, kind).described for kind in ("bi", "cross")}
+                for group in self.groups
             },
             "problems": [str(problem) for problem in self.problems],
         }
@@ -172,7 +176,9 @@ class MutualPlan:
         work = self._pass(group, phase.kind, section.batch_size / workers, True)
         step = self._step(work, section, workers)
         flops = scoring.flops + steps * workers * work.flops
-        return Stage(group.section.name, phase.name, steps, steps * step.seconds(machine.kind), scored, flops, step.binding)
+        return Stage(
+            group.section.name, phase.name, steps, steps * step.seconds(machine.kind), scored, flops, step.binding
+        )
 
     def _step(self, work: Pass, section: LoopSection, workers: int) -> Terms:
         machine, trained = self.cluster.machine, work.shape.parameters
@@ -209,5 +215,3 @@ def _counted(recipe: MutualRecipe) -> int | None:
         return len(read_pairs(recipe))
     except DistcseError:
         return None
-
-

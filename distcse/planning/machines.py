@@ -79,7 +79,9 @@ class Machine:
 
     def rate(self, precision: str) -> float:
         """FLOP/s in a precision; fp16 is as fast as bf16, and either as fp32 where the device has no units for it."""
-        return self.matmul.get(precision) or self.matmul.get("bf16" if precision == "fp16" else "fp32", self.matmul["fp32"])
+        return self.matmul.get(precision) or self.matmul.get(
+            "bf16" if precision == "fp16" else "fp32", self.matmul["fp32"]
+        )
 
     def factors_of(self, training: bool, precision: str, dropout: bool, width: int) -> tuple[Factors, bool]:
         """Factors of a pass, and whether they were measured for this width: else for another, or none at all."""
@@ -87,7 +89,9 @@ class Machine:
         if key in self.factors:
             return self.factors[key], True
         kind = key.rsplit("/", 1)[0]
-        alike = {int(other.rsplit("/", 1)[1]): found for other, found in self.factors.items() if other.startswith(f"{kind}/")}
+        alike = {
+            int(other.rsplit("/", 1)[1]): found for other, found in self.factors.items() if other.startswith(f"{kind}/")
+        }
         if alike:
             return alike[min(alike, key=lambda other: abs(other - width))], False
         return Factors(1.0, 1.0, 1.0, self.layer_host * (1.0 if training else FORWARD_HOST_SHARE)), False
@@ -105,7 +109,14 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
         matmul["bf16"] = bf16 * 1e12 * MATMUL_SHARE
     told = f"{NOT_MEASURED}; counted on: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s"
     return Machine(
-        name, "gpu", matmul, bandwidth * 1e9 * BANDWIDTH_SHARE, memory * GIB, link * 1e9 * BANDWIDTH_SHARE, GPU_LAYER_HOST, told
+        name,
+        "gpu",
+        matmul,
+        bandwidth * 1e9 * BANDWIDTH_SHARE,
+        memory * GIB,
+        link * 1e9 * BANDWIDTH_SHARE,
+        GPU_LAYER_HOST,
+        told,
     )
 
 
@@ -184,14 +195,18 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
     """
     found = _FORM.match(text)
     if found is None:
-        raise RecipeError(f"--cluster {text!r} is not of the form 8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu or local")
+        raise RecipeError(
+            f"--cluster {text!r} is not of the form 8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu or local"
+        )
     first, second, name = found.groups()
     counts = [int(count) for count in (first, second) if count is not None]
     if 0 in counts:
         raise RecipeError(f"--cluster {text!r} has 0 machines; write at least 1")
     if name == "local":
         if counts:
-            raise RecipeError(f"--cluster {text!r}: local is this machine, once; write {counts[0]}xcpu for more like it")
+            raise RecipeError(
+                f"--cluster {text!r}: local is this machine, once; write {counts[0]}xcpu for more like it"
+            )
         return 1, 1, name
     if name == "cpu":
         return counts[0] if counts else 1, counts[1] if len(counts) > 1 else 1, name
@@ -199,7 +214,9 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
         gpu for gpu in GPUS if gpu.lower().startswith(f"{name.lower()}-")
     ]
     if len(known) != 1:
-        raise RecipeError(f"--cluster: {name} is {'one of' if known else 'unknown; known are'} {', '.join(known or GPUS)}, cpu and local")
+        raise RecipeError(
+            f"--cluster: {name} is {'one of' if known else 'unknown; known are'} {', '.join(known or GPUS)}, cpu and local"
+        )
     nodes, per_node = (counts[0], counts[1]) if len(counts) > 1 else (1, counts[0] if counts else 1)
     return nodes, per_node, known[0]
 

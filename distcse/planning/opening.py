@@ -26,7 +26,9 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     threads = threads_of(recipe, local=kind == "local", per_node=per_node)
     machine = this_machine(Path(recipe.storage.cache), threads)
     if kind == "local":
-        per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, (os.cpu_count() or 1) // threads)
+        per_node = (
+            max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, (os.cpu_count() or 1) // threads)
+        )
     return Cluster(told, nodes, per_node, machine, network)
 
 
@@ -39,7 +41,10 @@ def threads_of(recipe: Recipe | MutualRecipe, local: bool = True, per_node: int 
     """Threads of one worker on a machine like this: what the recipe gives it, else an even share of the CPUs."""
     cpus = os.cpu_count() or 1
     if isinstance(recipe, MutualRecipe):
-        named, sharing = recipe.groups[0].cpus_per_worker, sum(group.workers for group in recipe.groups) if recipe.ray else 1
+        named, sharing = (
+            recipe.groups[0].cpus_per_worker,
+            sum(group.workers for group in recipe.groups) if recipe.ray else 1,
+        )
     else:
         named, sharing = recipe.training.cpus_per_worker, recipe.training.workers
         if local and recipe.training.workers == 0:

@@ -93,7 +93,9 @@ class StudentPlan:
         """Memory of a worker's host: the order of the rows, and checkpoints on their way."""
         graph = 0.0
         if self.run.recipe.training.neighbours is not None:  # joined and indexed, by the driver
-            graph = 2 * 4.0 * self.run.rows * sum(t.shape.width for t in self.run.teachers if t.shape and t.kind == "table")
+            graph = (
+                2 * 4.0 * self.run.rows * sum(t.shape.width for t in self.run.teachers if t.shape and t.kind == "table")
+            )
         return sampler_bytes(self.run.rows) + 12.0 * self.run.trained + graph
 
     @property
@@ -130,7 +132,13 @@ class StudentPlan:
         found.append(Phase("student", run.steps * self.step_seconds, flops, self.step.binding, f"{run.steps:,} steps"))
         scores = run.dev_scores
         found.append(
-            Phase("dev scores", scores * run.dev_seconds(machine), scores * run.dev_flops(), "", f"{scores:,}, with checkpoints")
+            Phase(
+                "dev scores",
+                scores * run.dev_seconds(machine),
+                scores * run.dev_flops(),
+                "",
+                f"{scores:,}, with checkpoints",
+            )
         )
         return found
 
@@ -166,7 +174,9 @@ class StudentPlan:
         compared = rows if rows <= _NEIGHBOURS_EXACT else lists + _PROBED * rows / lists
         trained = 0.0 if rows <= _NEIGHBOURS_EXACT else 2.0 * 20 * 64 * lists * lists * width
         flops = 2.0 * rows * compared * width + trained
-        return Phase("neighbours", flops / self.cluster.machine.host_matmul, flops, "one process", "faiss, once for a corpus")
+        return Phase(
+            "neighbours", flops / self.cluster.machine.host_matmul, flops, "one process", "faiss, once for a corpus"
+        )
 
     def _refusals(self) -> list[Problem]:
         found = []
@@ -181,7 +191,11 @@ class StudentPlan:
                 f"a worker's host needs {_gib(self.host_bytes)} for the order of {self.run.rows:,} rows"
                 f"{' and their neighbours' if self.run.recipe.training.neighbours else ''}, {_gib(machine.host_memory)} are there"
             )
-            knob = "set training.neighbours=null" if self.run.recipe.training.neighbours else "the order is held whole (docs/scaling.md)"
+            knob = (
+                "set training.neighbours=null"
+                if self.run.recipe.training.neighbours
+                else "the order is held whole (docs/scaling.md)"
+            )
             most = int(machine.host_memory / 40 / 10**6) * 10**6
             found.append(Problem(what, f"{knob}, or learn from fewer: corpus.limit={most}"))
         if self.run.rows < self.batch + self.run.recipe.evaluation.held_out:
@@ -216,7 +230,9 @@ class StudentPlan:
         found, recipe, machine = [], self.run.recipe, self.cluster.machine
         embeds = any(teacher.kind in ("table", "rank space", "live", "cross-encoder") for teacher in self.run.teachers)
         if machine.kind == "gpu" and not recipe.teachers.builder_gpus and embeds:
-            found.append("teachers.builder_gpus is 0, which embeds on CPUs; this plan counts on teachers.builder_gpus=1")
+            found.append(
+                "teachers.builder_gpus is 0, which embeds on CPUs; this plan counts on teachers.builder_gpus=1"
+            )
         if machine.kind == "gpu" and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32: bf16 has faster units on this GPU")
         if machine.kind == "gpu" and recipe.training.precision == "bf16" and "bf16" not in machine.matmul:
@@ -271,7 +287,11 @@ def _workers(run: StudentRun, cluster: Cluster) -> tuple[int, list[Problem]]:
     if cluster.told == "local":
         return max(1, training.workers), []
     if named is None:
-        return next(count for count in range(min(cluster.devices, training.batch_size), 0, -1) if training.batch_size % count == 0), []
+        return next(
+            count
+            for count in range(min(cluster.devices, training.batch_size), 0, -1)
+            if training.batch_size % count == 0
+        ), []
     if named > cluster.devices:
         what = f"training.workers is {named}, {cluster.told} has {cluster.devices} devices"
         return named, [Problem(what, f"write training.workers={cluster.devices} or fewer")]

@@ -111,7 +111,10 @@ def _matmul(timed: _Clock, device: Any, precision: str, width: int, inner: int) 
     import torch
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    rows, weights = torch.randn(_BUDGET, width, device=device).to(kind), torch.randn(width, inner, device=device).to(kind)
+    rows, weights = (
+        torch.randn(_BUDGET, width, device=device).to(kind),
+        torch.randn(width, inner, device=device).to(kind),
+    )
     return 2.0 * _BUDGET * width * inner / timed(lambda: rows @ weights)
 
 

@@ -42,7 +42,8 @@ def student_lines(plan: StudentPlan) -> list[str]:
         f"{'all':<20}{span(plan.seconds):>12}{total / 1e15:>12,.4g}",
         "",
         f"step       {_ms(plan.step_seconds)}: matrix products {_ms(step.math)}, memory traffic {_ms(step.traffic)}, host "
-        f"{_ms(step.host)}{' (beside)' if kind == 'gpu' else ''}, network {_ms(step.network)}, waiting for lists {_ms(step.waiting)}",
+        f"{_ms(step.host)}{' (beside)' if kind == 'gpu' else ''}, network {_ms(step.network)}, "
+        f"waiting for lists {_ms(step.waiting)}",
         f"binds      {step.binding}",
         f"network    {_bytes(plan.traffic.total)} a step and worker: gradients {_bytes(plan.traffic.gradients)}, views "
         f"{_bytes(plan.traffic.views)}, lists {_bytes(plan.traffic.lists)}",
@@ -52,7 +53,12 @@ def student_lines(plan: StudentPlan) -> list[str]:
         *_memory_lines(plan.memories, run.recipe.training.zero_stage, machine.memory),
         f"host       {_bytes(plan.host_bytes)} a worker for the order of rows and checkpoints, of {_bytes(machine.host_memory)}",
     ]
-    return [*lines, "", *_assumptions(plan.cluster, [run.lengths.told_by, *_shapes(plan), *_measured(plan)]), *_verdict(plan)]
+    return [
+        *lines,
+        "",
+        *_assumptions(plan.cluster, [run.lengths.told_by, *_shapes(plan), *_measured(plan)]),
+        *_verdict(plan),
+    ]
 
 
 def mutual_lines(plan: MutualPlan) -> list[str]:
@@ -112,7 +118,9 @@ def span(seconds: float) -> str:
 
 
 def _memory_lines(memories: Sequence[WorkerMemory], chosen: int, room: float) -> list[str]:
-    head = f"{'memory':<11}{'weights':>10}{'gradients':>11}{'moments':>10}{'copies':>10}{'frozen':>10}{'activations':>13}"
+    head = (
+        f"{'memory':<11}{'weights':>10}{'gradients':>11}{'moments':>10}{'copies':>10}{'frozen':>10}{'activations':>13}"
+    )
     lines = [f"{head}{'process':>10}{'in all':>11}   of {_bytes(room)}"]
     for memory in memories:
         kept = memory.states
@@ -133,7 +141,8 @@ def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
         f"{machine.name}: {machine.told_by}",
         f"rates: {rates}; memory {machine.bandwidth / 1e9:,.0f} GB/s; links {machine.link / 1e9:,.0f} GB/s, nodes "
         f"{cluster.network / 1e9:,.1f} GB/s one way",
-        f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread a server; hosts have {_bytes(machine.host_memory)} a worker",
+        f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread a server; hosts have "
+        f"{_bytes(machine.host_memory)} a worker",
         "collectives are not hidden behind the backward pass; ring for bytes, tree for hops of 20 µs",
         *others,
         _NOT_COUNTED,
@@ -149,12 +158,20 @@ def _measured(plan: StudentPlan) -> list[str]:
     for work in passes:
         if not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]:
             missing.append(f"width {work.shape.width} in {work.precision}")
-    return [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, others were: --calibrate"] if missing else []
+    return (
+        [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, others were: --calibrate"]
+        if missing
+        else []
+    )
 
 
 def _shapes(plan: StudentPlan) -> list[str]:
     shapes = [plan.run.student, *(teacher.shape for teacher in plan.run.teachers if teacher.shape), plan.run.generator]
-    known = dict.fromkeys(f"shape of {shape.name} known by {shape.told_by}" for shape in shapes if shape and shape.told_by != "config.json")
+    known = dict.fromkeys(
+        f"shape of {shape.name} known by {shape.told_by}"
+        for shape in shapes
+        if shape and shape.told_by != "config.json"
+    )
     return list(known)
 
 

@@ -89,10 +89,10 @@ def simulate(run: StudentRun, cluster: Cluster, workers: int, batch: int, base: 
     # The longest of `rows` draws is the quantile at u^(1/rows): no need to draw each sentence.
     quantiles = np.random.default_rng(seed).random((steps, workers)) ** (1 / rows)
     longest = cut[np.minimum((quantiles * len(cut)).astype(np.int64), len(cut) - 1)]
-    seconds = {length: _alone(run, cluster, workers, batch, float(length)) for length in np.unique(longest)}
+    alone = {length: _alone(run, cluster, workers, batch, float(length)) for length in np.unique(longest)}
     lookup = np.zeros(int(longest.max()) + 1)
-    for length, taken in seconds.items():
-        lookup[length] = taken.seconds(machine.kind)
+    for length, own in alone.items():
+        lookup[length] = own.seconds(machine.kind)
     taken = lookup[longest]
     compute, slowest = float(taken.mean()), taken.max(axis=1)
     terms = run.step_terms(cluster, workers, batch)
@@ -117,7 +117,9 @@ def simulate(run: StudentRun, cluster: Cluster, workers: int, batch: int, base: 
 def teachers_seconds(run: StudentRun, cluster: Cluster, builders: int, seed: int = 0) -> float:
     """Of all passes: builders take the next shard as they come free, as the actors do; shards differ in tokens."""
     return sum(
-        _one_pass(run, cluster, teacher, builders, seed) for teacher in run.teachers if teacher.kind in ("table", "rank space")
+        _one_pass(run, cluster, teacher, builders, seed)
+        for teacher in run.teachers
+        if teacher.kind in ("table", "rank space")
     )
 
 

@@ -16,12 +16,18 @@ _DESCRIBING = ["config.json"]
 _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
     # A name with this in it has the sizes that its paper states: BERT (Devlin et al. 2019, §3), RoBERTa (Liu et al. 2019),
     # DistilBERT (Sanh et al. 2019), MiniLM (Wang et al. 2020). The classes' defaults are those of the base models.
-    "distilroberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6}),
+    "distilroberta-base": (
+        "roberta",
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6},
+    ),
     "distilbert-base-uncased": ("distilbert", {}),
     "unsup-promptbert": ("bert", {}),
     "minilm-l6": ("bert", {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
     "bert-base-uncased": ("bert", {}),
-    "bert-large-uncased": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
+    "bert-large-uncased": (
+        "bert",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
     "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
     "roberta-large": (
         "roberta",
@@ -133,7 +139,9 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
     except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}") from refused
+        raise EncoderError(
+            f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}"
+        ) from refused
 
 
 def _published(name: str) -> Any:

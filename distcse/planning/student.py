@@ -97,7 +97,9 @@ class StudentRun:
     def trained(self) -> int:
         """Parameters with a gradient: the student, its projection, and a discriminator."""
         width = self.student.width
-        head = {"tanh_mlp": width, "batch_norm_mlp": 4 * width}.get(self.recipe.student.projection, 0) + self.head_weights
+        head = {"tanh_mlp": width, "batch_norm_mlp": 4 * width}.get(
+            self.recipe.student.projection, 0
+        ) + self.head_weights
         detector = self.student.parameters + 2 * width + 2 if self.has_detector else 0
         return self.student.parameters + head + detector
 
@@ -153,7 +155,9 @@ class StudentRun:
         """Of one step on one worker."""
         rows = batch / workers
         passes = self.passes(rows) + self.quiet_passes(workers)
-        return sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
+        return (
+            sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
+        )
 
     def traffic(self, workers: int, batch: int) -> Traffic:
         """Bytes a worker moves in a step."""
@@ -244,7 +248,9 @@ class StudentRun:
             frozen += 4.0 * (self.generator.parameters + masked_lm_head(self.generator)[1])
         on_cpu = machine.kind == "cpu"
         if on_cpu and self.recipe.training.workers == 0:
-            frozen += 4.0 * (self.student.parameters + self.student.frozen_parameters)  # as it began, for the measurements
+            frozen += 4.0 * (
+                self.student.parameters + self.student.frozen_parameters
+            )  # as it began, for the measurements
         process = machine.process + (lists_bytes(len(self.teachers)) if on_cpu and self.wants_lists else 0.0)
         return WorkerMemory(
             stage=stage,
