@@ -7,7 +7,7 @@ start of the students. In every round each recipe's passes are measured (`--cali
 then it is trained for some dozens of steps in a process of its own: no Ray, one thread, the plain engine, the allocator's
 settings of training processes. So what a plan says and what happens lie next to each other in time. Medians of all rounds count.
 
-A step's time is the CPU time of the process, which other programs on the machine change less than the wall time beside it. Memory is
+A step takes the CPU time of the process, which other programs change less than the wall time beside it. Memory is
 the highest of what is no file's (RssAnon), looked at every 20 ms.
 """
 

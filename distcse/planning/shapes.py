@@ -184,8 +184,9 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
     stack = layers_of(backbone)
     pooler = getattr(backbone, "pooler", None)
     frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
-    linears = [module for module in stack[0].modules() if isinstance(module, nn.Linear)]
-    layer = sum(parameter.numel() for parameter in stack[0].parameters())
+    # The last layer stands for all: ModernBERT's first has no norm before attention. What they differ by counts with the rest.
+    linears = [module for module in stack[-1].modules() if isinstance(module, nn.Linear)]
+    layer = sum(parameter.numel() for parameter in stack[-1].parameters())
     total = sum(parameter.numel() for parameter in backbone.parameters())
     config = backbone.config
     return Shape(
@@ -197,7 +198,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
         heads=int(config.num_attention_heads),
         layer_weights=sum(linear.weight.numel() for linear in linears),
         layer_parameters=layer,
-        embedding_parameters=total - frozen - sum(p.numel() for block in stack for p in block.parameters()),
+        embedding_parameters=total - frozen - len(stack) * layer,
         vocabulary=int(backbone.get_input_embeddings().num_embeddings),
         frozen_parameters=frozen,
         dropout=max((float(value) for _, value in dropouts(config)), default=0.0),

@@ -1,0 +1,527 @@
+"""What a plan reckons, held to arithmetic done by hand, to real small models, and to PyTorch's own counting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModel
+
+from distcse.encoder import Encoder, resolve_model
+from distcse.errors import EncoderError, RecipeError
+from distcse.plan import main
+from distcse.planning.calibration import Kind, _factors, calibrate, this_machine
+from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
+from distcse.planning.machines import GPUS, Cluster, Factors, builtin_cpu, factor_key, parse_cluster
+from distcse.planning.memory import activation_bytes, sampler_bytes, states
+from distcse.planning.network import Traffic, step_traffic, transfer_seconds
+from distcse.planning.passes import Pass, Terms
+from distcse.planning.plan import StudentPlan
+from distcse.planning.scaling import scaling, simulate, teachers_seconds
+from distcse.planning.shapes import Shape, masked_lm_head, read_shape
+from distcse.planning.student import StudentRun
+from distcse.recipe import EncoderSection, Recipe, StudentSection, load_recipe
+from tests.jobs import make_job
+from tests.models import KINDS, make_masked_lm
+
+BASE = "google-bert/bert-base-uncased"
+RANKCSE = "rankcse-listmle-bert-base"
+
+
+def plan_of(
+    recipe: Recipe, machine: str = "A100-40G", nodes: int = 1, per_node: int = 8, rows: int = 10**6
+) -> StudentPlan:
+    cluster = Cluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine], 12.5e9)
+    return StudentPlan.of(StudentRun.of(recipe, assumed_lengths(rows, "a test says so")), cluster)
+
+
+def passed(shape: Shape, texts: int, length: int, **how: object) -> Pass:
+    return Pass(shape, texts, length, **how)  # type: ignore[arg-type]
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_counts_what_the_model_has(kind: str, tiny: Callable[..., Path]) -> None:
+    folder = tiny(kind)
+    model = AutoModel.from_pretrained(folder)
+    pooler = sum(p.numel() for p in model.pooler.parameters()) if getattr(model, "pooler", None) is not None else 0
+    shape = read_shape(EncoderSection(backbone=str(folder)))
+    assert shape.parameters + shape.frozen_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.frozen_parameters == pooler
+    assert (shape.layers, shape.width) == (3, model.config.hidden_size)
+
+
+def test_a_student_is_cut_to_its_layers_and_words(tiny: Callable[..., Path]) -> None:
+    section = StudentSection(backbone=str(tiny("roberta")), layers=[0, 2], word_dimension=8)
+    made = Encoder.from_section(section)
+    assert read_shape(section).parameters == sum(p.numel() for p in made.backbone.parameters())
+    auto = StudentSection(backbone=str(tiny("bert")), layers="auto", depth=1)
+    assert read_shape(auto).layers == 1
+
+
+def test_base_has_the_sizes_of_its_paper() -> None:
+    shape = read_shape(EncoderSection(backbone=BASE))
+    by_hand = (
+        30522 * 768
+        + 512 * 768
+        + 2 * 768
+        + 2 * 768
+        + 12 * (4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768)
+    )
+    assert shape.parameters == by_hand == 108_891_648
+    assert shape.told_by != "config.json"  # nobody looked into one
+    assert shape.forward_flops(32) == 12 * (24 * 768**2 + 4 * 32 * 768) == 171_048_960
+
+
+def test_no_hub_is_asked_for_weights_of_what_is_not_there() -> None:
+    with pytest.raises(EncoderError, match="cannot be had"):
+        read_shape(EncoderSection(backbone="nobody/has-this"))
+    with pytest.raises(EncoderError, match="no model folder"):
+        read_shape(EncoderSection(backbone="/nowhere/bert-base-uncased"))
+
+
+def test_a_generator_has_its_head(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    folder = make_masked_lm(tmp_path / "lm", tiny("bert"))
+    shape = read_shape(EncoderSection(backbone=str(folder)))
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    assert shape.parameters + masked_lm_head(shape)[1] == sum(p.numel() for p in model.parameters())
+
+
+# FLOPs
+
+
+@pytest.mark.parametrize("kind", ["bert", "minilm", "distilbert", "roberta"])
+@pytest.mark.parametrize("training", [False, True])
+def test_flops_are_those_that_torch_counts(kind: str, training: bool, tiny: Callable[..., Path]) -> None:
+    folder, texts, length = tiny(kind), 3, 16
+    model = AutoModel.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager").train(training)
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    ids = torch.randint(5, 100, (texts, length))
+    with FlopCounterMode(display=False) as counter:
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        if training:
+            output.sum().backward()
+    work = passed(read_shape(EncoderSection(backbone=str(folder))), texts, length, training=training)
+    assert work.flops == counter.get_total_flops()
+
+
+def test_a_step_counts_both_views_and_every_extra(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny("bert")
+    generator = make_masked_lm(tmp_path / "lm", folder)
+    recipe = load_recipe(
+        "diffcse-bert-base",
+        [
+            f"student.backbone={folder}",
+            f"objective.detection.generator={generator}",
+            "training.batch_size=8",
+            "student.projection=none",
+        ],
+    )
+    run = StudentRun.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0))
+    shape, tokens = run.student, 2 * 8 * 20
+    one = 3 * (2 * 4 * 32 * 32 + 2 * 2 * 32 * 64 + 4 * 20 * 32)  # three layers of width 32, inner width 64
+    head = 2 * (32 * 32 + 32 * shape.vocabulary)
+    cosines = 6 * 8 * 8 * 32
+    assert run.step_flops(1, 8) == tokens * (3 * one + 3 * one + one + head) + cosines
+    quiet = load_recipe(
+        RANKCSE, [f"student.backbone={folder}", "student.dropout=0.0", f"teachers.encoders=[{{backbone: {folder}}}]"]
+    )
+    assert StudentRun.of(quiet, run.lengths).passes(8)[0].texts == 8  # one pass for both views
+
+
+# Lengths
+
+
+def test_the_longest_of_a_batch_is_its_expectation() -> None:
+    lengths = assumed_lengths(1000, "a test says so")
+    assert lengths.mean(None) == pytest.approx(30.5, abs=0.3)
+    assert lengths.mean(32) == pytest.approx(25.89, abs=0.5)  # measured on Wikipedia
+    drawn = np.random.default_rng(0).choice(lengths.cut(64), (4000, 16)).max(axis=1).mean()
+    assert lengths.longest_of(16, 64) == pytest.approx(drawn, rel=0.01)
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(4, 128))
+def test_more_sentences_are_padded_to_no_less(few: int, more: int, cap: int) -> None:
+    lengths = assumed_lengths(1000, "a test says so")
+    few, more = sorted((few, more))
+    assert lengths.longest_of(few, cap) <= lengths.longest_of(more, cap) + 1e-9 <= cap + 1e-6
+
+
+def test_lengths_are_measured_where_the_text_is(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    recipe = recipe_with()
+    lengths = read_lengths(recipe.corpus, recipe.student, None)
+    tokenizer = Encoder.from_section(recipe.student).tokenizer
+    assert lengths.rows == len(sentences)
+    assert sorted(lengths.tokens) == sorted(len(ids) for ids in tokenizer(sentences)["input_ids"])
+    assert "by the student's tokenizer" in lengths.told_by
+    assert read_lengths(recipe.corpus, recipe.student, 10**9).rows == 10**9
+    gone = read_lengths(recipe.corpus.model_copy(update={"path": "/nowhere.txt"}), recipe.student, None)
+    assert gone.rows == 10**6 and "does not exist" in gone.told_by and "assumed" in gone.told_by
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_hand"),
+    [
+        (0, (400, 400, 800, 400)),  # and the flat gradient that is averaged
+        (1, (400, 400, 200, 100)),
+        (2, (400, 100, 200, 100)),
+        (3, (100, 100, 200, 500)),  # gathered weights stay: no encoder has 10⁹
+    ],
+)
+def test_zero_divides_what_it_says(stage: int, by_hand: tuple[int, ...]) -> None:
+    kept = states(100, stage, 4)
+    assert (kept.weights, kept.gradients, kept.moments, kept.copies) == by_hand
+    assert kept.total == sum(by_hand)
+    assert states(100, 0, 1).total == 1600  # alone: 16 bytes a parameter
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activations_are_those_that_autograd_keeps(precision: str, dropout: float, tiny: Callable[..., Path]) -> None:
+    folder, texts, length = tiny("minilm"), 8, 24
+    config = AutoConfig.from_pretrained(folder)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+    model = AutoModel.from_config(config, attn_implementation="eager").train()
+    model.pooler = None
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(5, 100, (texts, length))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, precision == "bf16"),
+    ):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    shape = read_shape(EncoderSection(backbone=str(folder)))
+    work = passed(shape, texts, length, training=True, precision=precision, dropout=dropout > 0)
+    assert activation_bytes(work, "cpu", eager=True) == pytest.approx(measured, rel=0.1)
+
+
+def test_rows_cost_host_memory() -> None:
+    assert sampler_bytes(10**9) == 40e9
+
+
+def test_a_table_has_the_bytes_that_are_foretold(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    recipe = recipe_with()
+    _, tables = make_job(recipe)
+    run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, None))
+    for teacher, table in zip(run.teachers, tables, strict=True):
+        stored = sum(np.load(file).nbytes for file in table.directory.glob("*.npy"))
+        assert (
+            teacher.table_bytes(run.rows)
+            == stored
+            == len(sentences)
+            * 2
+            * {"minilm": 48, "roberta": 32}[
+                "minilm" if teacher.shape is not None and teacher.shape.width == 48 else "roberta"
+            ]
+        )
+
+
+# Network
+
+
+def test_a_ring_moves_its_bytes() -> None:
+    moved = step_traffic(trained=1000, width=8, rows=4, columns=16, workers=4, stage=0, teachers=2)
+    assert moved.gradients == 2 * 3 / 4 * 4 * 1000
+    assert moved.views == 3 * 3 / 4 * (2 * 4 * 4 * 8 * 4)  # gathered, and their gradient added by a ring
+    assert moved.lists == 2 * 4 * 16 * 4
+    assert step_traffic(1000, 8, 4, 16, 4, 3, 2).gradients == 3 * 3 / 4 * 4 * 1000
+    alone = step_traffic(1000, 8, 16, 16, 1, 0, 2)
+    assert alone.total == 0
+
+
+def test_the_slowest_wire_counts() -> None:
+    sent = Traffic(12.5e9, 0.0, 0.0)
+    inside = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
+    outside = replace(inside, nodes=2)
+    assert transfer_seconds(sent, 8, inside) == pytest.approx(12.5e9 / 240e9, rel=0.05)
+    assert transfer_seconds(sent, 16, outside) == pytest.approx(1.0, rel=0.01)
+    assert transfer_seconds(sent, 1, outside) == 0
+
+
+# Machines
+
+
+@pytest.mark.parametrize(
+    ("told", "form"),
+    [
+        ("8xA100-40G", (1, 8, "A100-40G")),
+        ("2x8xh100-80g", (2, 8, "H100-80G")),
+        ("4xH100", (1, 4, "H100-80G")),
+        ("L4-24G", (1, 1, "L4-24G")),
+        ("2xcpu", (2, 1, "cpu")),
+        ("local", (1, 1, "local")),
+    ],
+)
+def test_clusters_are_read(told: str, form: tuple[int, int, str]) -> None:
+    assert parse_cluster(told) == form
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ("8xA100", "one of A100-40G, A100-80G"),
+        ("8xB9", "unknown; known are"),
+        ("0xL4", "0 machines"),
+        ("8 GPUs", "form"),
+        ("2xlocal", "2xcpu"),
+    ],
+)
+def test_other_clusters_are_refused(told: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        parse_cluster(told)
+
+
+def test_a_gpu_works_while_its_host_issues() -> None:
+    terms = Terms(math=3, traffic=1, host=6, network=2)
+    assert terms.seconds("gpu") == 8 and terms.seconds("cpu") == 12 and terms.binding == "host and launches"
+
+
+# Plans
+
+
+def test_a_plan_that_does_not_fit_names_knobs_that_make_it_fit() -> None:
+    overrides = ["training.batch_size=32768", "training.precision=bf16", "training.workers=1"]
+    plan = plan_of(load_recipe(RANKCSE, overrides), "L4-24G", per_node=1)
+    told = str(plan.problems[0])
+    assert "a worker needs" in told and "L4-24G gives it 22.08 GiB" in told
+    batch = next(word for word in told.replace(",", " ").split() if word.startswith("training.batch_size="))
+    assert not plan_of(load_recipe(RANKCSE, [*overrides, batch]), "L4-24G", per_node=1).problems
+    workers = next(word for word in told.replace(",", " ").split() if word.startswith("training.workers="))
+    count = int(workers.partition("=")[2])
+    assert not plan_of(load_recipe(RANKCSE, [*overrides, workers]), "L4-24G", per_node=count).problems
+    assert plan_of(
+        load_recipe(RANKCSE, [*overrides, f"training.workers={count // 2}"]), "L4-24G", per_node=count
+    ).problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "told"),
+    [
+        ([], 10**10, "order of 10,000,000,000 rows"),
+        (["training.workers=16"], 10**6, "training.workers is 16, 1x8xA100-40G has 8"),
+        ([], 100, "fewer than one batch"),
+        (["training.neighbours={}"], 10**8, "training.neighbours=null"),
+    ],
+)
+def test_what_cannot_be_is_said(overrides: list[str], rows: int, told: str) -> None:
+    assert any(told in str(problem) for problem in plan_of(load_recipe(RANKCSE, overrides), rows=rows).problems)
+
+
+def test_a_batch_uses_the_devices_it_divides_by() -> None:
+    plan = plan_of(load_recipe(RANKCSE, ["training.batch_size=100"]), per_node=16)
+    assert plan.workers == 10 and any("6 of 16 devices do not train" in line for line in plan.advice)
+
+
+def test_teachers_cost_what_they_have() -> None:
+    plan = plan_of(load_recipe(RANKCSE))
+    assert plan.tables == {"teacher 0": 2 * 768 * 10**6, "teacher 1": 2 * 1024 * 10**6}
+    first, second = (phase for phase in plan.phases if phase.name.startswith("teacher"))
+    assert 3.4 < second.flops / first.flops < 3.6  # a large teacher: 3.55 times a base one
+    length = plan.run.lengths.mean(32)
+    assert first.flops == pytest.approx(10**6 * length * 12 * (24 * 768**2 + 4 * length * 768))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1000, 10**9), st.integers(1000, 10**9))
+def test_more_text_costs_no_less(few: int, more: int) -> None:
+    few, more = sorted((few, more))
+    recipe = load_recipe(RANKCSE)
+    assert plan_of(recipe, rows=few).seconds <= plan_of(recipe, rows=more).seconds
+    assert plan_of(recipe, rows=few).disk_bytes <= plan_of(recipe, rows=more).disk_bytes
+
+
+def test_more_of_anything_costs_more() -> None:
+    def seconds(*overrides: str) -> float:
+        return plan_of(load_recipe(RANKCSE, list(overrides)), per_node=1).step_seconds
+
+    plain = seconds()
+    assert seconds("training.batch_size=256") > plain > seconds("training.batch_size=64")
+    assert seconds("training.precision=bf16") < plain
+    assert seconds("objective.rank.memory={batches: 64, landmarks: 4096, refresh: 4}") > plain
+    assert seconds("objective.detection={generator: distilbert/distilbert-base-uncased}") > 2 * plain
+    memories = plan_of(load_recipe(RANKCSE)).memories
+    assert memories[0].total > memories[1].total > memories[2].total
+
+
+def test_a_rank_space_teacher_orders_its_references() -> None:
+    run = StudentRun.of(load_recipe("rankencoder-bert-base"), assumed_lengths(10**6, "a test"))
+    machine = builtin_cpu(1, 2**34)
+    few = replace(run.teachers[0], section=run.teachers[0].section.model_copy(update={"references": 1000}))
+    assert run.serving_seconds(machine, 1, 64) > 20 * replace(run, teachers=[few]).serving_seconds(machine, 1, 64)
+
+
+# Scaling
+
+
+def test_one_worker_is_its_own_measure_and_more_lose_something() -> None:
+    run = StudentRun.of(load_recipe(RANKCSE, ["teachers.servers=64"]), assumed_lengths(10**6, "a test"))
+    cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
+    one, eight, many = scaling(run, cluster, [1, 8, 64])
+    assert one.strong.efficiency == one.weak.efficiency == 1.0
+    assert 1 > eight.weak.efficiency > many.weak.efficiency > 0
+    assert eight.weak.efficiency > eight.strong.efficiency
+    assert one.teachers > eight.teachers > many.teachers
+    assert eight.weak.seconds == pytest.approx(
+        eight.weak.compute + eight.weak.straggling + eight.weak.network + eight.weak.waiting
+    )
+
+
+def test_workers_wait_for_the_one_with_the_longest_sentence() -> None:
+    recipe = load_recipe(RANKCSE, ["student.max_length=null"])
+    unlike = Lengths(np.array([10] * 99 + [200]), 10**6, "a test", 80.0)
+    alike = Lengths(np.full(100, 12), 10**6, "a test", 80.0)
+    cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
+    found = [simulate(StudentRun.of(recipe, lengths), cluster, 8, 64, None) for lengths in (unlike, alike)]
+    assert found[0].straggling > 0.1 * found[0].compute and found[1].straggling == pytest.approx(0, abs=1e-9)
+
+
+def test_the_tail_of_a_pass_is_at_most_a_shard() -> None:
+    run = StudentRun.of(load_recipe(RANKCSE), assumed_lengths(10**6, "a test"))
+    cluster = Cluster("64xA100-40G", 8, 8, GPUS["A100-40G"], 12.5e9)
+    alone, shared = teachers_seconds(run, cluster, 1), teachers_seconds(run, cluster, 64)
+    shard = alone * 8192 / 10**6
+    assert alone / 64 <= shared * 1.001 and shared <= alone / 64 + 1.1 * shard
+
+
+def test_lists_bind_where_one_server_answers_many() -> None:
+    run = StudentRun.of(load_recipe(RANKCSE), assumed_lengths(10**6, "a test"))
+    cluster = Cluster("512xA100-40G", 64, 8, GPUS["A100-40G"], 12.5e9)
+    assert simulate(run, cluster, 512, 65536, None).binding == "teachers' lists"
+
+
+# Calibration
+
+
+def test_factors_are_found_again() -> None:
+    shape = read_shape(EncoderSection(backbone=BASE))
+    kind = Kind(shape, True, "fp32", True, 32)
+    rates = {"matmul": {"fp32": 5e10}, "bandwidth": 1e10}
+    true = Factors(1.3, 2.0, 1.7, 4e-4)
+
+    def seconds(texts: int, length: int, embedded: bool = True) -> float:
+        linear, attention, embedding = passed(shape.with_depth(4), texts, length, training=True).parts(5e10, 1e10)
+        return true.linear * linear + true.attention * attention + embedded * true.embedding * embedding + 4 * true.host
+
+    measured = {
+        "measured_layers": 4,
+        "times": [[64, 16, seconds(64, 16)], [8, 128, seconds(8, 128)]],
+        "embedding": [8, 128, true.embedding * passed(shape.with_depth(4), 8, 128, training=True).parts(5e10, 1e10)[2]],
+        "tiny": seconds(1, 4, embedded=False),
+    }
+    found = _factors(kind, measured, rates)
+    for name in ("linear", "attention", "embedding", "host"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
+
+
+def test_unknown_passes_take_the_nearest_that_was_measured() -> None:
+    known = Factors(1.1, 1.0, 1.0, 1e-3)
+    machine = replace(builtin_cpu(1, 2**34), factors={factor_key(True, "fp32", True, 384): known})
+    assert machine.factors_of(True, "fp32", True, 384) == (known, True)
+    assert machine.factors_of(True, "fp32", True, 768) == (known, False)
+    assert machine.factors_of(True, "bf16", True, 384)[0] != known
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_and_remembered(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    shape = read_shape(EncoderSection(backbone=str(tiny("bert"))))
+    file = calibrate([Kind(shape, True, "fp32", True, 16)], tmp_path, 1)
+    content = json.loads(file.read_text())
+    assert content["machine"]["cpus"] and set(content["factors"]) == {"train/fp32/dropout/32"}
+    machine = this_machine(tmp_path, 1)
+    assert "measured here" in machine.told_by and machine.matmul["fp32"] > 1e8
+    assert this_machine(tmp_path, 2).factors == {}  # other threads are another machine
+    calibrate([Kind(shape, False, "fp32", False, 16)], tmp_path, 1)
+    assert len(this_machine(tmp_path, 1).factors) == 2
+    assert not list((tmp_path / "calibration").glob("tmp*"))
+
+
+# The door
+
+
+def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([RANKCSE, "--cluster", "8xA100-40G", "--corpus-rows", "1000000", "--gpus", "1", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "from the data sheet, not measured" in told and "tables     teacher 0 1.54 GB, teacher 1 2.05 GB" in told
+    assert "ZeRO 3" in told and "binds" in told and "on more of A100-40G" in told
+
+
+def test_a_plan_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([RANKCSE, "--cluster", "8xH100-80G", "--json", "--gpus", "2", "--corpus-rows", "100000"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["workers"] == 8 and described["scaling"][0]["devices"] == 2
+    assert described["seconds"] == pytest.approx(sum(phase["seconds"] for phase in described["phases"]))
+    assert [memory["stage"] for memory in described["memory"]] == [0, 1, 2, 3]
+
+
+def test_here_a_plan_says_whether_this_machine_was_measured(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_with()
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "built-in constants" in told and "--calibrate" in told and "288 sentences" in told
+
+
+def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [f"groups.{number}.backbone={tiny('bert')}" for number in range(3)]
+    layers = [f"groups.{number}.layers=[0, 2]" for number in (1, 2)]
+    asked = ["minilm-mutual", *folders, *layers, "evaluation.dev=none"]
+    assert main([*asked, "--cluster", "3xL4-24G"]) == 0
+    told = capsys.readouterr().out
+    assert "3 groups side by side" in told and "cycle-2-bi" in told and "idle" in told
+    assert main([*asked, "--cluster", "L4-24G", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert not described["side_by_side"] and described["pairs"] == 10_000 and len(described["phases"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        ([RANKCSE, "--cluster", "8xA100"], 2, "A100-40G, A100-80G"),
+        (["rankcse-lismle-bert-base"], 2, "did you mean"),
+        ([RANKCSE, "--cluster", "8xL4-24G", "--calibrate"], 2, "--calibrate measures this machine"),
+        ([RANKCSE, "--cluster", "8xL4-24G", "--corpus-rows", "0"], 2, "write numbers from 1 on"),
+        ([RANKCSE, "--cluster", "8xL4-24G", "--network", "0"], 2, "gigabits"),
+        ([RANKCSE, "--cluster", "2xL4-24G", "training.workers=4"], 1, "cannot be carried out: training.workers is 4"),
+        ([RANKCSE, "student.backbone=/nowhere", "--cluster", "2xL4-24G"], 1, "no model folder /nowhere"),
+        (
+            ["minilm-mutual", "evaluation.dev=none", "--cluster", "2xL4-24G", "--gpus", "2"],
+            2,
+            "--gpus is for a student",
+        ),
+    ],
+)
+def test_mistakes_are_told(arguments: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == status
+    assert told in capsys.readouterr().err
+
+
+def test_the_real_backbone_has_its_sizes(minilm: str) -> None:
+    shape = read_shape(EncoderSection(backbone=minilm))
+    assert (shape.layers, shape.width, shape.inner, shape.heads, shape.vocabulary) == (6, 384, 1536, 12, 30522)
+    assert shape.forward_flops(32) / 1e6 == pytest.approx(21.5, abs=0.1)
+    assert (resolve_model(minilm, only_local=True) / "config.json").exists()
