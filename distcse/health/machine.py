@@ -110,6 +110,8 @@ def deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
     if recipe is not None:
         sections = [recipe.training] if isinstance(recipe, Recipe) else [recipe.bi, recipe.cross]
     wanted = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
+    if sections and all(section.engine == "plain" for section in sections):
+        return [ok("deepspeed", "not asked for: training.engine is plain")]
     if find_spec("deepspeed") is None:
         if wanted:
             return [fail("deepspeed", "not installed, and the recipe wants it", 'pip install "distcse[deepspeed]"')]

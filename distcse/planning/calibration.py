@@ -18,7 +18,7 @@ import numpy as np
 
 from distcse.errors import RunError
 from distcse.files import put
-from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, host_memory
+from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, host_memory, sheet_of
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
 from distcse.training import allocator
@@ -116,7 +116,7 @@ def this_machine(cache: Path, threads: int) -> Machine:
     description = here(threads)
     plain = builtin_cpu(threads, host_memory())
     if description["gpu"]:
-        plain = _gpu_here(plain)
+        plain = replace(_gpu_here(), host_memory=host_memory(), threads=threads)
     content = _read(_file(cache, description))
     if content is None:
         return plain
@@ -134,11 +134,10 @@ def this_machine(cache: Path, threads: int) -> Machine:
     )
 
 
-def _gpu_here(plain: Machine) -> Machine:
+def _gpu_here() -> Machine:
     import torch
 
-    memory = float(torch.cuda.get_device_properties(0).total_memory)
-    return replace(plain, name=torch.cuda.get_device_name(0), kind="gpu", memory=memory, link=2e10)
+    return sheet_of(torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory))
 
 
 def _asked(kind: Kind) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distcse.errors import RecipeError
 
@@ -144,6 +144,15 @@ _CPU_BANDWIDTH = 1.2e10
 _CPU_LAYER_HOST = 6e-4
 
 
+def sheet_of(name: str, memory: float) -> Machine:
+    """The data sheet of a GPU that calls itself so; the smallest known one's where there is none, which is said."""
+    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in re.split(r"[\s-]+", name)]
+    if known:
+        return replace(min(known, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
+    told = f"no data sheet of {name} is known, L4's stands for it: run with --calibrate"
+    return replace(GPUS["L4-24G"], name=name, memory=memory, told_by=told)
+
+
 def builtin_cpu(threads: int, memory: float) -> Machine:
     """A CPU that nobody measured, of so many threads."""
     return Machine(
@@ -177,11 +186,6 @@ class Cluster:
     def devices(self) -> int:
         """Of all nodes."""
         return self.nodes * self.per_node
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is this machine."""
-        return self.machine.kind == "cpu"
 
 
 _FORM = re.compile(r"^(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)$")

@@ -106,6 +106,8 @@ def scaling_lines(rows: Sequence[Row], told: str) -> list[str]:
             f"{span(row.student):>12} |{weak.batch:>9,}{_ms(weak.seconds):>10}{_ms(weak.compute):>10}{_ms(weak.straggling):>10}"
             f"{_ms(weak.network):>10}{_ms(weak.waiting):>10}{weak.efficiency:>8.0%}{_bytes(weak.memory):>11}  {weak.binding}"
         )
+    if any(row.weak.binding == "teachers' lists" for row in rows):
+        lines.append("lists bind: these rows have the recipe's teachers.servers; try as many as workers")
     return lines
 
 

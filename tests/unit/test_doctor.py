@@ -93,6 +93,14 @@ def test_models_are_looked_for(tiny: Callable[..., Path], tmp_path: Path) -> Non
     assert "no safetensors" in only(sources.model(str(pickled))).found
 
 
+@pytest.mark.slow
+def test_deepspeed_is_imported_where_it_is_wanted(recipe_with: Callable[..., Recipe]) -> None:
+    pytest.importorskip("deepspeed")
+    found = only(machine.deepspeed(recipe_with("training.engine=deepspeed")))
+    assert found.verdict == "ok" and "no op is compiled" in found.found
+    assert only(machine.deepspeed(recipe_with())).found.startswith("not asked for")
+
+
 def test_text_is_looked_for(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = recipe_with()
     assert only(sources.text(recipe)).verdict == "ok"
@@ -196,6 +204,7 @@ def test_the_door_tells_and_counts(
     told = capsys.readouterr().out
     failed = [line for line in told.splitlines() if line.startswith("fail")]
     assert status == bool(failed) and "storage.cache" in told and "python" in told
+    assert "not asked for" in told  # training.engine is plain: DeepSpeed is not imported
     assert sorted(tmp_path.rglob("*")) == before  # nothing was left behind
     assert main([file, "student.backbone=/nowhere", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from distcse.errors import EncoderError, RecipeError
 from distcse.plan import main
 from distcse.planning.calibration import Kind, _factors, calibrate, this_machine
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
-from distcse.planning.machines import GPUS, Cluster, Factors, builtin_cpu, factor_key, parse_cluster
+from distcse.planning.machines import GPUS, Cluster, Factors, builtin_cpu, factor_key, parse_cluster, sheet_of
 from distcse.planning.memory import activation_bytes, sampler_bytes, states
 from distcse.planning.network import Traffic, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
@@ -28,7 +29,7 @@ from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import scaling, simulate, teachers_seconds
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.student import StudentRun
-from distcse.recipe import EncoderSection, Recipe, StudentSection, load_recipe
+from distcse.recipe import EncoderSection, Recipe, StudentSection, load_recipe, recipe_yaml
 from tests.jobs import make_job
 from tests.models import KINDS, make_masked_lm
 
@@ -40,7 +41,25 @@ def plan_of(
     recipe: Recipe, machine: str = "A100-40G", nodes: int = 1, per_node: int = 8, rows: int = 10**6
 ) -> StudentPlan:
     cluster = Cluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine], 12.5e9)
-    return StudentPlan.of(StudentRun.of(recipe, assumed_lengths(rows, "a test says so")), cluster)
+    return StudentPlan.of(run_of(recipe, rows), cluster)
+
+
+_RUNS: dict[str, StudentRun] = {}
+
+
+def run_of(recipe: Recipe, rows: int = 10**6) -> StudentRun:
+    """Shapes are read once for a recipe: bert-large takes a second, on whatever device."""
+    key = recipe_yaml(recipe) + str(sorted(recipe.training.model_fields_set))
+    if key not in _RUNS:
+        _RUNS[key] = StudentRun.of(recipe, assumed_lengths(rows, "a test says so"))
+    return StudentRun(
+        recipe, *(getattr(_RUNS[key], part) for part in ("student", "teachers", "generator")), _lengths(rows)
+    )
+
+
+@cache
+def _lengths(rows: int) -> Lengths:
+    return assumed_lengths(rows, "a test says so")
 
 
 def passed(shape: Shape, texts: int, length: int, **how: object) -> Pass:
@@ -295,6 +314,20 @@ def test_other_clusters_are_refused(told: str, why: str) -> None:
         parse_cluster(told)
 
 
+@pytest.mark.parametrize(
+    ("calls_itself", "gib", "sheet"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80G"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80G"),
+        ("Tesla T4", 14.6, "T4-16G"),
+    ],
+)
+def test_a_gpu_is_known_by_what_it_calls_itself(calls_itself: str, gib: float, sheet: str) -> None:
+    found = sheet_of(calls_itself, gib * 2**30)
+    assert found.name == sheet and found.memory == gib * 2**30
+    assert "no data sheet" in sheet_of("NVIDIA X1", 2**34).told_by
+
+
 def test_a_gpu_works_while_its_host_issues() -> None:
     terms = Terms(math=3, traffic=1, host=6, network=2)
     assert terms.seconds("gpu") == 8 and terms.seconds("cpu") == 12 and terms.binding == "host and launches"
@@ -336,6 +369,14 @@ def test_a_batch_uses_the_devices_it_divides_by() -> None:
     assert plan.workers == 10 and any("6 of 16 devices do not train" in line for line in plan.advice)
 
 
+def test_fewer_workers_are_advised_where_they_are_quicker() -> None:
+    told = plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), nodes=2).advice
+    advised = next(line for line in told if "fewer are quicker" in line)
+    workers = int(advised.split("=")[1].split()[0])
+    better = plan_of(load_recipe(RANKCSE, ["training.precision=bf16", f"training.workers={workers}"]), nodes=2)
+    assert better.step_seconds < 0.9 * plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), nodes=2).step_seconds
+
+
 def test_teachers_cost_what_they_have() -> None:
     plan = plan_of(load_recipe(RANKCSE))
     assert plan.tables == {"teacher 0": 2 * 768 * 10**6, "teacher 1": 2 * 1024 * 10**6}
@@ -368,7 +409,7 @@ def test_more_of_anything_costs_more() -> None:
 
 
 def test_a_rank_space_teacher_orders_its_references() -> None:
-    run = StudentRun.of(load_recipe("rankencoder-bert-base"), assumed_lengths(10**6, "a test"))
+    run = run_of(load_recipe("rankencoder-bert-base"))
     machine = builtin_cpu(1, 2**34)
     few = replace(run.teachers[0], section=run.teachers[0].section.model_copy(update={"references": 1000}))
     assert run.serving_seconds(machine, 1, 64) > 20 * replace(run, teachers=[few]).serving_seconds(machine, 1, 64)
@@ -378,7 +419,7 @@ def test_a_rank_space_teacher_orders_its_references() -> None:
 
 
 def test_one_worker_is_its_own_measure_and_more_lose_something() -> None:
-    run = StudentRun.of(load_recipe(RANKCSE, ["teachers.servers=64"]), assumed_lengths(10**6, "a test"))
+    run = run_of(load_recipe(RANKCSE, ["teachers.servers=64"]))
     cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
     one, eight, many = scaling(run, cluster, [1, 8, 64])
     assert one.strong.efficiency == one.weak.efficiency == 1.0
@@ -400,7 +441,7 @@ def test_workers_wait_for_the_one_with_the_longest_sentence() -> None:
 
 
 def test_the_tail_of_a_pass_is_at_most_a_shard() -> None:
-    run = StudentRun.of(load_recipe(RANKCSE), assumed_lengths(10**6, "a test"))
+    run = run_of(load_recipe(RANKCSE))
     cluster = Cluster("64xA100-40G", 8, 8, GPUS["A100-40G"], 12.5e9)
     alone, shared = teachers_seconds(run, cluster, 1), teachers_seconds(run, cluster, 64)
     shard = alone * 8192 / 10**6
@@ -408,7 +449,7 @@ def test_the_tail_of_a_pass_is_at_most_a_shard() -> None:
 
 
 def test_lists_bind_where_one_server_answers_many() -> None:
-    run = StudentRun.of(load_recipe(RANKCSE), assumed_lengths(10**6, "a test"))
+    run = run_of(load_recipe(RANKCSE))
     cluster = Cluster("512xA100-40G", 64, 8, GPUS["A100-40G"], 12.5e9)
     assert simulate(run, cluster, 512, 65536, None).binding == "teachers' lists"
 
@@ -478,12 +519,12 @@ def test_a_plan_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_here_a_plan_says_whether_this_machine_was_measured(
-    recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_with: Callable[..., Recipe], sentences: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe_with()
     assert main([str(tmp_path / "recipe.yaml")]) == 0
     told = capsys.readouterr().out
-    assert "built-in constants" in told and "--calibrate" in told and "288 sentences" in told
+    assert "not of this one" in told and "--calibrate" in told and f"{len(sentences)} sentences" in told
 
 
 def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
