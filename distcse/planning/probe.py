@@ -6,6 +6,7 @@ Read by `calibration.py`, which writes a request on standard input and takes the
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """Seconds of a piece of work: the least of several. One thread is timed by the CPU it used, so that what else the machine
+    """Seconds of a piece of work: the median of several. One thread is timed by the CPU it used, so that what else the machine
     does counts little; several threads and GPUs by the wall."""
 
     def __init__(self, device: Any, threads: int) -> None:
@@ -81,7 +82,7 @@ class _Clock:
             self._cpu += cpu
             self._wall += wall
             times.append(cpu if self._by_cpu else wall)
-        return min(times) if len(times) < 8 else sorted(times)[len(times) // 4]
+        return statistics.median(times)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
