@@ -57,17 +57,17 @@ class Machine:
     """Where these come from."""
     host_memory: float = 128 * GIB
     """Bytes of the host for each worker."""
-    host_matmul: float = 5e10
+    host_matmul: float = 1.4e11
     """FLOP/s of the host's thread that serves lists."""
-    table_read: float = 1.2e9
+    table_read: float = 8e8
     """Bytes a second at which rows of a table are gathered, widened and normalised."""
-    sort: float = 4.5e7
+    sort: float = 7e7
     """Numbers a second that one thread ranks."""
     optimiser: float = 0.0
     """Bytes a second of AdamW and clipping; 0 takes `bandwidth`."""
     tokenise: float = 12_000.0
     """Sentences a second that one thread tokenises."""
-    disk: float = 5e8
+    disk: float = 2e8
     """Bytes a second written and flushed."""
     process: float = 0.45 * GIB
     """Memory of a process that has imported everything and holds nothing."""
@@ -137,11 +137,11 @@ GPUS = {
     )
 }
 
-# Measured by `--calibrate` on two cores of an AMD EPYC (family 26, AVX-512), one thread, PyTorch 2.13: what a CPU that was
-# never measured is taken for.
-_CPU_MATMUL = {"fp32": 9.5e10, "bf16": 1.9e11}
-_CPU_BANDWIDTH = 1.2e10
-_CPU_LAYER_HOST = 6e-4
+# Measured by `--calibrate` on an AMD EPYC (family 26, AVX-512 with bf16), one thread, PyTorch 2.13, while others used the
+# machine: what a CPU that was never measured is taken for, and the host of a GPU. A CPU without bf16 units is slower in it.
+_CPU_MATMUL = {"fp32": 9.5e10, "bf16": 4.1e11}
+_CPU_BANDWIDTH = 3.5e10
+_CPU_LAYER_HOST = 2e-3
 
 
 def sheet_of(name: str, memory: float) -> Machine:
@@ -159,7 +159,7 @@ def builtin_cpu(threads: int, memory: float) -> Machine:
         name=f"cpu, {threads} thread{'s' if threads > 1 else ''}",
         kind="cpu",
         matmul={precision: rate * threads for precision, rate in _CPU_MATMUL.items()},
-        bandwidth=_CPU_BANDWIDTH * min(threads, 4),
+        bandwidth=_CPU_BANDWIDTH * min(threads, 2),
         memory=memory,
         link=2e9,
         layer_host=_CPU_LAYER_HOST,

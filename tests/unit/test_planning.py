@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel
 from distcse.encoder import Encoder, resolve_model
 from distcse.errors import EncoderError, RecipeError
 from distcse.plan import main
-from distcse.planning.calibration import Kind, _factors, calibrate, this_machine
+from distcse.planning.calibration import Kind, _factors, _file, calibrate, here, this_machine
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import GPUS, Cluster, Factors, builtin_cpu, factor_key, parse_cluster, sheet_of
 from distcse.planning.memory import activation_bytes, sampler_bytes, states
@@ -489,14 +489,16 @@ def test_unknown_passes_take_the_nearest_that_was_measured() -> None:
 @pytest.mark.slow
 def test_this_machine_is_measured_and_remembered(tiny: Callable[..., Path], tmp_path: Path) -> None:
     shape = read_shape(EncoderSection(backbone=str(tiny("bert"))))
+    earlier = _file(tmp_path, here(1))
+    earlier.parent.mkdir()
+    kept = {"train/bf16/plain/999": {"linear": 1.0, "attention": 1.0, "embedding": 1.0, "host": 1e-3}}
+    earlier.write_text(json.dumps({"format": 1, "factors": kept}))
     file = calibrate([Kind(shape, True, "fp32", True, 16)], tmp_path, 1)
     content = json.loads(file.read_text())
-    assert content["machine"]["cpus"] and set(content["factors"]) == {"train/fp32/dropout/32"}
+    assert file == earlier and set(content["factors"]) == {"train/bf16/plain/999", "train/fp32/dropout/32"}
     machine = this_machine(tmp_path, 1)
     assert "measured here" in machine.told_by and machine.matmul["fp32"] > 1e8
     assert this_machine(tmp_path, 2).factors == {}  # other threads are another machine
-    calibrate([Kind(shape, False, "fp32", False, 16)], tmp_path, 1)
-    assert len(this_machine(tmp_path, 1).factors) == 2
     assert not list((tmp_path / "calibration").glob("tmp*"))
 
 
