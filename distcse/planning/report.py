@@ -145,7 +145,7 @@ def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
         f"{cluster.network / 1e9:,.1f} GB/s one way",
         f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread a server; hosts have "
         f"{_bytes(machine.host_memory)} a worker",
-        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s; a thread tokenises {machine.tokenise:,.0f} sentences a second",
+        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s; a thread tokenises {machine.tokenise:,.0f} texts a second",
         "collectives are not hidden behind the backward pass; ring for bytes, tree for hops of 20 µs",
         *others,
         _NOT_COUNTED,
