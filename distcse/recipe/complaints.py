@@ -64,21 +64,25 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
         close = nearest(path[-1], keys)
-        return f"unknown key {key} (value {found!r}){close or '; valid keys: ' + ', '.join(keys)}"
+        return f"unknown key {key} (value {found!r:.200}){close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
         return f"{key} is missing; write {key}: …"
+    if kind == "invalid_key":
+        return f"key {found!r:.200} is no text; write it in quotes"
+    if kind == "finite_number":
+        return f"{key} is {found!r:.200}; expected a finite number"
     if kind in _TYPES:
-        return f"{key} is {found!r}; expected {_TYPES[kind]}{_or_null(model, path)}"
+        return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}"
     if kind == "literal_error":
         choices = _choices(error)
         close = nearest(str(found), choices)
-        return f"{key} is {found!r}{close}; allowed: {', '.join(choices)}{_or_null(model, path)}"
+        return f"{key} is {found!r:.200}{close}; allowed: {', '.join(choices)}{_or_null(model, path)}"
     if kind == "string_pattern_mismatch":
-        return f"{key} is {found!r}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        return f"{key} is {found!r:.200}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if kind == "value_error":
         own_words = error["msg"].removeprefix("Value error, ")
         return own_words if key == "recipe" else f"{key}: {own_words}"
-    return f"{key} is {found!r}; allowed: {_range(model, path) or error['msg']}"
+    return f"{key} is {found!r:.200}; allowed: {_range(model, path) or error['msg']}"
 
 
 def _choices(error: ErrorDetails) -> list[str]:

@@ -22,6 +22,9 @@ Document = dict[str, Any]
 R = TypeVar("R", bound=Recipe | MutualRecipe)
 S = TypeVar("S", bound=Recipe | MutualRecipe | Sweep)
 
+_MOST_VALUES = 100_000
+"""In one document, aliases written out: ten lines of YAML can stand for a thousand million."""
+
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML that reads 1e-5 as a number (YAML 1.1 wants 1.0e-5) and refuses a key given twice."""
@@ -107,9 +110,9 @@ def read_sweep(file: str, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    if not Path(file).is_file():
+    if not os.path.isfile(file):
         raise RecipeError(f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml")
-    document = _parse(Path(file).read_bytes(), file, "a search space", "knobs:")
+    document = _parse(_content(file), file, "a search space", "knobs:")
     for override in overrides:
         _apply(document, override)
     return _validated(Sweep, document, file)
@@ -135,8 +138,8 @@ def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
 
 
 def _read(name: str) -> Document:
-    if Path(name).is_file():
-        text = Path(name).read_bytes()
+    if os.path.isfile(name):
+        text = _content(name)
     elif name in (known := packaged_recipes()):
         text = files("distcse.recipes").joinpath(f"{name}.yaml").read_bytes()
     else:
@@ -144,13 +147,18 @@ def _read(name: str) -> Document:
     return _parse(text, name)
 
 
+def _content(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as refused:
+        raise RecipeError(f"{file} cannot be read: {refused.strerror or refused}") from None
+
+
 def _parse(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
     try:
-        loader = _Loader(text)
-        loader.name = source
-        document = loader.get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError) as broken:
-        raise RecipeError(f"{source} is not YAML: {' '.join(str(broken).split())}") from None
+        document = _constructed(text, source)
+    except ValueError as broken:
+        raise RecipeError(f"{source} is not YAML: {broken}") from None
     if not isinstance(document, dict):
         raise RecipeError(f"{source} is not {kind}: expected keys such as `{key}`, found {type(document).__name__}")
     return document
@@ -189,9 +197,38 @@ def _apply(document: Document, override: str) -> None:
 
 def _value(text: str, path: str) -> Any:
     try:
-        return _Loader(text).get_single_data()
-    except yaml.YAMLError as broken:
-        raise RecipeError(f"{path}: {text!r} is not a YAML value: {' '.join(str(broken).split())}") from None
+        return _constructed(text, path)
+    except ValueError as broken:
+        raise RecipeError(f"{path}: {text[:200]!r} is not a YAML value: {broken}") from None
+
+
+def _constructed(text: bytes | str, name: str) -> Any:
+    """What YAML says; `ValueError`, in one line, where it is broken, endlessly deep, or small but many when its aliases are
+    written out."""
+    try:
+        loader = _Loader(text)
+        loader.name = name
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values_of(node, {}) > _MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    # PyYAML lets through what the constructors of dates, numbers and keys trip over: 2001-99-99, !!int x, [a]: b.
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as broken:
+        raise ValueError(" ".join(str(broken).split())) from None
+
+
+def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values below a node, those behind an alias counted as often as they are named."""
+    if id(node) not in known:
+        known[id(node)] = 1  # an alias of itself is refused later, by name
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = (part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,)))
+        known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _enter(place: Any, key: str, path: str) -> Any:
@@ -207,7 +244,7 @@ def _enter(place: Any, key: str, path: str) -> Any:
 
 
 def _index(place: list[Any], key: str, path: str) -> int:
-    if not key.isdigit() or int(key) >= len(place):
+    if not key.isdecimal() or int(key) >= len(place):
         raise RecipeError(f"{path}: {key!r} is no place in a list of {len(place)}; allowed: 0 to {len(place) - 1}")
     return int(key)
 

@@ -67,7 +67,7 @@ class PairsSection(Section):
         default_factory=lambda: ["sentence1", "sentence2"]
     )
     """Names of the two columns."""
-    task: str | None = None
+    task: Name | None = None
     """A task's own pairs, test pairs among them: all files of `pairs/TASK` in `evaluation.data`. Transductive, and marked so."""
     mine: MiningSection | None = None
     """Pairs mined from raw text."""
@@ -114,7 +114,7 @@ class BiSection(LoopSection):
 
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Pairs of a step over all workers of a group."""
-    epochs: Annotated[float, Field(gt=0)] = 10
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
     """Peak learning rate of AdamW."""
@@ -129,7 +129,7 @@ class CrossSection(LoopSection):
 
     batch_size: Annotated[int, Field(ge=2)] = 32
     """Pairs of a step over all workers of a group."""
-    epochs: Annotated[float, Field(gt=0)] = 1
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
     """Passes over the pairs: 1 for STS, 3 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
     """Peak learning rate of AdamW."""

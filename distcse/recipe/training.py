@@ -53,7 +53,7 @@ class LoopSection(Section):
 
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Sentences (or pairs) of a step over all workers: also the length of every list."""
-    epochs: Annotated[float, Field(gt=0)] = 4
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
     """Passes over the corpus; a fraction is allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Stop (and end the schedule) after so many steps, whatever `epochs` says."""

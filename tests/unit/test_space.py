@@ -101,7 +101,7 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         (
             {"objective.rank.tau2": {"uniform": [0.05, 50]}},
             {},
-            "tau2 is 50.0; allowed: more than 0 and at most 10",
+            "tau2 is 50.0; allowed: at least 0.0001 and at most 10",
         ),
         ({"objective.rank.tau2": {"unifrom": [0.05, 50]}}, {}, "unknown key .*unifrom.*did you mean 'uniform'"),
         ({"objective.rank.tau2": {"uniform": [0.5, 0.05]}}, {}, "first bound must lie below"),
