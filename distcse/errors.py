@@ -35,5 +35,9 @@ class RunError(DistcseError):
     """A run that cannot start, resume or go on: wrong directory, too small a cluster, lost workers."""
 
 
+class StorageError(RunError):
+    """Storage that is full, read-only or failing. What was being written is dropped; what was there before is whole."""
+
+
 class DivergedError(RunError):
-    """A loss that is not finite: the same values will not do better a second time."""
+    """A loss, score or weight that is not finite: the same values will not do better a second time."""

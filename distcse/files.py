@@ -1,14 +1,40 @@
-"""Files and folders that are there whole or not at all, whatever is killed while they are written; and their checksums."""
+"""Files and folders that are there whole or not at all, whatever is killed while they are written; and their checksums.
+
+In this order, always: write beside, flush the content, rename, flush the folder. A rename within a folder is atomic, so a
+reader meets the old file or the new one. Without the first flush a power cut may keep the rename and lose the content, which
+is a file of zeros under a good name; without the second it may keep neither, although the run went on believing in both.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from distcse.errors import StorageError
+
+_SEAL = "blake2b"
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Around what writes: storage that refuses is told as `StorageError`, with the place and the reason."""
+    try:
+        yield
+    except (OSError, SafetensorError) as refused:
+        reason = (refused.strerror if isinstance(refused, OSError) else None) or " ".join(str(refused).split())
+        raise StorageError(
+            f"{place} cannot be written: {reason}; what was there before is whole. Make room, or name other storage, then "
+            "go on (a run: --resume)"
+        ) from refused
 
 
 @contextmanager
@@ -16,21 +42,45 @@ def whole(file: Path) -> Iterator[Path]:
     """A path beside a file, to be written; at the end it is flushed to the disk and takes the file's place.
 
     Where writing fails, the file stays as it was. Writers on several machines do not meet: the last one's content stays.
+
+    Raises:
+        StorageError: The disk is full, read-only or failing.
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
-        yield beside
-        with open(beside, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(beside, file)
+        with writing(file):
+            yield beside
+            flush(beside)
+            os.replace(beside, file)
+            flush(file.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that failed above is told of above
+            beside.unlink(missing_ok=True)
 
 
 def put(file: Path, text: str) -> None:
     """Write a text file, whole."""
     with whole(file) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def flush(place: Path) -> None:
+    """Put a file's content, or the names in a folder, on the disk."""
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not place.is_dir():  # some network file systems have no flush of folders; of files all have
+            raise
+    finally:
+        os.close(handle)
+
+
+def flush_all(folder: Path) -> None:
+    """Put all files of a folder on the disk, and their names: before the folder gets its own."""
+    for place in folder.rglob("*"):
+        flush(place)
+    flush(folder)
 
 
 def move_into_place(beside: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
@@ -50,9 +100,38 @@ def move_into_place(beside: Path, folder: Path, is_whole: Callable[[], bool]) ->
         os.replace(folder, damaged)
         os.replace(beside, folder)
         shutil.rmtree(damaged, ignore_errors=True)
+    flush(folder.parent)
 
 
 def checksum(file: Path) -> str:
     """Of a file's content: 32 hexadecimal digits of blake2b."""
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def text_checksum(text: str) -> str:
+    """Of a text, as `checksum` would have it of a file."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """An object as JSON that knows its own checksum: a changed digit is still JSON."""
+    plain = json.loads(json.dumps(content))
+    return json.dumps({**plain, _SEAL: _seal(plain)}, indent=1)
+
+
+def unsealed(file: Path) -> dict[str, Any]:
+    """What `sealed` put into a file.
+
+    Raises:
+        OSError: It is not there.
+        ValueError: It is not what was written.
+    """
+    content = json.loads(file.read_bytes())
+    if not isinstance(content, dict) or content.pop(_SEAL, None) != _seal(content):
+        raise ValueError("its checksum differs")
+    return content
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return text_checksum(json.dumps(content, sort_keys=True))

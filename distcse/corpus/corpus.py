@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
 from distcse.corpus.hub import open_dataset, read_dataset
-from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, making
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
 from distcse.files import checksum
@@ -77,7 +77,7 @@ class Corpus:
     @classmethod
     def open(cls, directory: Path) -> Corpus:
         """A corpus prepared before."""
-        described = is_whole(directory, _LABEL)
+        described = labelled(directory, _LABEL)
         if described is None:
             raise CorpusError(f"{directory} holds no whole corpus; start the run again to prepare it")
         return cls(directory, described, reused=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from distcse.errors import CorpusError
-from distcse.files import move_into_place
+from distcse.files import checksum, flush_all, move_into_place, sealed, unsealed
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 
@@ -87,13 +85,28 @@ class RaggedRows:
 
 
 def is_whole(folder: Path, label: str) -> dict[str, Any] | None:
-    """The label of a cached folder whose files have the sizes it states, else None: it is to be made again."""
+    """The label of a cached folder whose files are those that were written, to the last bit; else None: make it again.
+
+    All files are read, so ask it once a run; a worker that opens what the driver has checked asks `labelled`.
+    """
+    described = labelled(folder, label)
     try:
-        described = json.loads((folder / label).read_text(encoding="utf-8"))
-        sizes = _sizes(folder)
-    except (OSError, ValueError):  # absent or damaged: make it again
+        intact = described is not None and all(
+            checksum(folder / name) == digest for name, digest in described["digests"].items()
+        )
+    except OSError:  # gone, or on a disk that fails
         return None
-    return described if isinstance(described, dict) and described.get("sizes") == sizes else None
+    return described if intact else None
+
+
+def labelled(folder: Path, label: str) -> dict[str, Any] | None:
+    """The label of a cached folder whose files have the sizes it states; None where it is absent, damaged or another."""
+    try:
+        described = unsealed(folder / label)
+        sizes = _sizes(folder)
+    except (OSError, ValueError):
+        return None
+    return described if described.get("sizes") == sizes and "digests" in described else None
 
 
 @contextmanager
@@ -110,8 +123,9 @@ def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         beside.mkdir(parents=True)
         yield beside, described
         described["sizes"] = _sizes(beside)
-        (beside / label).write_text(json.dumps(described, indent=2), encoding="utf-8")
-        _sync(beside)
+        described["digests"] = {file.name: checksum(file) for file in sorted(beside.iterdir())}
+        (beside / label).write_text(sealed(described), encoding="utf-8")
+        flush_all(beside)
         move_into_place(beside, target, lambda: is_whole(target, label) is not None)
     except OSError as refused:
         reason = refused.strerror or refused
@@ -122,10 +136,3 @@ def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in (VALUES, OFFSETS)}
-
-
-def _sync(folder: Path) -> None:
-    """Put files on the disk before the folder gets its name: a power cut must not leave right sizes and no content."""
-    for file in folder.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())

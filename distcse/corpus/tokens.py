@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus.corpus import Corpus
-from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, making
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
 from distcse.errors import CorpusError
 
 FORMAT = 2
@@ -78,7 +78,7 @@ class TokenTable:
     @classmethod
     def open(cls, directory: Path) -> TokenTable:
         """A table prepared before."""
-        described = is_whole(directory, _LABEL)
+        described = labelled(directory, _LABEL)
         if described is None:
             raise CorpusError(f"{directory} holds no whole token table; start the run again to prepare it")
         return cls(directory, described, reused=True)

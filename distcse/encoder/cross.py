@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.encoder.batching import by_length, padded
-from distcse.encoder.folder import refuse_pickled_weights, replacing, written_json
+from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
 from distcse.encoder.layers import keep_layers
-from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, set_dropout
+from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
 
@@ -145,8 +145,10 @@ class CrossEncoder(nn.Module):
 
 def is_cross_encoder(folder: Path) -> bool:
     """Whether a model folder says that it classifies sequences."""
-    named = written_json(folder / "config.json").get("architectures") or []
-    return any(name.endswith("ForSequenceClassification") for name in named)
+    named = written_json(folder / "config.json").get("architectures")
+    return isinstance(named, list) and any(
+        isinstance(name, str) and name.endswith("ForSequenceClassification") for name in named
+    )
 
 
 def _load_scorer(
@@ -160,6 +162,7 @@ def _load_scorer(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     refuse_pickled_weights(folder)
+    check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if labels is not None:
@@ -176,10 +179,11 @@ def _load_scorer(
                 dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
-    except (OSError, ValueError, KeyError, ImportError) as refused:
+    except Exception as refused:  # see load_backbone
         raise EncoderError(
             f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
         ) from refused
+    require_finite(folder, model)
     return model, sorted(told["missing_keys"])
 
 

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS
 from distcse.errors import EncoderError
+from distcse.files import checksum, flush, flush_all, sealed, unsealed, writing
 from distcse.recipe import Pooling
 
 _LEGACY_KEYS: dict[Pooling, str] = {
@@ -31,6 +33,8 @@ _LEGACY_KEYS: dict[Pooling, str] = {
 _NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
 _OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _WEIGHTS = "model.safetensors"
+CHECKSUMS = Path("distcse") / "checksums.json"
+_CHANGED = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,21 @@ def read_layout(folder: Path) -> Layout:
     """
     prompt = _default_prompt(written_json(folder / "config_sentence_transformers.json"))
     max_length = written_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise EncoderError(f"{folder / 'sentence_bert_config.json'}: max_seq_length is {max_length!r:.60}, no length")
     if not (folder / "modules.json").exists():
         return Layout(max_length=max_length, prompt=prompt)
     pooling: Pooling | None = None
     averaged: Pooling | None = None
     normalize = False
     for module in written_json(folder / "modules.json", kind=list):
-        kind = module["type"].rsplit(".", 1)[-1]
+        path, kind = _module(folder, module)
         if kind == "Pooling":
-            pooling = _pooling(folder / module["path"] / "config.json")
+            pooling = _pooling(folder / path / "config.json")
         elif kind == "Normalize":
             normalize = True
         elif kind == "WeightedLayerPooling":
-            averaged = _layer_average(folder / module["path"])
+            averaged = _layer_average(folder / path)
         elif kind != "Transformer":
             raise EncoderError(
                 f"{folder} has a {kind} module, which distcse cannot reproduce: its vectors would not be the model's own"
@@ -73,6 +79,18 @@ def read_layout(folder: Path) -> Layout:
             f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
         )
     return Layout(averaged or pooling, max_length, normalize, prompt)
+
+
+def _module(folder: Path, module: Any) -> tuple[str, str]:
+    """Path and kind of an entry of modules.json, which stays inside the folder."""
+    path, kind = (module.get(key) for key in ("path", "type")) if isinstance(module, dict) else (None, None)
+    if not isinstance(path, str) or not isinstance(kind, str):
+        raise EncoderError(f"{folder / 'modules.json'}: expected a path and a type, found {module!r:.100}")
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise EncoderError(
+            f"{folder / 'modules.json'} names {path!r}, which is no folder in it; distcse reads none outside"
+        )
+    return path, kind.rsplit(".", 1)[-1]
 
 
 def refuse_pickled_weights(folder: Path) -> None:
@@ -95,20 +113,58 @@ def refuse_pickled_weights(folder: Path) -> None:
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the target's place once it is whole; a failure leaves the target as it was."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    try:
-        yield beside
-    except BaseException:
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
-        raise
+        beside.mkdir()
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        os.replace(target, old)
-    os.replace(beside, target)
+    try:
+        with writing(target):
+            yield beside
+            _note_checksums(beside)
+            flush_all(beside)
+            # A folder that holds something cannot be renamed over: the old one steps aside first. Killed between the two, the
+            # new one is whole under its other name, and whoever resumes the run writes it again.
+            if target.exists():
+                os.replace(target, old)
+            os.replace(beside, target)
+            flush(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `EncoderError` where weights are not those that `replacing` noted, or would be read from outside the folder.
+
+    A flipped bit is still a number, so only a checksum tells; folders that others wrote have none.
+    """
+    index = written_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
+    for shard in dict.fromkeys(index.values() if isinstance(index, dict) else [None]):
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise EncoderError(
+                f"{folder} lists weights in {shard!r}, which is no file in it; distcse reads none outside"
+            )
+    if (folder / "adapter_config.json").exists():
+        raise EncoderError(
+            f"{folder} holds an adapter to a model elsewhere, which distcse does not follow; merge it into its model first"
+        )
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        noted = unsealed(folder / CHECKSUMS)
+        changed = [name for name, digest in noted.items() if checksum(folder / Path(name).name) != digest]
+    except (OSError, ValueError) as broken:
+        raise EncoderError(f"{folder / CHECKSUMS} cannot be held to: {broken}; {_CHANGED}") from None
+    if changed:
+        raise EncoderError(f"{folder / changed[0]} is not what was written: its checksum differs; {_CHANGED}")
+
+
+def _note_checksums(folder: Path) -> None:
+    file = folder / CHECKSUMS
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(sealed({weights.name: checksum(weights) for weights in sorted(folder.glob("*.safetensors"))}))
 
 
 def write_layout(folder: Path, layout: Layout, dimension: int, depth: int) -> None:
@@ -180,9 +236,12 @@ def _layer_average(folder: Path) -> Pooling:
     config = written_json(folder / "config.json")
     if not (folder / _WEIGHTS).exists():
         raise EncoderError(f"{folder} holds no {_WEIGHTS}, and distcse opens no pickles")
-    weights = load_file(folder / _WEIGHTS)["layer_weights"].tolist()
-    ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
-    if ends_only and config["layer_start"] == 1:
+    try:
+        weights = load_file(folder / _WEIGHTS)["layer_weights"].tolist()
+        ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
+    except (OSError, SafetensorError, LookupError, TypeError) as broken:
+        raise EncoderError(f"{folder / _WEIGHTS} holds no layer weights ({broken})") from None
+    if ends_only and config.get("layer_start") == 1:
         return "first_last_avg"
     if ends_only and len(weights) == 2:
         return "last_two_avg"
@@ -204,7 +263,8 @@ def _pooling(file: Path) -> Pooling:
 
 def _default_prompt(config: dict[str, Any]) -> str:
     name = config.get("default_prompt_name")
-    return str((config.get("prompts") or {}).get(name, "")) if name else ""
+    prompts = config.get("prompts")
+    return str(prompts.get(name, "")) if isinstance(name, str) and isinstance(prompts, dict) else ""
 
 
 def written_json(file: Path, kind: type = dict) -> Any:
@@ -213,7 +273,7 @@ def written_json(file: Path, kind: type = dict) -> Any:
         return kind()
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as broken:
+    except (OSError, ValueError, RecursionError) as broken:
         raise EncoderError(f"{file} is not JSON: {broken}") from None
     if not isinstance(content, kind):
         raise EncoderError(f"{file}: expected a JSON {'object' if kind is dict else 'list'}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcse.encoder.folder import Layout
+from distcse.encoder.folder import Layout, check_weights
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection
 
@@ -25,6 +25,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    check_weights(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if dropout is not None:
@@ -38,7 +39,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
             dtype=torch.float32,
             attn_implementation=attention_of(max_length),
         )
-    except (OSError, ValueError, KeyError, ImportError) as refused:
+    except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
         raise EncoderError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
         ) from refused
@@ -47,12 +48,20 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
     if lacking:
         raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
     backbone: nn.Module = model
+    require_finite(folder, backbone)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
         # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
+
+
+def require_finite(folder: Path, model: nn.Module) -> None:
+    """Raise `EncoderError` for a weight that is no number: one is enough to make all vectors NaN."""
+    broken = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
+    if broken is not None:
+        raise EncoderError(f"{folder}: weight {broken} holds NaN or infinity; get the model again")
 
 
 def attention_of(max_length: int | None) -> str | None:
@@ -85,7 +94,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as refused:
+    except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
         raise EncoderError(f"{folder} has no tokenizer that loads: {' '.join(str(refused).split())[:400]}") from refused
     if not tokenizer.is_fast:
         raise EncoderError(f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)")

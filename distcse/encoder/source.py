@@ -66,7 +66,7 @@ def _in_package(name: str) -> Path:
         hint = _EXTRAS.get(package, f"pip install {package}")
         raise EncoderError(f"{name}: package {package!r} is not installed; {hint}")
     folder = Path(spec.origin).parent / inside
-    if ".." in Path(inside).parts or not folder.is_dir():
+    if ".." in Path(inside).parts or Path(inside).is_absolute() or not folder.is_dir():
         raise EncoderError(f"{name}: package {package!r} has no folder {inside!r}")
     return folder
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RunError
-from distcse.files import put, whole
+from distcse.files import put, sealed, unsealed, whole, writing
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
 from distcse.training.claim import Claim
@@ -41,14 +40,15 @@ class Ledger:
         self._claim = claim
         self._file = run / "ledger.json"
         self._labels = run / "labels"
-        self._labels.mkdir(parents=True, exist_ok=True)
+        with writing(self._labels):
+            self._labels.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "dropped": {}, "stopped_after": None}
         if self._file.exists():
             try:
-                self._state = json.loads(self._file.read_text(encoding="utf-8"))
-            except ValueError as broken:
-                raise RunError(f"{self._file} is not readable: {broken}") from None
+                self._state = unsealed(self._file)
+            except (OSError, ValueError) as broken:
+                raise RunError(f"{self._file} is not readable: {broken}; start a new run") from None
 
     @property
     def dropped(self) -> Mapping[str, str]:
@@ -129,4 +129,4 @@ class Ledger:
     def _write(self) -> None:
         if self._claim is not None:
             self._claim.check()
-        put(self._file, json.dumps(self._state, indent=1))
+        put(self._file, sealed(self._state))

@@ -18,6 +18,7 @@ from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.objectives import bce_soft, mse_cosine
 from distcse.recipe import LoopSection
+from distcse.training.lesson import told_rows
 from distcse.training.noise import noise, noise_seed
 from distcse.training.schedule import total_steps
 
@@ -205,6 +206,9 @@ class PairLesson:
             errors = mse_cosine(first, second, labels.to(first.device))
         share = errors.sum() / self._batch_size
         return share, {"loss": share.detach()}
+
+    def rows_of(self, step: int) -> str:
+        return told_rows(self._sampler.batch(step).tolist(), "the pairs")
 
     def is_scored(self, done: int) -> bool:
         """At the first whole update from every `every`th step of an epoch, and from its last, on."""

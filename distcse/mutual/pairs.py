@@ -53,7 +53,11 @@ class Pairs:
     @classmethod
     def read(cls, file: Path) -> Pairs:
         """What `write` stored."""
-        table = pq.read_table(file)
+        try:
+            table = pq.read_table(file)
+        except (pa.ArrowException, OSError) as broken:
+            told = " ".join(str(broken).split())
+            raise CorpusError(f"{file} cannot be read: {told}; remove it and --resume: pairs are read again") from None
         return cls(table["sentence1"].to_pylist(), table["sentence2"].to_pylist())
 
 

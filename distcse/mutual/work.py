@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch
-from distcse.files import put
+from distcse.files import put, sealed, unsealed
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
@@ -203,12 +202,17 @@ def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder
     encoder.eval().save(folder / "model")
     dev = dict(position.scores).get(position.step)
     told = Trained(str(folder / "model"), position.step, dev, steps)
-    put(folder / "trained.json", json.dumps(asdict(told)))
+    put(folder / "trained.json", sealed(asdict(told)))
     shutil.rmtree(folder / "checkpoints")
 
 
 def _told(folder: Path) -> Trained | None:
     file = folder / "trained.json"
-    if not file.is_file():
+    try:
+        return replace(Trained(**unsealed(file)), model=str(folder / "model"))
+    except FileNotFoundError:
         return None
-    return replace(Trained(**json.loads(file.read_text())), model=str(folder / "model"))
+    except (OSError, ValueError) as broken:
+        raise RunError(
+            f"{file} cannot be read ({broken}); remove {folder} and --resume: the phase is done again"
+        ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -20,7 +21,7 @@ from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, r
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Stage, Watch
-from distcse.files import put
+from distcse.files import put, sealed, unsealed, writing
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, with_layers
 from distcse.teachers import Alphas, open_embedder, scores_pairs
@@ -45,13 +46,14 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
     if recipe.student.layers != "auto":
         return recipe
     kept = Path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
-    if kept.is_file():
-        layers: list[int] = json.loads(kept.read_text())["layers"]
-        _told(watch, layers, "as an earlier run chose")
-        return with_layers(recipe, layers)
+    with suppress(OSError, ValueError):  # absent or damaged: chosen anew, and alike
+        chosen: list[int] = unsealed(kept)["layers"]
+        _told(watch, chosen, "as an earlier run chose")
+        return with_layers(recipe, chosen)
     layers, score, tried = _search(recipe, corpus, watch)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    put(kept, json.dumps({"layers": layers, "agreement": score, "tried": tried}, indent=2))
+    with writing(kept):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    put(kept, sealed({"layers": layers, "agreement": score, "tried": tried}))
     _told(watch, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
     return with_layers(recipe, layers)
 

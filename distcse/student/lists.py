@@ -17,6 +17,7 @@ from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
 from distcse.teachers import Alphas, ListSource, TeacherEnsemble
 from distcse.training.checkpoint import Checkpoints
+from distcse.training.lesson import told_rows
 from distcse.training.loop import Outcome, finished, learn
 from distcse.training.workers import rank, world_size
 
@@ -81,6 +82,9 @@ class ListLesson:
     def _met_again(self, step: int) -> Tensor | None:
         met = self._plan.met_again(step)
         return None if met is None else torch.from_numpy(met).to(next(self.model.parameters()).device)
+
+    def rows_of(self, step: int) -> str:
+        return told_rows(self._plan.sampler.batch(step).tolist(), "the corpus")
 
     def is_scored(self, done: int) -> bool:
         return done % self._recipe.evaluation.every == 0

@@ -15,9 +15,11 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
 
 from distcse.corpus import Corpus
+from distcse.errors import DistcseError, TeacherError
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving
@@ -25,7 +27,8 @@ from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Teacher
 from distcse.training.cluster import resources_on
 
-_NEVER_GIVE_UP = {"max_restarts": -1, "max_task_retries": -1}
+_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
+"""An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""
 
 
 class ShardBuilder:
@@ -89,7 +92,7 @@ def build_shards(
     on_rows: Callable[[int], None],
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
-    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_NEVER_GIVE_UP)(ShardBuilder)
+    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
@@ -103,6 +106,14 @@ def build_shards(
         ):
             done += rows
             on_rows(done)
+    except RayTaskError as failed:
+        raise (failed.cause if isinstance(failed.cause, DistcseError) else _told(teacher, failed)) from failed
+    except RayActorError as lost:
+        raise TeacherError(
+            f"teacher {teacher.backbone} was started again and again and lost its process each time: "
+            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.builders; whole shards "
+            "are kept"
+        ) from lost
     finally:
         for builder in builders:
             ray.kill(builder)
@@ -122,13 +133,26 @@ def start_servers(
     else:
         make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
-    actor = ray.remote(**resources, **_NEVER_GIVE_UP)(TeacherServer)
+    actor = ray.remote(**resources, **_OUTLIVES)(TeacherServer)
     servers = [
         actor.options(name=f"teacher-{number}-{copy}-{_run_token()}", label_selector=section.nodes).remote(make)
         for copy in range(section.servers)
     ]
-    ray.get([server.ready.remote() for server in servers])
+    try:
+        ray.get([server.ready.remote() for server in servers])
+    except RayActorError as lost:  # also where its constructor raised
+        cause = getattr(lost, "cause", None) or lost.__cause__
+        told = str(lost).strip().splitlines()[-1]
+        raise (
+            cause
+            if isinstance(cause, DistcseError)
+            else TeacherError(f"teacher {teacher.backbone} cannot be served: {told}")
+        ) from lost
     return servers
+
+
+def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
+    return TeacherError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
 
 
 def _table_teacher(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Callable[[], Teacher]:

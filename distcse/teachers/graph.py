@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import checksum, move_into_place, put
+from distcse.files import checksum, flush_all, move_into_place, put, writing
 from distcse.teachers.nearest import nearest
 from distcse.teachers.table import EmbeddingTable
 
@@ -51,10 +51,12 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
     _, found = nearest(vectors, neighbours, "training.neighbours")
     beside = folder.with_name(f".{key}.{secrets.token_hex(6)}")
     try:
-        beside.mkdir(parents=True)
-        np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
-        put(beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2))
-        move_into_place(beside, folder, lambda: _is_intact(folder))
+        with writing(folder):
+            beside.mkdir(parents=True)
+            np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
+            put(beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2))
+            flush_all(beside)
+            move_into_place(beside, folder, lambda: _is_intact(folder))
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder

@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder
+from distcse.errors import TeacherError
 
 
 class PairTeacher:
-    """Serves a cross-encoder's probabilities that a pair is alike, R·C forward passes a step."""
+    """Serves a cross-encoder's probabilities that a pair is alike, R·C forward passes a step. `TeacherError` for NaN."""
 
     def __init__(self, scorer: CrossEncoder, corpus: Corpus, tokens_per_batch: int) -> None:
         self._scorer = scorer
@@ -24,5 +25,8 @@ class PairTeacher:
             texts = self._corpus.texts(batch)
             pairs = [(query, other) for query in texts[rows] for other in texts]
             scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch)
+            if not np.isfinite(scores).all():
+                first, other = pairs[int(np.flatnonzero(~np.isfinite(scores))[0])]
+                raise TeacherError(f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is no number")
             answers.append(scores.reshape(-1, len(texts)))
         return np.stack(answers).astype(np.float32)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import checksum, put, whole
+from distcse.files import checksum, put, whole, writing
 
 FORMAT = 1
 
@@ -53,6 +53,25 @@ class TableIdentity:
         return -(-self.rows // self.shard_rows)
 
 
+def directions(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+    """(n, d) vectors of these rows of the corpus -> the same of unit length.
+
+    Raises:
+        TeacherError: One is not finite, or has no direction; with its row.
+    """
+    # By the largest number first: the squares of 1e20 and of 1e-30 are no float32.
+    largest = np.abs(vectors).max(axis=1, keepdims=True)
+    usable = np.isfinite(largest) & (largest > 0)
+    if len(bad := np.flatnonzero(~usable[:, 0])):
+        found = "a zero vector" if largest[bad[0], 0] == 0 else "a vector that is not finite"
+        raise TeacherError(
+            f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows of {len(vectors)}); "
+            "try precision: fp32, or take the rows out of the corpus"
+        )
+    scaled = vectors / largest
+    return np.asarray(scaled / np.linalg.norm(scaled, axis=1, keepdims=True), dtype=np.float32)
+
+
 class EmbeddingTable:
     """One teacher's unit vectors for all rows of one corpus."""
 
@@ -65,7 +84,8 @@ class EmbeddingTable:
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
         """The table of this identity in `cache`, its folder made and labelled if it is new; shards may be missing."""
         directory = cache / "tables" / identity.key
-        directory.mkdir(parents=True, exist_ok=True)
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         put(directory / "table.json", json.dumps(asdict(identity), indent=2))
         return cls(directory, identity)
 
@@ -88,17 +108,10 @@ class EmbeddingTable:
         rows = self.shard_range(shard)
         if len(vectors) != len(rows):
             raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        bad = np.flatnonzero(~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0))
-        if len(bad):
-            found = "a zero vector" if norms[bad[0], 0] == 0 else "a vector that is not finite"
-            raise TeacherError(
-                f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows in this shard); "
-                "try precision: fp32, or take the rows out of the corpus"
-            )
+        units = directions(vectors, rows)
         with whole(self._payload(shard)) as beside:
             with open(beside, "wb") as file:
-                np.save(file, (vectors / norms).astype(np.float16))
+                np.save(file, units.astype(np.float16))
             label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(beside)}
         put(self._label(shard), json.dumps(label))
 
@@ -117,14 +130,26 @@ class EmbeddingTable:
             out[places] = part
         if out is None:
             return np.empty((0, 0), dtype=np.float32)
-        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        norms = np.linalg.norm(out, axis=1, keepdims=True)
+        if not (np.isfinite(norms) & (norms > 0)).all():
+            row = ids[np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))[0]]
+            raise TeacherError(
+                f"table {self.directory} is damaged at row {row}: shard {row // self.identity.shard_rows} is not what was "
+                "written; start the run again, and it is embedded anew"
+            )
+        out /= norms
         return out
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         if shard not in self._opened:
             if not self._payload(shard).exists():
                 raise TeacherError(f"table {self.directory} has no shard {shard}; run again to embed what is missing")
-            self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
+            try:
+                self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as broken:
+                raise TeacherError(
+                    f"{self._payload(shard)} cannot be read ({broken}); start the run again, and it is embedded anew"
+                ) from None
         return self._opened[shard]
 
     def _is_intact(self, shard: int) -> bool:

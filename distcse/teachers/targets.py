@@ -20,7 +20,7 @@ from distcse.files import whole
 from distcse.teachers.graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
-_NAME, _KEY = "projection", "of"
+_NAME, _KEY, _DIGEST = "projection", "of", "blake2b"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def fit_projection(
 def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> None:
     """Store a (D, d) projection: who has the teachers' vectors of a document puts them into the student's space by it."""
     with whole(file) as beside:
-        save_file({_NAME: np.ascontiguousarray(projection)}, beside, metadata={_KEY: key})
+        stored = np.ascontiguousarray(projection)
+        save_file({_NAME: stored}, beside, metadata={_KEY: key, _DIGEST: _digest(stored)})
 
 
 def projection_of(file: Path) -> str:
@@ -102,7 +103,14 @@ def projection_of(file: Path) -> str:
 def read_projection(file: Path) -> NDArray[np.float32]:
     """A projection as it was stored. Raises `TeacherError` where the file is damaged."""
     with _opened(file) as stored:
-        return np.asarray(stored.get_tensor(_NAME))
+        projection = np.asarray(stored.get_tensor(_NAME))
+        if (stored.metadata() or {}).get(_DIGEST) != _digest(projection):
+            raise TeacherError(f"{file} is damaged: its checksum differs; remove it and --resume: it is fitted again")
+    return projection
+
+
+def _digest(projection: NDArray[np.float32]) -> str:
+    return hashlib.blake2b(projection.tobytes(), digest_size=16).hexdigest()
 
 
 @contextmanager
@@ -111,4 +119,5 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as stored:
             yield stored
     except (OSError, SafetensorError) as broken:
-        raise TeacherError(f"{file} holds no projection of targets ({broken})") from broken
+        told = f"{file} holds no projection of targets ({broken})"
+        raise TeacherError(f"{told}; remove it and --resume: it is fitted again") from broken

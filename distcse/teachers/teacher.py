@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
-from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.table import EmbeddingTable, directions
 
 
 class Teacher(Protocol):
@@ -67,9 +67,9 @@ class LiveTeacher:
             self._corpus.texts(unique),
             batch_tokens=self._tokens_per_batch,
             precision=self._precision,
-            normalize=True,
+            normalize=False,
         )
-        return _cosines(encoded[places].reshape(steps, length, -1), rows)
+        return _cosines(directions(encoded, unique)[places].reshape(steps, length, -1), rows)
 
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """A checkpoint: weights, AdamW's moments and the position, in safetensors and JSON, whole and free of the worker count.
 
     <run>/checkpoints/step-000125/state.safetensors   weight/NAME, exp_avg/NAME, exp_avg_sq/NAME
-                                  position.json        step, updates, dev scores
+                                  position.json        step, updates, dev scores, checksums
                       latest, best                     name of a step folder, replaced atomically
 
 DeepSpeed's own checkpoints are pickles tied to the ZeRO stage and world size. Here every engine gathers full tensors by
@@ -10,20 +10,25 @@ parameter name, so any engine, stage and number of workers continues from any ot
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distcse.errors import RunError
-from distcse.files import put, whole
+from distcse.events import Event, Note, ignore
+from distcse.files import checksum, flush, put, sealed, unsealed, whole, writing
 from distcse.training.claim import Claim
 
 _STATE, _POSITION = "state.safetensors", "position.json"
+_NAME = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,16 @@ class TrainingState:
     updates: int
     """Optimiser updates taken."""
 
+    def first_not_finite(self) -> str | None:
+        """Name of a weight or moment that holds NaN or infinity; None where all are numbers."""
+        every = {**self.weights, **{f"{kind} of {n}": t for n, m in self.moments.items() for kind, t in m.items()}}
+        return next((name for name, tensor in every.items() if not bool(tensor.isfinite().all())), None)
+
 
 class Checkpoints:
-    """The checkpoints of one training: the latest and the best are kept, older ones removed.
+    """The checkpoints of one training: the latest and the best are kept, and where these are one, the latest before.
+
+    So there are two as soon as two were written, and one of them is whole if a disk spoils the other.
 
     Args:
         run: The training's folder.
@@ -80,35 +92,48 @@ class Checkpoints:
         """
         if self._claim is not None:
             self._claim.check()
-        self._root.mkdir(parents=True, exist_ok=True)
         target = self._root / f"step-{position.step:06d}"
+        with writing(target):
+            self._root.mkdir(parents=True, exist_ok=True)
+            before = self.latest()
+            self._write(state, position, target)
+            # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The
+            # other way round it would go on behind a best that nothing points at.
+            if position.best is not None and position.best[0] == position.step:
+                self._point("best", target.name)
+            self._point("latest", target.name)
+        self._remove_unneeded(before)
+        return target
+
+    def _write(self, state: TrainingState, position: Position, target: Path) -> None:
+        """The folder takes its name when both files are on the disk: a name of ours is a whole checkpoint."""
         beside = self._root / f".{target.name}.{os.getpid()}"
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
-        for name, moments in state.moments.items():
-            tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
-        with whole(beside / _STATE) as file:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-        put(beside / _POSITION, json.dumps({**asdict(position), "updates": state.updates}))
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(beside, target)
-        # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The other
-        # way round it would go on behind a best that nothing points at.
-        if position.best is not None and position.best[0] == position.step:
-            self._point("best", target.name)
-        self._point("latest", target.name)
-        self._remove_unneeded()
-        return target
+        try:
+            beside.mkdir()
+            tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
+            for name, moments in state.moments.items():
+                tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
+            with whole(beside / _STATE) as file:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+            told = {**asdict(position), "updates": state.updates, "state": checksum(beside / _STATE)}
+            put(beside / _POSITION, sealed(told))
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(beside, target)
+            flush(self._root)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
 
     def adopt(self, folder: Path) -> None:
         """Go on from a copy of another training's checkpoint; those of this one are dropped."""
+        step = load_position(folder).step
         shutil.rmtree(self._root, ignore_errors=True)
-        self._root.mkdir(parents=True)
-        target = self._root / f"step-{load_position(folder).step:06d}"
-        shutil.copytree(folder, target)
-        self._point("latest", target.name)
+        with writing(self._root):
+            self._root.mkdir(parents=True)
+            target = self._root / f"step-{step:06d}"
+            shutil.copytree(folder, target)
+            self._point("latest", target.name)
 
     def latest(self) -> Path | None:
         """Folder of the newest checkpoint, or None."""
@@ -122,25 +147,59 @@ class Checkpoints:
         put(self._root / pointer, name)
 
     def _pointed(self, pointer: str) -> Path | None:
-        file = self._root / pointer
-        return self._root / file.read_text().strip() if file.exists() else None
+        """The step folder that a pointer names; None where it names none, or is damaged."""
+        try:
+            name = (self._root / pointer).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+        folder = self._root / name if _NAME.fullmatch(name) else None
+        return folder if folder is not None and folder.is_dir() else None
 
-    def _remove_unneeded(self) -> None:
-        needed = {self.latest(), self.best()}
+    def restore(self, post: Callable[[Event], None] = ignore) -> tuple[Position, TrainingState] | None:
+        """Where a training goes on: its latest checkpoint, or if that is damaged the newest one that is not; None at its start.
+
+        Args:
+            post: Told of a damaged one that is passed over.
+
+        Raises:
+            RunError: There are checkpoints, but none is whole.
+        """
+        there = sorted((f for f in self._root.glob("step-*") if _NAME.fullmatch(f.name)), key=_step, reverse=True)
+        latest = self.latest()
+        spoilt: list[str] = []
+        for folder in dict.fromkeys([*([latest] if latest else []), *there]):
+            try:
+                state = load_state(folder)
+                position = load_position(folder)
+            except RunError as damaged:
+                spoilt.append(str(damaged))
+                continue
+            for told in spoilt:
+                post(Note(f"{told}; going on from {folder.name}", warning=True))
+            return position, state
+        if spoilt:
+            raise RunError(f"{spoilt[0]}; no other is whole. Remove {self._root} to start from the beginning")
+        return None
+
+    def _remove_unneeded(self, before: Path | None) -> None:
+        latest, best = self.latest(), self.best()
+        needed = {latest, best} if best is not None and best != latest else {latest, before}
         for folder in self._root.glob("step-*"):
             if folder not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
+        for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def load_state(folder: Path) -> TrainingState:
-    """Read a checkpoint's tensors. Raises `RunError` where the file is damaged."""
+    """Read a checkpoint's tensors. Raises `RunError` where a file is not what was written."""
+    told = _told(folder)
     try:
+        if checksum(folder / _STATE) != told["state"]:
+            raise ValueError(f"the checksum of {_STATE} differs")
         tensors = load_file(folder / _STATE)
-        updates = json.loads((folder / _POSITION).read_text())["updates"]
-    except Exception as broken:
-        raise RunError(
-            f"checkpoint {folder} cannot be read ({broken}); remove it to go on from an earlier one"
-        ) from broken
+    except (OSError, ValueError, KeyError, SafetensorError) as broken:
+        raise _damaged(folder, broken) from broken
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -149,10 +208,25 @@ def load_state(folder: Path) -> TrainingState:
             weights[name] = tensor
         else:
             moments.setdefault(name, {})[kind] = tensor
-    return TrainingState(weights, moments, updates)
+    return TrainingState(weights, moments, int(told["updates"]))
 
 
 def load_position(folder: Path) -> Position:
-    """Read where a checkpoint stands."""
-    entry = json.loads((folder / _POSITION).read_text())
-    return Position(entry["step"], [(step, score) for step, score in entry["scores"]], entry["finished"])
+    """Read where a checkpoint stands. Raises `RunError` where the file is not what was written."""
+    told = _told(folder)
+    return Position(told["step"], [(step, score) for step, score in told["scores"]], told["finished"])
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    try:
+        return unsealed(folder / _POSITION)
+    except (OSError, ValueError) as broken:
+        raise _damaged(folder, broken) from broken
+
+
+def _damaged(folder: Path, broken: Exception) -> RunError:
+    return RunError(f"checkpoint {folder} cannot be read ({broken})")
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

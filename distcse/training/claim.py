@@ -30,5 +30,9 @@ class Claim:
 
     def check(self) -> None:
         """Raise `RunError` where a later start has taken over."""
-        if self.file.read_text() != self.token:
+        try:
+            held = self.file.read_text(encoding="utf-8", errors="replace")
+        except OSError as lost:
+            raise RunError(f"{self.file} cannot be read: {lost.strerror}; who may write there is not known") from None
+        if held != self.token:
             raise RunError(f"{self.file.parent} was taken over by a later start; this one writes nothing more")

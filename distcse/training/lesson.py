@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+_TOLD = 8
 
 
 class Lesson(Protocol):
@@ -37,6 +40,10 @@ class Lesson(Protocol):
         """This worker's share of the loss of the global batch, and of each of its parts, from the model's answer."""
         ...
 
+    def rows_of(self, step: int) -> str:
+        """The rows of a step's global batch, in words, for whoever looks for what spoilt it."""
+        ...
+
     def is_scored(self, done: int) -> bool:
         """Whether a score and a checkpoint follow when so many steps are done; after the last they always do."""
         ...
@@ -54,3 +61,9 @@ class Lesson(Protocol):
     def waited(self) -> float:
         """Seconds spent waiting for others since the training began."""
         ...
+
+
+def told_rows(rows: Sequence[int], of: str) -> str:
+    """`rows 3, 17, 44, … of the corpus (128)`."""
+    first = ", ".join(map(str, rows[:_TOLD]))
+    return f"rows {first}{', …' if len(rows) > _TOLD else ''} of {of} ({len(rows)})"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distcse.errors import DivergedError, RunError
 from distcse.events import DevScore, Event, Note, Saved, Watch
 from distcse.recipe import LoopSection
-from distcse.training.checkpoint import Checkpoints, Position, load_position, load_state
+from distcse.training.checkpoint import Checkpoints, Position, load_position
 from distcse.training.engines import Engine, make_engine
 from distcse.training.lesson import Lesson
-from distcse.training.meter import Meter
+from distcse.training.meter import ADVICE, Meter
 from distcse.training.schedule import warmup_then_linear
-from distcse.training.workers import from_first, rank, wait_for_all
+from distcse.training.workers import from_first, rank
 
 Report = Callable[[dict[str, float]], None]
 
@@ -34,7 +36,10 @@ class Outcome:
 def finished(checkpoints: Checkpoints) -> Position | None:
     """Where a training ended; None where it did not, or did not begin."""
     latest = checkpoints.latest()
-    position = load_position(latest) if latest else None
+    try:
+        position = load_position(latest) if latest else None
+    except RunError:  # damaged: `learn` says so, and goes on from another
+        return None
     return position if position is not None and position.finished else None
 
 
@@ -51,22 +56,22 @@ def learn(
         report: Called by every worker after every score.
 
     Raises:
-        DivergedError: A loss is not finite. The checkpoint before it stays the latest.
+        DivergedError: A loss, a dev score or a weight is not finite. The checkpoint before it stays the latest.
+        StorageError: A checkpoint cannot be written; the one before it stays the latest.
     """
     watch = watch if rank() == 0 else Watch()
-    latest = checkpoints.latest()
-    position = load_position(latest) if latest else Position(step=0)
-    restored = load_state(latest) if latest else None
+    found = checkpoints.restore(watch.post)
+    position, restored = found or (Position(step=0), None)
     if restored is not None:
         lesson.model.load_state_dict(restored.weights)
     engine = make_engine(lesson.model, section, lesson.rows, restored)
     keeper = _Keeper(lesson, engine, checkpoints, watch.post, report)
     lesson.begin(position.step)
-    if latest is None and lesson.scores_start:
+    if restored is None and lesson.scores_start:
         position = keeper.score(position)
         keeper.save(position)
 
-    meter = Meter(lesson.steps, lambda: lesson.waited)
+    meter = Meter(lesson.steps, lambda: lesson.waited, lesson.rows_of)
     updates = lesson.steps // section.gradient_accumulation
     stop = False
     for step in range(position.step, lesson.steps):
@@ -125,6 +130,8 @@ class _Keeper:
             return position
         self._lesson.model.eval()
         score = from_first(self._lesson.score())
+        if not math.isfinite(score):
+            raise DivergedError(f"{name} is not finite at step {position.step}{ADVICE}")
         scored = Position(position.step, [*position.scores, (position.step, score)], position.finished)
         best_step, best = scored.best or (position.step, score)
         self._post(DevScore(position.step, self._lesson.steps, name, score, best, best_step))
@@ -135,7 +142,19 @@ class _Keeper:
     def save(self, position: Position) -> None:
         """Write a checkpoint; no worker goes on before it is whole."""
         state = self._engine.state()
+        if (name := state.first_not_finite()) is not None:
+            rows = self._lesson.rows_of(max(0, position.step - 1))
+            raise DivergedError(
+                f"{name} is not finite after step {position.step} ({rows}), although every loss was: its gradient was "
+                f"not{ADVICE}"
+            )
+        refused: RunError | None = None
         if rank() == 0:
-            folder = self._checkpoints.save(state, position)
-            self._post(Saved(position.step, str(folder)))
-        wait_for_all()
+            try:
+                folder = self._checkpoints.save(state, position)
+                self._post(Saved(position.step, str(folder)))
+            except RunError as mistake:
+                refused = mistake
+        # All workers hear of it, at the same place: those that did not write would wait for the first one for ever.
+        if (refused := from_first(refused)) is not None:
+            raise refused

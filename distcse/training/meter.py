@@ -12,6 +12,11 @@ from distcse.errors import DivergedError
 from distcse.events import Steps
 from distcse.training.workers import add_over_workers
 
+ADVICE = (
+    "; the last good checkpoint is kept. Lower training.lr, raise the temperatures, or use training.precision: fp32, then run "
+    "again with --resume"
+)
+
 
 class Meter:
     """Collects each step's parts on the device and brings them to the CPU once a report: no step waits for a number.
@@ -19,10 +24,12 @@ class Meter:
     Args:
         total: Steps of the run.
         waited: Seconds spent waiting for teachers since the start of this call.
+        rows_of: Names the rows of a step.
     """
 
-    def __init__(self, total: int, waited: Callable[[], float]) -> None:
+    def __init__(self, total: int, waited: Callable[[], float], rows_of: Callable[[int], str]) -> None:
         self._total = total
+        self._rows_of = rows_of
         self._waited = waited
         self._parts: list[dict[str, Tensor]] = []
         self._mark = time.perf_counter()
@@ -53,7 +60,7 @@ class Meter:
         return event
 
     def check_finite(self, done: int) -> None:
-        """Raise `DivergedError`, naming step and term, if a loss since the last report is not finite."""
+        """Raise `DivergedError`, naming step, rows and term, if a loss since the last report is not finite."""
         self._means(done)
 
     def pause(self) -> None:
@@ -75,8 +82,5 @@ class Meter:
         bad = (~table.isfinite()).nonzero()
         if len(bad):
             step, name = done - len(self._parts) + int(bad[0, 0]), names[int(bad[0, 1])]
-            raise DivergedError(
-                f"{name} is not finite at step {step}; the last good checkpoint is kept. Lower training.lr, raise the "
-                "temperatures, or use training.precision: fp32, then run again with --resume"
-            )
+            raise DivergedError(f"{name} is not finite at step {step} ({self._rows_of(step)}){ADVICE}")
         return dict(zip(names, table.mean(dim=0).tolist(), strict=True))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -16,7 +20,7 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def from_first(value: float) -> float:
+def from_first(value: T) -> T:
     """The first worker's value, on all workers: decisions must not differ by a rounding."""
     if world_size() == 1:
         return value

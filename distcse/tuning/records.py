@@ -5,13 +5,13 @@ Whatever a report or a resumed sweep says of a trial comes from here; Ray Tune's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from distcse.files import put
+from distcse.errors import RunError
+from distcse.files import put, sealed, unsealed
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
 _FILE = "trial.json"
@@ -69,15 +69,20 @@ class Trial:
 
     def write(self, folder: Path) -> None:
         """Into the trial's folder."""
-        put(folder / _FILE, json.dumps(asdict(self), indent=1))
+        put(folder / _FILE, sealed(asdict(self)))
 
 
 def read_trial(folder: Path) -> Trial | None:
-    """What is known of the trial in a folder; None where none was begun."""
+    """What is known of the trial in a folder; None where none was begun. `RunError` where the file is damaged."""
     file = folder / _FILE
-    if not file.is_file():
+    try:
+        found = unsealed(file)
+    except FileNotFoundError:
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as broken:
+        raise RunError(
+            f"{file} cannot be read ({broken}); remove {folder} and --resume: the trial is run again"
+        ) from None
     return Trial(**{**found, "reported": [Reported(**entry) for entry in found["reported"]]})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeErr
 from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
+from distcse.files import sealed, unsealed
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.exchange import Exchange
 from distcse.mutual.group import InTurns
@@ -232,11 +232,11 @@ def test_labels_that_were_due_when_the_driver_was_killed_are_made_by_the_next(bo
     result = run_mutual(both("mutual.cycles=1"), Watch())
     run = result.directory.path
     expected = labels_of(result)
-    state = json.loads((run / "ledger.json").read_text())
+    state = unsealed(run / "ledger.json")
     for number in ("1", "2"):
         del state["labels"][number]
     del state["posted"]["2"]
-    (run / "ledger.json").write_text(json.dumps(state))
+    (run / "ledger.json").write_text(sealed(state))
     for group in ("bert", "roberta"):
         shutil.rmtree(run / "groups" / group / "cycle-1-bi")
     directory, recipe = RunDirectory.reopen(run, [])
@@ -343,9 +343,9 @@ def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:
     assert [one.dev for one in again.best] == [one.dev for one in result.best]
     with pytest.raises(RecipeError, match=r"bi\.lr cannot change"):
         RunDirectory.reopen(run, ["bi.lr=2e-3"])
-    state = json.loads((run / "ledger.json").read_text())
+    state = unsealed(run / "ledger.json")
     state["posted"].pop("2")
-    (run / "ledger.json").write_text(json.dumps(state))
+    (run / "ledger.json").write_text(sealed(state))
     damaged = run / "labels" / "cycle-1-cross.npy"
     np.save(damaged, np.load(damaged) + 1)
     shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")

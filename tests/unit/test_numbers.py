@@ -1,0 +1,293 @@
+"""Numbers that are none: each ends where it enters, in one message; nothing stored ever holds one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.errors import DivergedError, EncoderError, RecipeError, TeacherError
+from distcse.events import DevScore, Event, Watch
+from distcse.objectives import (
+    Taught,
+    bce_soft,
+    build_objective,
+    gather_views,
+    mse_cosine,
+)
+from distcse.recipe import ObjectiveSection, Recipe, with_values
+from distcse.student.dev import DevSet
+from distcse.student.lists import ListLesson
+from distcse.student.plan import Plan
+from distcse.student.run import run
+from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.training.checkpoint import Checkpoints, TrainingState, load_state
+from distcse.training.loop import learn
+from tests.jobs import make_job, train
+from tests.models import make_cross_encoder
+
+MakeRecipe = Callable[..., Recipe]
+
+TERMS: dict[str, dict[str, Any]] = {
+    "info_nce": {"info_nce": {}},
+    "false negatives masked": {"info_nce": {"false_negatives": {"above": -0.99}}},
+    "false negatives softened": {"info_nce": {"false_negatives": {"above": -0.99, "form": "soften"}}},
+    "js": {"consistency": {}},
+    "neg_entropy": {"consistency": {"form": "neg_entropy"}},
+    "list_net": {"rank": {"form": "list_net"}},
+    "list_mle": {"rank": {"form": "list_mle"}},
+    "list_mle mean": {"rank": {"form": "list_mle", "list_reduction": "mean", "exclude_positive": True}},
+    "list_mle eps": {"rank": {"form": "list_mle", "eps": 1e-10}},
+    "rank_regression": {"rank_regression": {"lower": 1.5, "upper": 1.6}},
+    "rank_regression, same view": {"rank_regression": {"student_similarity": "same_view"}},
+    "cosine": {"regression": {}},
+    "mse": {"regression": {"form": "mse"}},
+}
+"""Every term of the objective alone; rank_regression with a mask that no pair is in."""
+
+
+def batches() -> dict[str, tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    some, others = torch.randn(6, 8, generator=draw), torch.randn(6, 8, generator=draw)
+    return {
+        "identical sentences": (some[:1].repeat(6, 1), some[:1].repeat(6, 1)),
+        "opposite views": (some, -some),
+        "zero vectors": (torch.zeros(6, 8), torch.zeros(6, 8)),
+        "one zero vector": (torch.cat([some[:5], torch.zeros(1, 8)]), others),
+        "long vectors": (some * 1e15, others * 1e15),
+        "short vectors": (some * 1e-9, others * 1e-9),
+        "a list of one": (some[:1], others[:1]),
+        "a list of two": (some[:2], others[:2]),
+    }
+
+
+@pytest.mark.parametrize("tau", [1e-4, 0.05])
+@pytest.mark.parametrize("batch", list(batches()))
+@pytest.mark.parametrize("term", list(TERMS))
+def test_every_term_and_its_gradient_are_numbers(term: str, batch: str, tau: float) -> None:
+    chosen = {"info_nce": None, "consistency": None, "rank": None, **TERMS[term]}
+    if chosen["rank"] is not None:
+        chosen["rank"] = {**chosen["rank"], "tau2": tau, "tau3": tau}
+    objective = build_objective(ObjectiveSection.model_validate({"tau1": tau, **chosen}))
+    first, second = (views.clone().requires_grad_() for views in batches()[batch])
+    rows = len(first)
+    targets = torch.nn.functional.normalize(torch.ones(rows, 8), dim=1)
+    for lists in (torch.eye(rows), torch.ones(rows, rows), -torch.ones(rows, rows), torch.zeros(rows, rows)):
+        loss, parts = objective(gather_views(first, second), Taught(lists, targets=targets))
+        first.grad = second.grad = None
+        loss.backward()
+        assert all(part.isfinite() for part in (loss, *parts.values()))
+        for views in (first, second):
+            assert views.grad is None or views.grad.isfinite().all()
+
+
+def test_pair_losses_are_numbers_at_their_ends() -> None:
+    zero = torch.zeros(3, 4, requires_grad=True)
+    labels = torch.tensor([-1.0, 0.0, 1.0])
+    mse_cosine(zero, torch.ones(3, 4), labels).sum().backward()
+    assert zero.grad is not None and zero.grad.isfinite().all()
+    logits = torch.tensor([-1e30, 0.0, 1e30], requires_grad=True)
+    bce_soft(logits, labels).sum().backward()
+    assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("objective.tau1=1e-300", r"objective\.tau1 is 1e-300; allowed: at least 0\.0001"),
+        ("objective.rank.tau2=0.0", r"objective\.rank\.tau2 is 0\.0; allowed: at least 0\.0001"),
+        ("objective.info_nce.weight=.inf", r"objective\.info_nce\.weight is inf; expected a finite number"),
+        ("training.lr=.nan", r"training\.lr is nan; expected a finite number"),
+        ("training.epochs=.inf", r"training\.epochs is inf; expected a finite number"),
+        ("training.epochs=1e300", r"training\.epochs is 1e\+300; allowed: more than 0 and at most 1000000"),
+        (f"corpus.limit={10**40}", r"corpus\.limit: got a number of 41 digits; allowed: whole numbers up to"),
+        (f"training.max_steps={10**400}", r"training\.max_steps: got a number of 401 digits"),
+    ],
+)
+def test_a_recipe_holds_no_number_that_cannot_be_worked_with(recipe_with: MakeRecipe, override: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        recipe_with(override)
+
+
+def test_a_loss_that_overflows_names_step_rows_and_term(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("objective.rank.gamma=1e39", "training.log_every=5"))
+    with pytest.raises(DivergedError, match=r"^loss is not finite at step 0 \(rows (\d+, ){8}… of the corpus \(16\)\)"):
+        train(job, tables)
+    assert kept(job.run) == 0
+
+
+@pytest.mark.parametrize("engine", ["plain", "deepspeed"])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe, engine: str, clipping: float) -> None:
+    # The loss, about 2e38, is still a float32; its gradient is not. Step 1 is scored, so nothing but the weights tells.
+    knobs = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.every=1")
+    job, tables = make_job(recipe_with(*knobs, f"training.engine={engine}", f"training.gradient_clipping={clipping}"))
+    with pytest.raises(DivergedError, match=r"not finite (after step 1|at step [01]) .*rows .* of the corpus"):
+        train(job, tables)
+    assert kept(job.run) == 0
+
+
+def kept(run: Path) -> int:
+    """The step of the latest checkpoint, all of whose numbers are some."""
+    folder = Checkpoints(run).latest()
+    assert folder is not None
+    assert load_state(folder).first_not_finite() is None
+    return int(folder.name.removeprefix("step-"))
+
+
+def test_a_poisoned_run_ends_alike_however_often_it_is_resumed(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("objective.info_nce.weight=1e39"))
+    told = set()
+    for _ in range(3):
+        with pytest.raises(DivergedError) as ended:
+            train(job, tables)
+        told.add(str(ended.value))
+    assert len(told) == 1 and kept(job.run) == 0
+
+
+def test_moments_that_are_no_numbers_are_found() -> None:
+    good = TrainingState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2)}}, 1)
+    assert good.first_not_finite() is None
+    bad = replace(good, moments={"w": {"exp_avg": torch.tensor([1.0, float("inf")])}})
+    assert bad.first_not_finite() == "exp_avg of w"
+
+
+def test_a_corpus_of_one_sentence_again_and_again_trains(
+    tmp_path: Path, tiny: Callable[..., Path], recipe_with: MakeRecipe
+) -> None:
+    recipe = recipe_with("training.batch_size=2", "training.max_steps=4", "evaluation.every=2")
+    Path(str(recipe.corpus.path)).write_text("The same sentence.\n" * 100)
+    events: list[Event] = []
+    result = run(recipe, Watch(events.append))
+    scores = [event.score for event in events if isinstance(event, DevScore)]
+    assert scores and all(np.isfinite(scores))
+    assert np.isfinite(Encoder.load(result.directory.model).encode(["The same sentence."])).all()
+
+
+# -- teachers -------------------------------------------------------------------------------------------------------------
+
+
+def spoilt(model: Path, folder: Path, value: float) -> Path:
+    """A copy of a model with one weight that is no number."""
+    import shutil
+
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "word_embeddings" in name)
+    weights[name] = weights[name].copy()
+    weights[name][5, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_with_a_weight_that_is_no_number_is_refused(
+    tiny: Callable[..., Path], tmp_path: Path, value: float
+) -> None:
+    folder = spoilt(tiny("bert"), tmp_path / "broken", value)
+    with pytest.raises(EncoderError, match=r"weight embeddings\.word_embeddings\.weight holds NaN or infinity"):
+        Encoder.load(folder, pooling="mean")
+    cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
+    broken = spoilt(cross, tmp_path / "broken-cross", value)
+    with pytest.raises(EncoderError, match="holds NaN or infinity"):
+        CrossEncoder.load(broken)
+
+
+@pytest.mark.parametrize("mode", ["table", "live"])
+@pytest.mark.parametrize(
+    ("vector", "told"),
+    [
+        ([0.0, 0.0], "a zero vector"),
+        ([float("nan"), 1.0], "not finite"),
+        ([float("inf"), 1.0], "not finite"),
+        ([-float("inf"), float("inf")], "not finite"),
+    ],
+)
+def test_a_teacher_that_gives_no_direction_is_named_with_the_row(
+    recipe_with: MakeRecipe, mode: str, vector: Sequence[float], told: str
+) -> None:
+    recipe = recipe_with()
+    bad = Path(str(recipe.corpus.path)).read_text().splitlines()[7]
+    with answering(lambda text: list(vector) if text == bad else [float(len(text)), 1.0]) as url:
+        one = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
+        asked = with_values(
+            recipe,
+            {"teachers.encoders": [one], "teachers.mode": mode, "evaluation.held_out": 380, "training.batch_size": 2},
+        )
+        with pytest.raises(TeacherError, match=rf"gives .*{told} for row 7 of the corpus"):
+            run(asked, Watch())
+    for shard in Path(recipe.storage.cache).rglob("shard-*.npy"):
+        assert np.isfinite(np.load(shard)).all()
+
+
+class answering:
+    """A real embeddings endpoint, on a port of this machine."""
+
+    def __init__(self, vector_of: Callable[[str], list[float]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
+                rows = [{"index": place, "embedding": vector_of(text)} for place, text in enumerate(texts)]
+                body = json.dumps({"data": rows}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *told: object) -> None:
+                """Quiet."""
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+
+    def __enter__(self) -> str:
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def __exit__(self, *raised: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 3e38])
+def test_a_table_keeps_directions_whatever_the_length(recipe_with: MakeRecipe, scale: float) -> None:
+    """float16 ends at 65504 and float32's squares at 1.8e19: a table holds unit vectors, so neither is met."""
+    _, tables = make_job(recipe_with())
+    table: EmbeddingTable = tables[0]
+    rows = len(table.shard_range(0))
+    vectors = np.random.default_rng(0).uniform(-1, 1, size=(rows, 8)).astype(np.float32)
+    table.write_shard(0, (vectors * scale).astype(np.float32))
+    stored = EmbeddingTable(table.directory, table.identity).vectors(np.arange(rows))
+    expected = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert np.abs(stored - expected).max() < 2e-3
+
+
+def test_a_table_that_was_spoilt_under_a_run_is_never_served(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with())
+    payload = tables[0].directory / "shard-00001.npy"
+    vectors = np.load(payload)
+    vectors[3] = np.nan
+    np.save(payload, vectors)
+    with pytest.raises(TeacherError, match=r"is damaged at row 103: shard 1 is not what was written"):
+        train(job, tables)
+    assert tables[0].missing_shards() == [1]
+
+
+def test_a_dev_score_that_is_no_number_never_becomes_the_best(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with())
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    lesson = ListLesson(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    vars(lesson)["_dev"] = DevSet("broken", lambda encoder: float("nan"))
+    with pytest.raises(DivergedError, match="broken is not finite at step 0"):
+        learn(lesson, job.recipe.training, Checkpoints(job.run), Watch())
+    assert Checkpoints(job.run).latest() is None
