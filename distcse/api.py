@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from distcse.evaluation import (
     open_candidate,
     suites_named,
 )
-from distcse.events import Listener, Stage, Watch
+from distcse.events import Listener, Note, Stage, Watch
 from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.run import data_before as data_of_groups_before
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
 from distcse.report.card import write_card
 from distcse.report.grids import grids, legend, markdown_table
@@ -42,9 +43,11 @@ from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import write_pages
 from distcse.report.progress import open_view
+from distcse.student.data import data_before
 from distcse.student.run import Result
 from distcse.student.run import run as run_student
 from distcse.training.directory import RunDirectory
+from distcse.training.rerun import Compared, Earlier
 
 Model = str | Path | Encoder
 """A run's folder, a model's folder, a name on the hub, `package:NAME/FOLDER`; or an encoder that is loaded already."""
@@ -83,6 +86,8 @@ class Run:
     result: Result | MutualResult
     reports: Sequence[Path] = ()
     """The pages it was written up in."""
+    compared: Compared | None = None
+    """Of a rerun: its weights and the first run's."""
 
     @property
     def directory(self) -> Path:
@@ -167,12 +172,43 @@ def resume(
     return _carried_out(recipe, begun, listen, stop_wished)
 
 
+def rerun(
+    directory: str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Do a run again in a new directory, on the same data, and compare the weights (`Run.compared`).
+
+    Args:
+        directory: The first run's folder.
+        overrides: Knobs that do not change what is learned, and `storage.runs`.
+        listen: As for `run`; packages, machine or code that are others now come as warnings.
+        stop_wished: As for `run`.
+
+    Raises:
+        RunError: The first run did not come to its end, or its data are not what they were.
+    """
+    earlier = Earlier.open(Path(directory).absolute(), list(overrides))
+    recipe = earlier.recipe
+    earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
+    others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
+    done = _carried_out(recipe, None, listen, stop_wished, others)
+    return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
+
+
 def _carried_out(
-    recipe: Recipe | MutualRecipe, begun: RunDirectory | None, listen: Listener | None, stop_wished: Callable[[], bool]
+    recipe: Recipe | MutualRecipe,
+    begun: RunDirectory | None,
+    listen: Listener | None,
+    stop_wished: Callable[[], bool],
+    warnings: Sequence[str] = (),
 ) -> Run:
     result: Result | MutualResult
     with _heard_by(listen) as post:
         watch = Watch(post, stop_wished)
+        for warning in warnings:
+            post(Note(warning, warning=True))
         if isinstance(recipe, MutualRecipe):
             result = run_mutual(recipe, watch, begun)
             write_group_cards(result)

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    if options.rerun is not None:
+        return _again(options)
     if options.resume is None and options.recipe is None:
         raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
     if options.print_recipe:
@@ -51,6 +53,24 @@ def _main(options: argparse.Namespace) -> int:
             done = run(recipe, listen=view.show, stop_wished=stop.wished)
         else:
             done = resume(options.resume, *overrides, listen=view.show, stop_wished=stop.wished)
+    _print(done, options.json)
+    return INTERRUPTED if done.interrupted else 0
+
+
+def _again(options: argparse.Namespace) -> int:
+    """`--rerun`."""
+    if options.resume is not None or options.print_recipe or options.dry_run:
+        raise RecipeError("--rerun takes the recipe from the run's folder and begins anew; leave out the other option")
+    overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
+    if overrides and "=" not in overrides[0]:
+        raise RecipeError(f"--rerun takes the recipe from the run's folder; take {overrides[0]} away")
+
+    from distcse.api import rerun
+    from distcse.report.progress import open_view
+
+    stop = StopOnSignal()
+    with open_view(options.quiet, options.json) as view, stop:
+        done = rerun(options.rerun, *overrides, listen=view.show, stop_wished=stop.wished)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
 
@@ -99,7 +119,8 @@ def _told(done: Run) -> list[str]:
             dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
             lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
         lines += [f"dropped  {group}: {why}" for group, why in done.result.dropped.items()]
-    return [*lines, f"run     {done.directory}"]
+    lines.append(f"run     {done.directory}")
+    return lines if done.compared is None else [*lines, f"weights {done.compared.told}"]
 
 
 def _what_next(done: Run) -> list[str]:
@@ -122,6 +143,7 @@ def _finished(done: Run) -> dict[str, Any]:
         "run": str(done.directory),
         "models": {name: str(model) for name, model in done.models.items()},
         "reports": [str(file) for file in done.reports],
+        **({} if done.compared is None else {"weights": done.compared.told}),
     }
 
 
@@ -139,6 +161,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run",
         action="store_true",
         help="check recipe, text, labelled sets, models and cluster; embed and train nothing",
+    )
+    parser.add_argument(
+        "--rerun",
+        type=Path,
+        metavar="RUN",
+        help="do the run in this directory again in a new one, on the same data, and say whether the weights are the same",
     )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
     add_output_options(parser)

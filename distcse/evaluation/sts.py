@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import Outcome
+from distcse.files import text_checksum
 
 Aggregate = Literal["all", "mean", "wmean"]
 AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
@@ -42,6 +44,11 @@ class ScoredPairs:
         if len(table) < 2 or np.ptp(pairs.gold) == 0:
             raise EvaluationError(f"{table.file} holds {len(table)} pairs of one score; a correlation needs two scores")
         return pairs
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the pairs, their order and their scores."""
+        return text_checksum(json.dumps([self.first, self.second, self.gold.tolist()]))
 
     @cached_property
     def unique(self) -> list[str]:

@@ -16,6 +16,7 @@ from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tables import ENDINGS, Table, file_of, read_table
 from distcse.evaluation.tasks import Task
 from distcse.evaluation.transfer import Mode, TransferTask
+from distcse.files import text_checksum
 
 FitProgress = Callable[[str, int], None]
 """Told the name of a transfer set and how many fits are done."""
@@ -39,6 +40,10 @@ class Tasks:
     tasks: list[Task] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each set's sentences, by suite and name."""
+        return {f"test set {task.suite}/{task.name}": text_checksum("\n".join(task.sentences())) for task in self.tasks}
 
 
 @dataclass(frozen=True)

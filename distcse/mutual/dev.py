@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from distcse.errors import EvaluationError
 from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, labelled_dev, read_table, sts_score
 from distcse.evaluation.tables import file_of
+from distcse.files import text_checksum
 from distcse.recipe import MutualRecipe
 
 
@@ -18,6 +20,14 @@ class DevPairs:
 
     name: str
     score: Callable[[PairModel], float]
+    first: list[str]
+    second: list[str]
+    gold: list[float]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the pairs, their order and their labels."""
+        return text_checksum(json.dumps([self.first, self.second, self.gold]))
 
     @classmethod
     def of(cls, recipe: MutualRecipe) -> DevPairs | None:
@@ -31,17 +41,21 @@ class DevPairs:
             return None
         if dev == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
-            return cls(STSB_DEV.name, lambda model: sts_score(model, pairs))
+            return cls._scored(STSB_DEV.name, pairs)
         file = Path(dev) if Path(dev).is_absolute() else _file_of(recipe, dev)
         table = read_table(file)
         name = f"{file.parent.name} {file.name.split('.')[0]}"
         if "score" in table.columns:
-            scored = ScoredPairs.of(name, table)
-            return cls(f"{name}, Spearman", lambda model: sts_score(model, scored))
+            return cls._scored(f"{name}, Spearman", ScoredPairs.of(name, table))
         if "label" in table.columns:
             task = PairTask.of(name, table)
-            return cls(f"{name}, AUC", lambda model: task.measure(model).figures["auc"].value)
+            gold = task.labels.tolist()
+            return cls(f"{name}, AUC", lambda m: task.measure(m).figures["auc"].value, task.first, task.second, gold)
         raise EvaluationError(f"{file}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
+
+    @classmethod
+    def _scored(cls, name: str, pairs: ScoredPairs) -> DevPairs:
+        return cls(name, lambda model: sts_score(model, pairs), pairs.first, pairs.second, pairs.gold.tolist())
 
 
 def _file_of(recipe: MutualRecipe, name: str) -> Path:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distcse.encoder import Encoder, resolve_model
+from distcse.encoder import Encoder, model_fingerprint, resolve_model
 from distcse.errors import DistcseError
-from distcse.evaluation import Evaluation
+from distcse.evaluation import Evaluation, Tasks
 from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.exchange import Ended, Exchange
@@ -72,7 +72,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     watch.post(Note(f"run directory {directory.path}"))
     claim = Claim.stake(directory.path)
     pairs = _pairs(recipe, directory.path, watch)
-    directory.record(pairs.fingerprint)
+    directory.record(recipe.seed, data_of(recipe, pairs, tasks))
     ledger = Ledger(directory.path, claim)
     ledger.begin(pairs.fingerprint)
     benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
@@ -85,6 +85,26 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
         if evaluation is not None:
             evaluation.write(directory.evaluation)
     return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
+
+
+def data_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> dict[str, str]:
+    """Fingerprints of all that decides what the groups learn, by what they are of: pairs, models, test sets."""
+    found = {"pairs": pairs.fingerprint}
+    if (dev := DevPairs.of(recipe)) is not None:
+        found["dev set"] = dev.fingerprint
+    for group in recipe.groups:
+        found[f"model of {group.name}"] = model_fingerprint(resolve_model(group.backbone, group.trust_remote_code))
+        if group.cross_backbone is not None:
+            crossed = resolve_model(group.cross_backbone, group.trust_remote_code)
+            found[f"cross model of {group.name}"] = model_fingerprint(crossed)
+    return {**found, **tasks.fingerprints()}
+
+
+def data_before(recipe: MutualRecipe) -> dict[str, str]:
+    """The same before a run; pairs that are mined are known only when they are."""
+    mined = recipe.pairs.mine is not None
+    found = data_of(recipe, Pairs([], []) if mined else read_pairs(recipe), wanted_tasks(recipe))
+    return {name: mark for name, mark in found.items() if not (mined and name == "pairs")}
 
 
 def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from distcse.errors import RunError
 from distcse.report.cycles import Cycles, read_cycles
+from distcse.training.directory import recorded
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_run(path: Path) -> History:
         RunError: The directory lacks its record.
     """
     try:
-        recorded = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        noted = recorded(path)
         recipe = (path / "recipe.yaml").read_text(encoding="utf-8")
         events = list(_events(path / "events.jsonl"))
     except (OSError, ValueError) as lacking:
@@ -88,20 +90,27 @@ def read_run(path: Path) -> History:
         dev=sorted(dev.items()),
         stages=stages,
         recipe=recipe,
-        versions=recorded["versions"],
+        versions=noted["versions"],
         circumstances={
             "seed": str(document["seed"]),
-            "commit": recorded["commit"] or "not from a checkout",
-            "platform": recorded["platform"],
-            "Python": recorded["python"],
-            "pairs" if groups else "corpus": recorded["corpus"],
+            "commit": _commit(noted),
+            "platform": noted["platform"],
+            "Python": noted["python"],
+            **noted["data"],
         },
         seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
         cycles=read_cycles(path, groups, events) if groups else None,
     )
 
 
+def _commit(noted: dict[str, Any]) -> str:
+    commit = noted["commit"] or "not from a checkout"
+    return f"{commit}, with changes" if noted["changed"] else commit
+
+
 def _events(file: Path) -> Iterator[dict[str, Any]]:
-    with open(file, encoding="utf-8") as lines:
+    """Its lines; one that a kill or a full disk cut short is left out: what it told was told again, or did not happen."""
+    with open(file, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            yield json.loads(line)
+            with suppress(ValueError):
+                yield json.loads(line)

@@ -12,6 +12,7 @@ from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Watch
 from distcse.recipe import Recipe
 from distcse.student.check import check_recipe
+from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
 from distcse.student.material import Text, prepare_tables
@@ -57,7 +58,7 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     if text.recipe != recipe:
         recipe = text.recipe
         directory.decide(recipe)
-    directory.record(text.corpus.content)
+    directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
     house, surroundings = (house, nullcontext()) if house else house_of(recipe)
     with surroundings:
         watch = house.metered(watch, directory.path.name)

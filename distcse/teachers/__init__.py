@@ -5,6 +5,7 @@ from distcse.teachers.build import embed_shard, table_of
 from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.ensemble import ListSource, LocalSource, TeacherEnsemble
 from distcse.teachers.graph import graph_checksum, joined_vectors, open_graph, prepare_graph
+from distcse.teachers.opening import fingerprint as teacher_fingerprint
 from distcse.teachers.opening import live, open_embedder, scores_pairs, serving, uses_table
 from distcse.teachers.pairs import PairTeacher
 from distcse.teachers.rank_space import RankSpaceTeacher
@@ -39,6 +40,7 @@ __all__ = [
     "scores_pairs",
     "serving",
     "table_of",
+    "teacher_fingerprint",
     "uses_table",
     "write_projection",
 ]

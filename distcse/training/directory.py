@@ -1,7 +1,8 @@
 """The run directory: all that is needed to understand, repeat or continue a run.
 
-<runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob
-                     run.json        versions, commit, corpus fingerprint
+<runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob, and a checksum of itself
+                     run.json        fingerprints of the data, seed, packages, Python, platform, commit
+                     rerun.json      where it is a run that was done before: which one, and whether the weights are equal
                      claim           which start of the run may write here
                      events.jsonl    everything the run told
                      checkpoints/    latest and best
@@ -15,21 +16,25 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
 from distcse.events import Event, as_line
-from distcse.files import put
-from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe, recipe_yaml
+from distcse.files import put, sealed, text_checksum, unsealed, writing
+from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
+"""Packages that a reader of a report wants to see; run.json has all."""
+_SEAL = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 _MAY_CHANGE = (
     "training.workers",
@@ -97,30 +102,43 @@ class RunDirectory:
                 raise RunError(
                     f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
                 ) from None
-            put(path / "recipe.yaml", recipe_yaml(recipe))
+            write_recipe(path / "recipe.yaml", recipe)
             return cls(path)
         raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
 
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
-        put(path / "recipe.yaml", recipe_yaml(recipe))
+        write_recipe(path / "recipe.yaml", recipe)
         return cls(path)
 
     def decide(self, recipe: Recipe) -> None:
         """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
-        put(self.path / "recipe.yaml", recipe_yaml(recipe))
+        write_recipe(self.path / "recipe.yaml", recipe)
 
     @classmethod
-    def reopen(cls, path: Path, overrides: list[str]) -> tuple[RunDirectory, Recipe | MutualRecipe]:
-        """An earlier run and its recipe, with overrides that do not change what is learned."""
+    def reopen(
+        cls, path: Path, overrides: list[str], also: Sequence[str] = ()
+    ) -> tuple[RunDirectory, Recipe | MutualRecipe]:
+        """An earlier run and its recipe, with overrides that do not change what is learned.
+
+        Args:
+            path: Its folder.
+            overrides: `key.path=value`.
+            also: Knobs that may change beside those that any resumed run may change.
+
+        Raises:
+            RunError: No run is there, or its recipe is not what was written.
+            RecipeError: An override would change what is learned.
+        """
         stored = path / "recipe.yaml"
         if not stored.is_file():
             raise RunError(
                 f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
             )
+        check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
-        allowed = _MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS
+        allowed = (*(_MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS), *also)
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
         if forbidden := [key for key in changed if not _PLACE.sub(".", key).startswith(allowed)]:
             raise RecipeError(
@@ -129,25 +147,34 @@ class RunDirectory:
             )
         return cls(path), after
 
-    def record(self, corpus_fingerprint: str) -> None:
-        """Note versions and the corpus; refuse to go on with another corpus than the run began with."""
+    def record(self, seed: int, data: Mapping[str, str]) -> None:
+        """Note what a rerun needs to know; refuse to go on with other data than the run began with.
+
+        Args:
+            seed: The recipe's.
+            data: Fingerprints, by what they are of: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
+        """
         file = self.path / "run.json"
         if file.exists():
-            begun = json.loads(file.read_text())["corpus"]
-            if begun != corpus_fingerprint:
+            if changed := other_data(recorded(self.path)["data"], data):
                 raise RunError(
-                    f"the corpus has changed since {self.path} began (fingerprint {corpus_fingerprint[:12]}, was {begun[:12]}); "
-                    "restore it, or start a new run"
+                    f"the {changed[0]} has changed since {self.path} began{_apart(*changed)}; restore it, or start a new run"
                 )
             return
-        record = {
-            "corpus": corpus_fingerprint,
+        put(file, sealed({"data": dict(data), "seed": seed, **self.circumstances()}))
+
+    @staticmethod
+    def circumstances() -> dict[str, Any]:
+        """What a run depends on beside its recipe and data."""
+        packages = {dist.metadata["Name"]: dist.version for dist in distributions()}
+        return {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "commit": _commit(),
-            "versions": _versions(),
+            "hardware": _hardware(),
+            **_source(),
+            "versions": {name: packages.get(name, "not installed") for name in _RECORDED},
+            "packages": {name: packages[name] for name in sorted(packages, key=str)},
         }
-        put(file, json.dumps(record, indent=2))
 
     def hold_to(self, name: str, checksum: str) -> None:
         """Note what a run began with; refuse to go on with another."""
@@ -162,8 +189,9 @@ class RunDirectory:
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl."""
-        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(as_line(event) + "\n")
+        file = self.path / "events.jsonl"
+        with writing(file), open(file, "a", encoding="utf-8") as opened:
+            opened.write(as_line(event) + "\n")
 
 
 def check_storage(storage: StorageSection) -> None:
@@ -191,23 +219,66 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
     return set() if before == after else {path}
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _RECORDED:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
+    """Store a resolved recipe with a checksum of itself: YAML that was cut short is still YAML, of another recipe."""
+    text = recipe_yaml(recipe)
+    put(file, f"{text}# blake2b {text_checksum(text)} of the lines above\n")
 
 
-def _commit() -> str | None:
-    """Commit of the code that runs, where it runs from a git checkout."""
-    here = Path(__file__).parent
+def check_stored(file: Path) -> None:
+    """Raise `RunError` where a stored recipe is not what `write_recipe` wrote."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as broken:
+        raise RunError(f"{file} cannot be read: {broken}") from None
+    seal = _SEAL.search(text)
+    if seal is None or text_checksum(text[: seal.start()]) != seal[1]:
+        raise RunError(
+            f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other knobs start a new run"
+        )
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """What a run noted in run.json. Raises `RunError` where it is not there, or not what was written."""
+    try:
+        return unsealed(run / "run.json")
+    except (OSError, ValueError) as broken:
+        raise RunError(f"{run / 'run.json'} cannot be read ({broken}); restore it, or start a new run") from None
+
+
+def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """What is not as it was, with both fingerprints; None where all is."""
+    names = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    return (names[0], before[names[0]], now[names[0]]) if names else None
+
+
+def _apart(name: str, before: str, now: str) -> str:
+    return f" (fingerprint {now[:12]}, was {before[:12]})"
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def _source() -> dict[str, Any]:
+    """Commit of the code that runs, and whether files differ from it; both None where it is no git checkout of its own."""
+    here = Path(__file__)
+    # Installed into a folder inside somebody's repository, the commit would be theirs.
+    if _git(here, "ls-files", "--error-unmatch", here.name) is None:
+        return {"commit": None, "changed": None}
+    changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", str(here.parent.parent))
+    return {"commit": _git(here, "rev-parse", "HEAD"), "changed": bool(changes)}
+
+
+def _git(file: Path, *arguments: str) -> str | None:
+    """What git answers in a file's folder; None where it refuses, or is not there."""
     try:
         asked = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return asked.stdout.strip() if asked.returncode == 0 else None

@@ -26,7 +26,7 @@ from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
 from distcse.teachers import uses_table
 from distcse.training.cluster import cluster
-from distcse.training.directory import RunDirectory
+from distcse.training.directory import RunDirectory, check_stored, write_recipe
 from distcse.tuning.finals import check_labels, measure
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
@@ -62,8 +62,8 @@ class SweepResult:
 def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
     """A folder for a new sweep, with what was asked in it."""
     path = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"})).path
-    put(path / "recipe.yaml", recipe_yaml(recipe))
-    put(path / "space.yaml", recipe_yaml(sweep))
+    write_recipe(path / "recipe.yaml", recipe)
+    write_recipe(path / "space.yaml", sweep)
     return path
 
 
@@ -74,6 +74,8 @@ def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
         raise RunError(
             f"{path} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
         )
+    for file in asked:
+        check_stored(file)
     return read_recipe(str(asked[0])), read_sweep(str(asked[1]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from distcse.student.run import run
 from distcse.teachers import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
 from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory
+from distcse.training.directory import RunDirectory, recorded
 from distcse.training.engines.zero import _config
 from distcse.training.loop import Outcome
 from distcse.training.noise import noise_seed
@@ -217,11 +216,11 @@ def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeR
         RunDirectory.reopen(directory.path, ["training.lr=1e-5"])
     with pytest.raises(RunError, match=r"it has no recipe\.yaml"):
         RunDirectory.reopen(directory.path / "nothing", [])
-    directory.record("fingerprint-1")
-    directory.record("fingerprint-1")
+    directory.record(1, {"corpus": "fingerprint-1", "dev": "d"})
+    directory.record(1, {"corpus": "fingerprint-1"})
     with pytest.raises(RunError, match="the corpus has changed"):
-        directory.record("fingerprint-2")
-    assert json.loads((directory.path / "run.json").read_text())["versions"]["torch"]
+        directory.record(1, {"corpus": "fingerprint-2"})
+    assert recorded(directory.path)["versions"]["torch"]
 
 
 def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: MakeRecipe) -> None:
