@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distcse.api import Measured, Run, measure, resume, run
+    from distcse.api import Measured, Run, measure, rerun, resume, run
     from distcse.encoder import CrossEncoder, Encoder
     from distcse.errors import DistcseError
     from distcse.evaluation import Reading
@@ -38,6 +38,7 @@ _HOME = {
     "packaged_recipes": "distcse.recipe",
     "read_recipe": "distcse.recipe",
     "recipe_yaml": "distcse.recipe",
+    "rerun": "distcse.api",
     "resume": "distcse.api",
     "run": "distcse.api",
     "with_values": "distcse.recipe",
@@ -58,6 +59,7 @@ __all__ = [
     "packaged_recipes",
     "read_recipe",
     "recipe_yaml",
+    "rerun",
     "resume",
     "run",
     "with_values",

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.recipe import Recipe, load_recipe
@@ -41,14 +40,14 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
-    from distcse.corpus import Corpus
-    from distcse.events import Stage
+    from distcse.events import Stage, Watch
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
+    from distcse.student.material import read_corpus
     from distcse.teachers.comparison import compare
 
     with open_view(options.quiet, options.json) as view:
-        corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+        corpus = read_corpus(recipe, Watch(view.show))
         comparison = compare(
             recipe,
             corpus,

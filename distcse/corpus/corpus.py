@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
 from distcse.corpus.hub import open_dataset, read_dataset
+from distcse.corpus.likeness import Excluded
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
@@ -44,6 +45,8 @@ class Corpus:
         """Hash of the sentences and their order, whatever file they came from."""
         self.blank_rows: int = described["blank_rows"]
         """Rows of the source without text: skipped."""
+        self.excluded_rows: int = described.get("excluded_rows", 0)
+        """Rows of the source that were to be left out: sentences of the evaluation."""
         self.domains: list[str] = described.get("domains", [])
         """Names of the rows' domains; none where the recipe names no column of them."""
         self.content: str = "-".join([self.fingerprint, *([described["domain_digest"]] if self.domains else [])])
@@ -53,25 +56,33 @@ class Corpus:
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
 
     @classmethod
-    def prepare(cls, section: CorpusSection, cache: Path, on_progress: Progress | None = None) -> Corpus:
+    def prepare(
+        cls,
+        section: CorpusSection,
+        cache: Path,
+        on_progress: Progress | None = None,
+        excluded: Excluded | None = None,
+    ) -> Corpus:
         """Read the source into the cache, or reuse what an earlier call read from the same content.
 
         Args:
             section: The recipe's part.
             cache: Folder of prepared corpora.
             on_progress: Told the number of sentences read.
+            excluded: Sentences to leave out.
 
         Raises:
             CorpusError: With file and line; nothing is left behind.
         """
         source = _source(section)
-        directory = cache / "corpora" / _key(source, section)
+        directory = cache / "corpora" / _key(source, section, excluded)
         if (described := is_whole(directory, _LABEL)) is not None:
             return cls(directory, described, reused=True)
         with making(directory, _LABEL) as (beside, label):
             rows = source.rows(section.column)
             domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
-            label.update(_write(beside, rows, domains, section.limit, on_progress or _nobody), sources=source.names)
+            written = _write(beside, rows, domains, section.limit, excluded, on_progress or _nobody)
+            label.update(written, sources=source.names)
         return cls(directory, label, reused=False)
 
     @classmethod
@@ -147,9 +158,10 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
     )
 
 
-def _key(source: _Source, section: CorpusSection) -> str:
+def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> str:
     described = [FORMAT, source.kind, source.content, section.column, section.limit]
     described += [] if section.domain is None else [section.domain]
+    described += [] if excluded is None else [{"excluded": excluded.fingerprint}]
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
 
@@ -211,18 +223,26 @@ def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
 
 
 def _write(
-    folder: Path, rows: Iterator[Row], domains: _Domains | None, limit: int | None, on_progress: Progress
+    folder: Path,
+    rows: Iterator[Row],
+    domains: _Domains | None,
+    limit: int | None,
+    excluded: Excluded | None,
+    on_progress: Progress,
 ) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
-    blank = written = 0
+    blank = left_out = written = 0
 
     def sentences() -> Iterator[str]:
-        nonlocal blank
+        nonlocal blank, left_out
         for row in rows:
+            is_left_out = row is not None and excluded is not None and excluded.holds(row)
             if domains is not None:
-                domains.note(row is not None)
+                domains.note(row is not None and not is_left_out)
             if row is None:
                 blank += 1
+            elif is_left_out:
+                left_out += 1
             else:
                 yield row
 
@@ -237,8 +257,16 @@ def _write(
             on_progress(written)
         writer.finish()
     if not written:
-        raise CorpusError("the corpus holds no sentence")
-    label = {"rows": written, "blank_rows": blank, "fingerprint": digest.hexdigest(), "format": FORMAT}
+        raise CorpusError(
+            "the corpus holds no sentence" + (f" that is not in the evaluation ({left_out:,} are)" if left_out else "")
+        )
+    label = {
+        "rows": written,
+        "blank_rows": blank,
+        "excluded_rows": left_out,
+        "fingerprint": digest.hexdigest(),
+        "format": FORMAT,
+    }
     return label if domains is None else {**label, **domains.write(folder)}
 
 

@@ -5,6 +5,7 @@ from distcse.evaluation.candidates import Reading, candidate_of, named, open_can
 from distcse.evaluation.catalogue import STSB_DEV, SUITES, Shelf, suites_named
 from distcse.evaluation.evaluation import About, Candidate, Evaluation, Score, evaluate
 from distcse.evaluation.exposure import Exposure
+from distcse.evaluation.leakage import excluded_from, refuse_test_as_dev
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, VectorModel
 from distcse.evaluation.pairs import PairTask
 from distcse.evaluation.retrieval import Collection, RetrievalTask
@@ -40,10 +41,12 @@ __all__ = [
     "candidate_of",
     "collect",
     "evaluate",
+    "excluded_from",
     "labelled_dev",
     "named",
     "open_candidate",
     "read_table",
+    "refuse_test_as_dev",
     "scorer_of",
     "sts_score",
     "suites_named",

@@ -20,9 +20,11 @@ from distcse.evaluation import (
     candidate_of,
     collect,
     evaluate,
+    refuse_test_as_dev,
     scorer_of,
 )
 from distcse.events import Listener, Stage
+from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind
 from distcse.recipe import MutualRecipe
@@ -35,6 +37,18 @@ def wanted_tasks(recipe: MutualRecipe) -> Tasks:
         wanted = ["sts"] if recipe.evaluation.data else []
     suites = [suite for suite in SUITES if suite in wanted]
     return collect(Path(str(recipe.evaluation.data)), suites, [], Protocol()) if suites else Tasks()
+
+
+def checked_tasks(recipe: MutualRecipe) -> Tasks:
+    """The same, held against the dev set: what chooses is not measured on unless the recipe says so. Reads both.
+
+    Raises:
+        DistcseError: One of them is missing or malformed, or the dev set is a test set.
+    """
+    tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
+    if dev is not None:
+        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    return tasks
 
 
 def final_scores(
@@ -50,9 +64,8 @@ def final_scores(
         exposure.write(model)
     if not tasks.tasks:
         return None
-    post(
-        Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=f"compared with {len(tasks.tasks)} sets")
-    )
+    note = f"compared with {len(tasks.tasks)} sets: {exposure.told}"
+    post(Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     candidates = []
     left = {name for name, _, _ in best}

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, RunError
+from distcse.evaluation import excluded_from
 from distcse.events import Listener, Stage
+from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
 from distcse.teachers.nearest import nearest
@@ -40,7 +42,10 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
     """
     section = recipe.pairs.mine
     assert section is not None
-    corpus = Corpus.prepare(section.corpus, Path(recipe.storage.cache))
+    dev = DevPairs.of(recipe)
+    also = [] if dev is None else [*dev.first, *dev.second]
+    excluded = excluded_from(section.corpus, recipe.evaluation.data, also)
+    corpus = Corpus.prepare(section.corpus, Path(recipe.storage.cache), excluded=excluded)
     texts = corpus.texts(range(len(corpus)))
     first_of = {text: row for row, text in reversed(list(enumerate(texts)))}
     texts = list(first_of)  # each sentence once: its own double is no neighbour

@@ -16,7 +16,7 @@ from distcse.evaluation import Evaluation, Tasks
 from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.exchange import Ended, Exchange
-from distcse.mutual.finals import final_scores, wanted_tasks
+from distcse.mutual.finals import checked_tasks, final_scores, wanted_tasks
 from distcse.mutual.group import Group, GroupHere, InTurns
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.pairs import Pairs, read_pairs
@@ -59,8 +59,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
     labels. Raises a `DistcseError` that names what to mend.
     """
-    DevPairs.of(recipe)
-    tasks = wanted_tasks(recipe)
+    tasks = checked_tasks(recipe)
     dropped = Ledger(resume.path).dropped if resume else {}
     at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
     for group in (recipe.groups[number] for number in at_work):

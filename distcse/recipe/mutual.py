@@ -173,6 +173,8 @@ class MutualEvaluationSection(Section):
     """What picks the best checkpoint of a phase, and the best cycle: `stsb` (STS-B dev in `data`); the name of a set in `data`
     (`pairs/NAME/dev`), or a file of labelled pairs (Spearman with its column `score`, or area under the ROC curve with its
     column `label`); or `none`, and the last one is taken."""
+    dev_is_test: bool = False
+    """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
     every: Annotated[int, Field(ge=1)] = 200
     """Steps of an epoch between two dev scores, each also a checkpoint; the end of an epoch is one, too."""
     final: list[Measure] | None = None
@@ -215,6 +217,10 @@ class MutualRecipe(Section):
                         f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
                         f"{section.batch_size}"
                     )
+        if self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation and self.evaluation.data is None:
+            raise ValueError(
+                "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
+            )
         dev = self.evaluation.dev
         named = dev != "none" and not any(sign in dev for sign in "./")
         wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]

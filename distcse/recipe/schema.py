@@ -33,6 +33,8 @@ class CorpusSection(Section):
     """Column or key that names a row's domain, for teachers with weights by domain."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Keep the first so many sentences."""
+    exclude_evaluation: bool = False
+    """Leave out every sentence that occurs, but for case, punctuation and spacing, in a labelled set of `evaluation.data`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> CorpusSection:
@@ -52,6 +54,8 @@ class EvaluationSection(Section):
     dev: Literal["auto", "stsb", "agreement", "none"] = "auto"
     """Score that picks the best checkpoint: STS-B dev Spearman, agreement with the teachers on held-out rows, or none: the
     last one is taken. `auto` is `stsb` where `data` is given, else `agreement` where there are teachers."""
+    dev_is_test: bool = False
+    """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
     held_out: Annotated[int, Field(ge=0)] = 512
     """Rows of the corpus that are never trained on and that `agreement` is measured on."""
     every: Annotated[int, Field(ge=1)] = 125
@@ -180,6 +184,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
+        if self.corpus.exclude_evaluation and self.evaluation.data is None:
+            raise ValueError(
+                "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
+            )
         final = self.evaluation.final or []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
         if self.evaluation.data is None and (self.dev_score == "stsb" or labelled):

@@ -52,7 +52,7 @@ def read_run(path: Path) -> History:
         noted = recorded(path)
         recipe = (path / "recipe.yaml").read_text(encoding="utf-8")
         events = list(_events(path / "events.jsonl"))
-    except (OSError, ValueError) as lacking:
+    except (OSError, ValueError, RunError) as lacking:
         raise RunError(f"{path} cannot be read as a run: {lacking}") from None
     losses: dict[str, dict[int, float]] = {}
     dev: dict[int, float] = {}

@@ -29,7 +29,9 @@ from distcse.evaluation import (
     candidate_of,
     collect,
     evaluate,
+    labelled_dev,
     open_candidate,
+    refuse_test_as_dev,
 )
 from distcse.events import Listener, Stage
 from distcse.objectives import mix_lists
@@ -54,9 +56,12 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
     suites = [suite for suite in SUITES if suite in wanted]
     if not suites:
         return Tasks()
-    return collect(
-        Path(str(recipe.evaluation.data)), suites, [], Protocol("all", recipe.evaluation.transfer, _device())
-    )
+    data = Path(str(recipe.evaluation.data))
+    tasks = collect(data, suites, [], Protocol("all", recipe.evaluation.transfer, _device()))
+    if recipe.dev_score == "stsb":
+        dev = labelled_dev(data)
+        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    return tasks
 
 
 def final_scores(
@@ -139,7 +144,7 @@ def exposure_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener)
     trained, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
     chunks = (corpus.texts(trained[begin : begin + _CHUNK]) for begin in range(0, len(trained), _CHUNK))
     exposure = Exposure.measure((text for chunk in chunks for text in chunk), [t.sentences() for t in labelled.tasks])
-    note = f"compared with {len(labelled.tasks)} test sets"
+    note = f"compared with {len(labelled.tasks)} test sets: {exposure.told}"
     post(Stage("exposure", len(trained), len(trained), "sentences", finished=True, note=note))
     return exposure
 

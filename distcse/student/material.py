@@ -11,6 +11,7 @@ import numpy as np
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, TeacherError
+from distcse.evaluation import excluded_from
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
 from distcse.student.houses import House, house_of
@@ -136,8 +137,11 @@ def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
 def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
     """The recipe's sentences, read or found in the cache."""
     cache = Path(recipe.storage.cache)
-    corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit))
+    excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
+    corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit), excluded)
     blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
+    if excluded is not None:
+        blank += f", {corpus.excluded_rows:,} left out that the evaluation holds"
     _ended(watch, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
     return corpus
 

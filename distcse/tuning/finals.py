@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from distcse.corpus import Corpus
 from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
 from distcse.events import Watch
-from distcse.mutual.dev import DevPairs
-from distcse.mutual.finals import wanted_tasks
+from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import exposure_of, labelled_tasks
+from distcse.student.material import read_corpus
 from distcse.tuning.records import Trial
 from distcse.tuning.summary import BEST, side_of
 
@@ -23,10 +22,10 @@ from distcse.tuning.summary import BEST, side_of
 def check_labels(recipe: Recipe | MutualRecipe) -> None:
     """Read dev and test sets: better refused now than after all trials."""
     if isinstance(recipe, MutualRecipe):
-        DevPairs.of(recipe)
+        checked_tasks(recipe)
     else:
         check_labelled_data(recipe)
-    _tasks(recipe)
+        labelled_tasks(recipe)
 
 
 def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, watch: Watch) -> Evaluation | None:
@@ -68,7 +67,7 @@ def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
 
 
 def _of_the_corpus(recipe: Recipe, tasks: Tasks, watch: Watch) -> Exposure:
-    return exposure_of(recipe, Corpus.prepare(recipe.corpus, Path(recipe.storage.cache)), tasks, watch.post)
+    return exposure_of(recipe, read_corpus(recipe, watch), tasks, watch.post)
 
 
 def _of_pairs(run: Path, tasks: Tasks) -> Exposure:

@@ -11,7 +11,6 @@ import pytest
 from distcse import train
 from distcse.errors import RunError
 from distcse.files import sealed, unsealed
-from distcse.recipe import Recipe
 from distcse.training.directory import RunDirectory, check_stored, recorded
 from distcse.training.rerun import Earlier
 from tests.pairs import make_mutual_recipe
@@ -57,7 +56,7 @@ def test_a_run_notes_all_that_it_depends_on(first: tuple[Path, Path]) -> None:
 def test_done_again_it_has_the_same_weights_to_the_last_bit(
     first: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, run = first
+    run = first[1]
     assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
     again = only_run(tmp_path)
     assert "equal to the first run's, to the last bit (blake2b" in capsys.readouterr().out
