@@ -164,7 +164,11 @@ class Checkpoints:
         Raises:
             RunError: There are checkpoints, but none is whole.
         """
-        there = sorted((f for f in self._root.glob("step-*") if _NAME.fullmatch(f.name)), key=_step, reverse=True)
+        there = sorted(
+            (f for f in self._root.glob("step-*") if _NAME.fullmatch(f.name) and not f.is_symlink()),
+            key=_step,
+            reverse=True,
+        )
         latest = self.latest()
         spoilt: list[str] = []
         for folder in dict.fromkeys([*([latest] if latest else []), *there]):
