@@ -30,7 +30,9 @@ def writing(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as refused:
-        reason = (refused.strerror if isinstance(refused, OSError) else None) or " ".join(str(refused).split())
+        told = " ".join(str(refused).split())
+        # numpy says how much of an array was written, and not why.
+        reason = (refused.strerror or f"{told}; is the disk full?") if isinstance(refused, OSError) else told
         raise StorageError(
             f"{place} cannot be written: {reason}; what was there before is whole. Make room, or name other storage, then "
             "go on (a run: --resume)"

@@ -215,7 +215,7 @@ class _Domains:
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
     try:
         ids = np.load(folder / _DOMAINS, allow_pickle=False)
-    except (OSError, ValueError) as broken:
+    except (OSError, EOFError, ValueError) as broken:
         raise CorpusError(f"{folder / _DOMAINS} cannot be read ({broken}); remove {folder}") from None
     if len(ids) != rows:
         raise CorpusError(f"{folder / _DOMAINS} has {len(ids)} rows, the corpus {rows}; remove {folder}")

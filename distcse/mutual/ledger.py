@@ -120,7 +120,7 @@ class Ledger:
         file = self._labels / f"{name}.npy"
         try:
             array: Scores = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as broken:
+        except (OSError, EOFError, ValueError) as broken:
             raise RunError(f"{file} cannot be read: {broken}; start a new run") from None
         if hashlib.sha256(array.tobytes()).hexdigest() != expected:
             raise RunError(f"{file} is not what was stored (its checksum differs); start a new run")

@@ -71,7 +71,7 @@ def open_graph(folder: Path) -> NDArray[np.int32]:
     """(n, k) row ids of each row's neighbours, memory-mapped."""
     try:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as broken:
+    except (OSError, EOFError, ValueError) as broken:
         raise TeacherError(f"{folder} holds no neighbour graph ({broken}); start the run again to make it") from None
 
 

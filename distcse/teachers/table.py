@@ -146,7 +146,7 @@ class EmbeddingTable:
                 raise TeacherError(f"table {self.directory} has no shard {shard}; run again to embed what is missing")
             try:
                 self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError) as broken:
+            except (OSError, EOFError, ValueError) as broken:
                 raise TeacherError(
                     f"{self._payload(shard)} cannot be read ({broken}); start the run again, and it is embedded anew"
                 ) from None

@@ -170,7 +170,7 @@ def test_a_data_set_folder_runs_no_script(tmp_path: Path, marker: Path, monkeypa
     folder.mkdir()
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     (folder / "train.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(CorpusError, match="cannot be had: .*scripts are no longer supported"):
+    with pytest.raises(CorpusError, match=r"cannot be had: .*scripts are no longer supported"):
         Corpus.prepare(CorpusSection(dataset=str(folder)), tmp_path / "cache")
     assert not marker.exists()
 
