@@ -43,9 +43,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             raise CorpusError(f"corpus.path {path!r} matches no file")
         found.extend(Path(match) for match in matches)
     for file in found:
-        if file.is_dir():
+        if os.path.isdir(file):
             raise CorpusError(f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or whatever it holds")
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise CorpusError(f"corpus file {file} does not exist")
         file_kind(file)
     return found

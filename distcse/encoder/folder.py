@@ -141,7 +141,7 @@ def check_weights(folder: Path) -> None:
     A flipped bit is still a number, so only a checksum tells; folders that others wrote have none.
     """
     index = written_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
-    for shard in dict.fromkeys(index.values() if isinstance(index, dict) else [None]):
+    for shard in index.values() if isinstance(index, dict) else [None]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise EncoderError(
                 f"{folder} lists weights in {shard!r}, which is no file in it; distcse reads none outside"

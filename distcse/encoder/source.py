@@ -38,11 +38,11 @@ def resolve_model(
     if name.startswith(PACKAGE):
         return _in_package(name)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
             raise EncoderError(f"{folder} is a run's folder; its model is {folder / 'model'}: name that")
         return folder.absolute()
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise EncoderError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise EncoderError(f"no model folder {folder.absolute()}")
@@ -66,7 +66,7 @@ def _in_package(name: str) -> Path:
         hint = _EXTRAS.get(package, f"pip install {package}")
         raise EncoderError(f"{name}: package {package!r} is not installed; {hint}")
     folder = Path(spec.origin).parent / inside
-    if ".." in Path(inside).parts or Path(inside).is_absolute() or not folder.is_dir():
+    if ".." in Path(inside).parts or Path(inside).is_absolute() or not os.path.isdir(folder):
         raise EncoderError(f"{name}: package {package!r} has no folder {inside!r}")
     return folder
 

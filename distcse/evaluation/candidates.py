@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def _parameters(model: Any) -> int:
 
 def _model_of(source: str) -> str:
     run = Path(source)
-    if not (run / "recipe.yaml").is_file():
+    if not os.path.isfile(run / "recipe.yaml"):
         return source
     several = sorted(str(config.parent.relative_to(run)) for config in run.glob("models/*/*/config.json"))
     if several:
@@ -121,5 +122,5 @@ def _model_of(source: str) -> str:
 
 
 def _name_of(path: str) -> str:
-    parts = Path(path).absolute().parts if Path(path).exists() else Path(path).parts
+    parts = Path(path).absolute().parts if os.path.exists(path) else Path(path).parts
     return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]

@@ -5,6 +5,7 @@ A data folder holds `<suite>/<set>/<split>.tsv.gz` (or .tsv, .parquet), with the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class Shelf:
     @classmethod
     def of(cls, data: Path) -> Shelf:
         """A shelf over a data folder; `EvaluationError` where there is no such folder."""
-        if not data.is_dir():
+        if not os.path.isdir(data):
             raise EvaluationError(
                 f"{data} is no folder; it must hold {STSB_DEV.folder}/dev.tsv.gz and the like (see docs/evaluation.md)"
             )

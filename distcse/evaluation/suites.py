@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,7 @@ def _own_task(own: OwnSet, protocol: Protocol) -> Task:
 
 def _splits(path: Path) -> dict[str, Table]:
     """One file is measured by folds; a folder holds train, test and perhaps dev."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return {"all": read_table(path)}
     files = {split: file_of(path, split) for split in ("all", "train", "dev", "test")}
     tables = {split: read_table(file) for split, file in files.items() if file is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def read_table(file: Path) -> Table:
     Raises:
         EvaluationError: With the file and, where there is one, the line (counted from 1, the header being line 1) or row.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise EvaluationError(f"{file} does not exist")
     if not file.name.endswith(ENDINGS):
         raise EvaluationError(f"{file}: unknown kind of file; known: {', '.join(ENDINGS)}")
@@ -92,7 +93,7 @@ def read_table(file: Path) -> Table:
 
 def file_of(folder: Path, stem: str) -> Path | None:
     """The table of this name in a folder, in whichever form it is there."""
-    return next((file for ending in ENDINGS if (file := folder / f"{stem}{ending}").is_file()), None)
+    return next((file for ending in ENDINGS if os.path.isfile(file := folder / f"{stem}{ending}")), None)
 
 
 def place_of(file: Path, row: int) -> str:

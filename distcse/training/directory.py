@@ -132,7 +132,7 @@ class RunDirectory:
             RecipeError: An override would change what is learned.
         """
         stored = path / "recipe.yaml"
-        if not stored.is_file():
+        if not os.path.isfile(stored):  # Path.is_file raises for a name that is too long
             raise RunError(
                 f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
             )

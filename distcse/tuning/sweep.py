@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
 def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
     """What was asked of an earlier sweep."""
     asked = path / "recipe.yaml", path / "space.yaml"
-    if not all(file.is_file() for file in asked):
+    if not all(os.path.isfile(file) for file in asked):
         raise RunError(
             f"{path} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
         )

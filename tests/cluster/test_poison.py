@@ -27,6 +27,7 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *ON_RAY)
 
 
+@pytest.mark.slow
 def test_a_loss_that_overflows_is_told_once(cluster: None, recipe: Recipe) -> None:
     told: list[str] = []
     watch = Watch(lambda event: told.append(event.text) if isinstance(event, Note) else None)
@@ -51,6 +52,7 @@ class Dying(actors.ShardBuilder):
         return 0
 
 
+@pytest.mark.slow
 def test_a_builder_that_always_dies_is_not_started_for_ever(
     cluster: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

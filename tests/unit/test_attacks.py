@@ -269,7 +269,9 @@ def test_a_package_model_stays_in_its_package(inside: str) -> None:
         resolve_model(f"package:numpy/{inside}")
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", 7, None])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", 7, None, [], {}]
+)
 def test_an_index_of_shards_points_nowhere_else(model: Path, shard: Any) -> None:
     (model / "model.safetensors").rename(model.parent / "secret.safetensors")
     (model / "x.safetensors").write_bytes((model.parent / "secret.safetensors").read_bytes())

@@ -476,6 +476,19 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
     door(train.main, ["--resume", str(run)], place)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "\0", "/" * 300, "x/" * 200])
+def test_names_that_no_file_can_have(place: Path, name: str) -> None:
+    """Found by more cases than run every time: a name that is too long is an error of its own to the system."""
+    for arguments in (["--resume", name], ["--rerun", name], [name]):
+        door(train.main, arguments, place)
+    for arguments in (["--resume", name], ["quickstart", "--space", name]):
+        door(tune.main, arguments, place)
+    for arguments in ([name, "--add", "sts=x.tsv"], ["x", "--data", name], ["x", "--add", f"sts={name}.tsv"]):
+        door(evaluate.main, arguments, place)
+    corpus = [f"corpus.path={json.dumps(name + '.txt')}", "corpus.docstrings=null", "training.workers=0"]
+    door(embed.main, ["quickstart", *corpus, f"storage.cache={place.parent / 'elsewhere'}"], place)
+
+
 # -- and by name ----------------------------------------------------------------------------------------------------------
 
 
