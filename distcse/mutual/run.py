@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from distcse.mutual.ledger import Ledger
 from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
-from distcse.recipe import MutualRecipe
+from distcse.recipe import GroupSection, MutualRecipe
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory
@@ -71,7 +71,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     watch.post(Note(f"run directory {directory.path}"))
     claim = Claim.stake(directory.path)
     pairs = _pairs(recipe, directory.path, watch)
-    directory.record(recipe.seed, data_of(recipe, pairs, tasks))
+    directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)
     ledger.begin(pairs.fingerprint)
     benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
@@ -86,12 +86,12 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
 
 
-def data_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> dict[str, str]:
-    """Fingerprints of all that decides what the groups learn, by what they are of: pairs, models, test sets."""
+def data_of(recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, tasks: Tasks) -> dict[str, str]:
+    """Fingerprints of all that decides what groups learn, by what they are of: pairs, dev set, models, test sets."""
     found = {"pairs": pairs.fingerprint}
     if (dev := DevPairs.of(recipe)) is not None:
         found["dev set"] = dev.fingerprint
-    for group in recipe.groups:
+    for group in groups:
         found[f"model of {group.name}"] = model_fingerprint(resolve_model(group.backbone, group.trust_remote_code))
         if group.cross_backbone is not None:
             crossed = resolve_model(group.cross_backbone, group.trust_remote_code)
@@ -102,7 +102,8 @@ def data_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> dict[str, str]:
 def data_before(recipe: MutualRecipe) -> dict[str, str]:
     """The same before a run; pairs that are mined are known only when they are."""
     mined = recipe.pairs.mine is not None
-    found = data_of(recipe, Pairs([], []) if mined else read_pairs(recipe), wanted_tasks(recipe))
+    pairs = Pairs([], []) if mined else read_pairs(recipe)
+    found = data_of(recipe, recipe.groups, pairs, wanted_tasks(recipe))
     return {name: mark for name, mark in found.items() if not (mined and name == "pairs")}
 
 
