@@ -120,6 +120,8 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(kinds))
     if origin is list:
         return f"list of {_MANY.get(kind := _type(inside[0]), kind)}"
+    if origin is dict and inside[1] is Any:
+        return "mapping"
     if origin is dict:
         return f"{_type(inside[1])} by {'name' if inside[0] is str else _type(inside[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
