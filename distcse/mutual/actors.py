@@ -18,10 +18,11 @@ from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
+from distcse.nodes import resources_on
 from distcse.recipe import GroupSection
 from distcse.training import allocator
 from distcse.training.board import open_board, own_name, relay, watch_of
-from distcse.training.cluster import resources_on, worker_environment
+from distcse.training.cluster import worker_environment
 
 _PERIOD = 0.2
 _TOLD_AFTER = 30

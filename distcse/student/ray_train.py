@@ -14,11 +14,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Watch
+from distcse.nodes import resources_on
 from distcse.recipe import Recipe
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.training.board import open_board, relay, watch_of
-from distcse.training.cluster import resources_on, worker_environment
+from distcse.training.cluster import worker_environment
 from distcse.training.loop import Outcome
 
 

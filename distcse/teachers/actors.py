@@ -20,12 +20,12 @@ from ray.util import ActorPool
 
 from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
+from distcse.nodes import resources_on
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Teacher
-from distcse.training.cluster import resources_on
 
 _OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
 """An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def threads() -> Iterator[None]:
-    """A real encoder on real data is worth all cores."""
+    """A real encoder on real data is worth all cores that no other process of the tests has."""
     before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     yield
     torch.set_num_threads(before)
 
@@ -79,13 +79,13 @@ def test_the_known_figures(model: VectorModel, sets: dict[str, ScoredPairs], dev
 def test_sts_through_sentence_transformers(model: VectorModel, sets: dict[str, ScoredPairs], minilm: str) -> None:
     """On pairs of different sentences: where both are equal, its cosines are 1 give or take a bit, and tie or not by chance.
 
-    On three of the five sets, those with one score, several and short sentences: it encodes each side anew.
+    On two of the five sets, one with subsets and one without: it encodes each side anew.
     """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
     theirs = SentenceTransformer(str(resolve_model(minilm)), device="cpu")
-    for name in ("STS13", "STS-B", "SICK-R"):
+    for name in ("STS13", "STS-B"):
         pairs = sets[name]
         different = np.flatnonzero(model.similarities(pairs.first, pairs.second) < 1)
         assert len(pairs.gold) - len(different) < 80

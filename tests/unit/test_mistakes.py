@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from distcse import embed, evaluate, train, tune
 from distcse.recipe import recipe_yaml
+from distcse.training.directory import write_recipe
 from tests.jobs import make_recipe
 
 DOORS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
@@ -44,7 +45,7 @@ class Place:
         (folder / "space.yaml").write_text("knobs: {objective.rank.tua2: {values: [0.1]}}\n")
         self.run = folder / "runs" / "begun"
         self.run.mkdir(parents=True)
-        (self.run / "recipe.yaml").write_text(recipe_yaml(recipe))
+        write_recipe(self.run / "recipe.yaml", recipe)
 
 
 @pytest.fixture(scope="module")
