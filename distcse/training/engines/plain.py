@@ -45,7 +45,7 @@ class PlainEngine:
             return
         self._average_gradients()
         if self._training.gradient_clipping:
-            nn.utils.clip_grad_norm_(self._parameters.values(), self._training.gradient_clipping)
+            self._clip(self._training.gradient_clipping)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -63,6 +63,13 @@ class PlainEngine:
 
     def close(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, longest: float) -> None:
+        """A norm that is not finite makes the gradients NaN: divided by it they would be zero, and nobody would see."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = torch.where(norm.isfinite(), norm, torch.nan)
+        nn.utils.clip_grads_with_norm_(self._parameters.values(), longest, norm)
 
     def _average_gradients(self) -> None:
         if world_size() == 1:

@@ -32,6 +32,7 @@ class DeepSpeedEngine:
         self._stage = training.zero_stage
         self._parameters = trained_parameters(model)
         optimizer = make_adamw(self._parameters.values(), training)
+        self._linear = nn.functional.linear  # ZeRO 3 puts its own in its place, for the whole process
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(training, rows)
         )
@@ -62,6 +63,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()
+        nn.functional.linear = self._linear
         if self._owns_group:
             # Not torch's own: DeepSpeed keeps a second record of the group, and the next engine would trip over it.
             self._deepspeed.comm.destroy_process_group()
