@@ -378,7 +378,7 @@ def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_i
 def test_a_teacher_that_cannot_store_is_told_once(storage: Disk, recipe_with: MakeRecipe) -> None:
     recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final=[]", "training.max_steps=1")
     Corpus.prepare(recipe.corpus, storage.path)
-    with storage.refusing(), pytest.raises(DistcseError, match="cannot be written|cannot write in"):
+    with storage.refusing(), pytest.raises(DistcseError, match=r"cannot be written|cannot write in"):
         run(recipe, Watch())
     assert not [path for path in storage.path.rglob("*") if path.name.startswith(".")]
     assert run(recipe, Watch()).outcome.position.finished
