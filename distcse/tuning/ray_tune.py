@@ -98,6 +98,8 @@ def _fit(
 
     def trial(sample: dict[str, Any]) -> None:
         use_assigned_threads()
+        # Read in this process when the next trial is to have its actor: by 2 s, Ray Tune's own, this one may be about to end.
+        os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
         given = tune.get_checkpoint() if desk.exchanges else None
         try:

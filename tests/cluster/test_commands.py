@@ -41,10 +41,6 @@ def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return finish([*TRAIN, *map(str, arguments)])
 
 
-def submit(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return job(head, "submit", "--", *TRAIN, *arguments)
-
-
 def job(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     ray = str(Path(sys.executable).with_name("ray"))
     return finish([ray, "job", *map(str, arguments)], **head)
@@ -158,17 +154,6 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
         process.wait(timeout=60)
 
 
-@pytest.mark.slow
-def test_as_a_job_on_a_cluster_started_by_hand(recipe_file: Path, head: dict[str, str]) -> None:
-    knobs = ["training.workers=2", "training.dropout_streams=2", "training.cpus_per_worker=1"]
-    done = submit(head, recipe_file, *knobs)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log[-4000:]
-    assert "steps/s" in log and "agreement" in log and "succeeded" in log
-    failed = submit(head, recipe_file, "training.lr=fast")
-    assert failed.returncode != 0 and "training.lr is 'fast'" in failed.stdout + failed.stderr
-
-
 def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
     """HTTP status of a request to the job port, as anybody might send it; asked again while no node can take a job yet."""
     headers = {"Content-Type": "application/json"}
@@ -201,8 +186,8 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     recipe_file.rename(work / "mine.yaml")
     environment = json.dumps({"env_vars": {"HF_HUB_OFFLINE": "1"}})
     sent = ["submit", "--working-dir", work, "--runtime-env-json", environment, "--submission-id"]
-    knobs = ["training.workers=1", "training.cpus_per_worker=1", "training.epochs=40", "training.log_every=2"]
-    knobs += ["teachers.builders=1", "evaluation.every=200"]
+    knobs = ["training.workers=2", "training.dropout_streams=2", "training.cpus_per_worker=1", "training.epochs=40"]
+    knobs += ["training.log_every=2", "evaluation.every=200"]
     begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *knobs)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     deadline = time.monotonic() + 600
@@ -213,7 +198,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     stopped = job(head, "stop", "first")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     logs = job(head, "logs", "first").stdout
-    assert "stopping at the next report, with a checkpoint" in logs and f"--resume {run}" in logs
+    assert "steps/s" in logs and "stopping at the next report, with a checkpoint" in logs and f"--resume {run}" in logs
     assert "'first' was stopped" in job(head, "status", "first").stdout
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "position.json").read_text())
@@ -221,7 +206,10 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
 
     resumed = job(head, *sent, "second", "--", *TRAIN, "--resume", run, "training.workers=0")
     assert resumed.returncode == 0, (resumed.stdout + resumed.stderr)[-4000:]
-    assert "second" in resumed.stdout and (run / "evaluation.json").exists()
+    assert "second" in resumed.stdout and "succeeded" in resumed.stdout + resumed.stderr
+    assert "agreement" in resumed.stdout and (run / "evaluation.json").exists()
+    failed = job(head, *sent, "third", "--", *TRAIN, "mine.yaml", "training.lr=fast")
+    assert failed.returncode != 0 and "training.lr is 'fast'" in failed.stdout + failed.stderr
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     steps = [event["step"] for event in events if event["event"] == "Steps"]
     assert steps == sorted(set(steps)) and steps[-1] == 880
