@@ -84,7 +84,7 @@ class Exposure:
             entries = {mark: told if isinstance(told, dict) else {"share": told} for mark, told in found.items()}
             shares = {mark: float(told.pop("share")) for mark, told in entries.items()}
             return cls(shares, {mark: Met(**told) for mark, told in entries.items() if told})
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as broken:
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError) as broken:
             raise EvaluationError(
                 f"{file} cannot be read ({broken}): which test sentences the model was trained on is not known; restore it, or "
                 "remove it"

@@ -26,7 +26,7 @@ from distcse import embed, evaluate, train, tune
 from distcse.corpus import Corpus
 from distcse.corpus.readers import read_sentences
 from distcse.encoder.folder import check_weights, read_layout
-from distcse.errors import DistcseError
+from distcse.errors import DistcseError, EvaluationError
 from distcse.evaluation import Collection, Exposure, PairTask, ScoredPairs, read_table
 from distcse.mutual.ledger import Ledger
 from distcse.recipe import CorpusSection
@@ -474,6 +474,13 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
     ):
         ours(work)
     door(train.main, ["--resume", str(run)], place)
+
+
+def test_a_share_that_no_float_can_hold(tmp_path: Path) -> None:
+    (tmp_path / "distcse").mkdir()
+    (tmp_path / "distcse" / "exposure.json").write_text(json.dumps({"set": 10**400}))
+    with pytest.raises(EvaluationError, match=r"exposure\.json cannot be read"):
+        Exposure.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "\0", "/" * 300, "x/" * 200])
