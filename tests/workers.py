@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -11,11 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Workers are forked from one server that has imported what all of them need: seconds less for each.
+multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.student.run"])
+
 
 def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` in `workers` processes of one group; their answers, by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, args=(function, workers, folder, arguments), nprocs=workers)
+        torch.multiprocessing.start_processes(
+            _worker, args=(function, workers, folder, arguments), nprocs=workers, start_method="forkserver"
+        )
         return [torch.load(Path(folder) / f"answer-{rank}", weights_only=False) for rank in range(workers)]
 
 
