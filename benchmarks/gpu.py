@@ -37,7 +37,7 @@ from benchmarks.protocol import (
     of_ratio,
     of_spread,
 )
-from benchmarks.reference_style import FrozenTeacher, live_lists, rankcse_loss
+from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss
 from benchmarks.targets import ROWS
 from distcse.encoder.batching import by_length
 from distcse.encoder.projection import build_projection
@@ -175,7 +175,7 @@ class Student:
         return self.objective(gather_views(z1, z2), Taught(lists))[0]
 
 
-class Reference:
+class Reference(PublicLoop):
     """The reference style's step on this device, over the same batches."""
 
     def __init__(
@@ -186,20 +186,7 @@ class Reference:
         kinds = zip(shapes, (2, 3), (1.0, 2.0), strict=True)
         self.teachers = [FrozenTeacher(self._bench.model(s, seed).eval(), "cls", alpha) for s, seed, alpha in kinds]
         self._teacher_dtype = dtype if half_teachers else None
-        self.parameters = [*self.model.parameters(), *self.projection.parameters()]
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=3e-5, weight_decay=0.0)
-        self.step = 0
-
-    def __call__(self) -> Tensor:
-        """One step; its loss."""
-        self.model.train()
-        loss = self.loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.step += 1
-        return loss.detach()
+        super().__init__([self.model], [*self.model.parameters(), *self.projection.parameters()], lr=3e-5)
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""

@@ -8,6 +8,7 @@ else, its speed is compared and not its error. Nothing here is imported by distc
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,41 @@ def list_mle(cosines: Tensor, lists: Tensor, tau: float) -> Tensor:
     return torch.stack(terms, dim=1).sum(1).mean()
 
 
-class ContrastiveLoop:
+class PublicLoop(ABC):
+    """What the public loops do around their loss: training mode, clipping, AdamW as it comes.
+
+    Args:
+        modes: Modules that are put into training mode.
+        parameters: What is trained.
+        lr: Learning rate.
+        weight_decay: AdamW's.
+    """
+
+    def __init__(
+        self, modes: Sequence[nn.Module], parameters: list[nn.Parameter], lr: float, weight_decay: float = 0.0
+    ) -> None:
+        self._modes, self.parameters = modes, parameters
+        self._optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+        self.step = 0
+
+    def __call__(self) -> Tensor:
+        """One step; its loss."""
+        for module in self._modes:
+            module.train()
+        loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return loss.detach()
+
+    @abstractmethod
+    def loss(self) -> Tensor:
+        """The step's loss, without an update."""
+
+
+class ContrastiveLoop(PublicLoop):
     """A step of the public loops: 2N rows padded, a loss, clipping, AdamW as it comes.
 
     Args:
@@ -119,21 +154,8 @@ class ContrastiveLoop:
         self.backbone, self.projection = backbone, copy.deepcopy(projection)
         self._batches, self._loss, self._pooling = batches, loss, pooling
         parts = [self.backbone, self.projection, *([head] if head is not None else [])]
-        self.parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
-        self.step = 0
-
-    def __call__(self) -> Tensor:
-        """One step; its loss."""
-        self.backbone.train()
-        self.projection.train()
-        loss = self.loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.step += 1
-        return loss.detach()
+        parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        super().__init__([self.backbone, self.projection], parameters, lr)
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""
@@ -199,7 +221,7 @@ def padded_batch(rows: Rows, pad: int = 0) -> tuple[Tensor, Tensor]:
     return ids[::2], mask[::2]
 
 
-class PairLoop:
+class PairLoop(PublicLoop):
     """Trans-Encoder's training steps: two forward passes (bi) or one (cross), each padded to its batch's longest.
 
     Args:
@@ -213,20 +235,7 @@ class PairLoop:
         self, model: nn.Module, batches: Callable[[int], tuple[Rows, Rows, Tensor]], cross: bool, pooling: str = "mean"
     ) -> None:
         self.model, self._batches, self._cross, self._pooling = model, batches, cross, pooling
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=2e-5, weight_decay=0.01)
-        self.step = 0
-
-    def __call__(self) -> Tensor:
-        """One step; its loss."""
-        self.model.train()
-        loss = self.loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.step += 1
-        return loss.detach()
+        super().__init__([model], [p for p in model.parameters() if p.requires_grad], lr=2e-5, weight_decay=0.01)
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""

@@ -8,10 +8,8 @@ workers, which this machine has no cores for, they are those of two times 2 (k -
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from benchmarks.simulator import Terms, efficiency
 from distcse.objectives import Views, gather_views
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable
+from tests.workers import run_workers
 
 WORKERS = (2, 4, 8)
 Prepared = tuple[Job, list[EmbeddingTable | None]]
@@ -105,7 +104,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
             at = f"{rows} rows {'a worker' if kind == 'weak' else 'in all'}"
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
-    real = max(in_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 6))
+    real = max(run_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 6))
     simulated = rounds.of(lambda s: s["weak 2"] + collectives["weak"], "wall").median
     at, times = f"{rows} rows a worker", {"simulated s": simulated, "real s": real}
     one = rounds.of(lambda s: s["alone"], "wall").median
@@ -115,7 +114,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
 
 def gradient(job: Prepared) -> Figure:
     """How far the gradient of two workers is from that of one, on the same batch without dropout."""
-    one, two = _gradient(job), in_workers(_gradient, 2, job)[0]
+    one, two = _gradient(job), run_workers(_gradient, 2, job)[0]
     apart = float((two - one).norm() / one.norm())
     return counted(28, "gradient of two workers against one, relative", float(f"{apart:.2g}"), "N = 16")
 
@@ -131,7 +130,7 @@ def _gradient(job: Prepared) -> Tensor:
 
 def _collectives(job: Prepared, effort: Effort) -> float:
     """Wall seconds of what two workers send in a step, without the step."""
-    return spread_of(in_workers(_send, 2, job, max(3, effort.pairs))).median
+    return spread_of(run_workers(_send, 2, job, max(3, effort.pairs))).median
 
 
 def _send(job: Prepared, times: int) -> float:
@@ -160,23 +159,6 @@ def _steps(job: Prepared, times: int) -> float:
         step()
         found.append(time.perf_counter() - begun)
     return spread_of(found[1:]).median
-
-
-def in_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
-    """Call a function in processes of one gloo group; their answers, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, args=(function, workers, folder, arguments), nprocs=workers)
-        return [torch.load(Path(folder) / f"answer-{rank}", weights_only=False) for rank in range(workers)]
-
-
-def _worker(rank: int, function: Callable[..., Any], workers: int, folder: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers)
-    answer = function(*arguments)
-    torch.save(answer, Path(folder) / f"answer-{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
