@@ -19,7 +19,7 @@ from distcse.corpus.likeness import Excluded
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
-from distcse.files import checksum
+from distcse.files import checksum, text_checksum
 from distcse.recipe import CorpusSection
 
 FORMAT = 2
@@ -162,7 +162,7 @@ def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> 
     described = [FORMAT, source.kind, source.content, section.column, section.limit]
     described += [] if section.domain is None else [section.domain]
     described += [] if excluded is None else [{"excluded": excluded.fingerprint}]
-    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+    return text_checksum(json.dumps(described))
 
 
 def _content_hash(file: Path) -> str:

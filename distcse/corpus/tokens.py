@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from distcse.corpus.corpus import Corpus
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
 from distcse.errors import CorpusError
+from distcse.files import text_checksum
 
 FORMAT = 2
 _LABEL = "tokens.json"
@@ -55,7 +55,7 @@ class TokenTable:
             CorpusError: The tokenizer is not a fast one, or makes no token of some sentence.
         """
         described = [FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), _side(tokenizer), max_length, prompt]
-        key = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+        key = text_checksum(json.dumps(described))
         directory = cache / "tokens" / key
         if (label := is_whole(directory, _LABEL)) is not None:
             return cls(directory, label, reused=True)
@@ -100,7 +100,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     described = json.loads(_backend(tokenizer).to_str())
     described.pop("truncation", None)
     described.pop("padding", None)
-    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return text_checksum(json.dumps(described, sort_keys=True))
 
 
 def _backend(tokenizer: Any) -> Any:

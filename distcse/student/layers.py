@@ -5,7 +5,6 @@ The choice is kept in the cache, so that trials, seeds and resumed runs of the s
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, r
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Stage, Watch
-from distcse.files import put, sealed, unsealed, writing
+from distcse.files import put, sealed, text_checksum, unsealed, writing
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, with_layers
 from distcse.teachers import Alphas, open_embedder, scores_pairs
@@ -125,7 +124,7 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
     teachers = [[fingerprint(teacher), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders]
     backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
     described = [_FORMAT, backbone, reading, teachers, corpus.content]
-    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+    return text_checksum(json.dumps(described))
 
 
 def _told(watch: Watch, layers: Sequence[int], why: str) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import checksum, flush_all, move_into_place, put, writing
+from distcse.files import checksum, flush_all, move_into_place, put, text_checksum, writing
 from distcse.teachers.nearest import nearest
 from distcse.teachers.table import EmbeddingTable
 
@@ -43,7 +42,7 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
         cache: Where graphs are kept.
     """
     described = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
-    key = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+    key = text_checksum(json.dumps(described))
     folder = cache / "neighbours" / key
     if _is_intact(folder):
         return folder

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
 from distcse.errors import TeacherError
+from distcse.files import text_checksum
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.own import open_own, own_fingerprint
@@ -46,7 +45,7 @@ def fingerprint(teacher: TeacherSection) -> str:
         return own_fingerprint(teacher)
     if teacher.endpoint is not None:
         named = f"{teacher.endpoint.url}\0{teacher.backbone}"
-        return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+        return text_checksum(named)
     return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
 
 

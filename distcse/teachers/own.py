@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Protocol, cast
 
 from distcse.errors import RecipeError
+from distcse.files import text_checksum
 from distcse.recipe import TeacherSection
 from distcse.recipe.own import load_class
 from distcse.teachers.teacher import Embedder
@@ -41,4 +41,4 @@ def open_own(teacher: TeacherSection) -> OwnTeacher:
 def own_fingerprint(teacher: TeacherSection) -> str:
     """What decides its vectors: the class, its knobs, and what it says itself."""
     told = json.dumps([teacher.code, teacher.knobs, open_own(teacher).fingerprint], sort_keys=True)
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    return text_checksum(told)

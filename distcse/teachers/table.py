@@ -10,7 +10,6 @@ kill at any moment leaves either a whole shard or none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
-from distcse.files import checksum, put, whole, writing
+from distcse.files import checksum, put, text_checksum, whole, writing
 
 FORMAT = 1
 
@@ -46,7 +45,7 @@ class TableIdentity:
     def key(self) -> str:
         """Name of the table's folder: 32 hexadecimal digits over the whole identity."""
         text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return text_checksum(text)
 
     @property
     def shards(self) -> int:

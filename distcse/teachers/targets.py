@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from distcse.errors import TeacherError
-from distcse.files import whole
+from distcse.files import text_checksum, whole
 from distcse.teachers.graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
@@ -42,7 +42,7 @@ class TargetsAt:
         """Of what a projection is for: the tables and their shares."""
         shares = [alpha / sum(self.alphas) for alpha in self.alphas]
         described = json.dumps([[identity.key for _, identity in self.tables], shares])
-        return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+        return text_checksum(described)
 
     def open(self) -> Targets:
         """The targets, ready to be read."""
