@@ -71,6 +71,9 @@ class StudentSection(TrainedSection):
     word_dimension: Annotated[int, Field(ge=2)] | None = None
     """Numbers of a word embedding, by principal components of the backbone's: for very small students, most of whose weights
     are vocabulary. The saved model is an ELECTRA then. null keeps the backbone's."""
+    start_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the weights it began with in the student that is scored and saved (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
+    itself goes on from what was learned. 0 saves that alone."""
     projection: Projection = "tanh_mlp"
     """Head between the pooled vector and the objective. In training only; never saved."""
 

@@ -183,6 +183,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _start_can_be_mixed_in(self) -> Recipe:
+        if self.student.start_share and self.training.zero_stage == 3:
+            raise ValueError(
+                "student.start_share is mixed into whole weights, which no worker holds under ZeRO 3; "
+                "write training.zero_stage: 2, or student.start_share: 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
         if self.corpus.exclude_evaluation and self.evaluation.data is None:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distcse.events import Watch
 from distcse.objectives import Taught, build_objective, gather_views
+from distcse.student.averaging import Start
 from distcse.student.dev import DevSet
 from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
@@ -41,6 +42,7 @@ class ListLesson:
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(job.recipe.seed)
         self.model = build_student(job.recipe)
+        self._start = Start(self.model.encoder, job.recipe.student.start_share)
         self._targets = job.targets.open() if job.targets is not None and self._objective.needs_targets else None
         self.steps = plan.steps
         self.rows = plan.rows
@@ -99,7 +101,8 @@ class ListLesson:
 
     def score(self) -> float:
         assert self._dev is not None
-        return self._dev.score(self.model.encoder)
+        with self._start.mixed_into(self.model.encoder):
+            return self._dev.score(self.model.encoder)
 
     @property
     def waited(self) -> float:

@@ -11,6 +11,7 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Watch
 from distcse.recipe import Recipe
+from distcse.student.averaging import Start
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
@@ -75,13 +76,17 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
 
 
 def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
-    """The encoder of the best checkpoint (of the latest, where nothing was scored); what trained it stays behind."""
+    """The encoder of the best checkpoint (of the latest, where nothing was scored), with its share of the start.
+
+    What trained it stays behind.
+    """
     checkpoints = Checkpoints(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
         raise RunError(f"{directory.path} has no checkpoint; run again with --resume {directory.path}")
     encoder = Encoder.from_section(recipe.student)
-    encoder.load_state_dict(encoder_weights(load_state(folder).weights))
+    start = Start(encoder, recipe.student.start_share)
+    encoder.load_state_dict(start.mixed(encoder_weights(load_state(folder).weights)))
     encoder.eval().save(directory.model)
     return encoder
 

@@ -1,0 +1,73 @@
+"""A share of the start's weights in what is scored and saved: nothing of it reaches the training itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from distcse.encoder import Encoder
+from distcse.errors import RecipeError
+from distcse.events import Watch
+from distcse.recipe import Recipe
+from distcse.student.averaging import Start
+from distcse.student.dev import DevSet
+from distcse.student.plan import Plan
+from distcse.student.run import run
+from distcse.teachers import LocalSource, serving
+from distcse.training.checkpoint import Checkpoints, load_state
+from tests.jobs import make_job, make_recipe
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+MIXED = "student.start_share=0.25"
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("bert", width=48)], sentences, *overrides)
+
+
+def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(recipe_with: MakeRecipe) -> None:
+    plain = run(recipe_with(), Watch())
+    mixed = run(recipe_with(MIXED), Watch())
+    assert_equal_weights(weights_of(plain.directory.path), weights_of(mixed.directory.path))
+    best = Checkpoints(mixed.directory.path).best()
+    assert best is not None
+    learned, start = load_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
+    saved = Encoder.load(mixed.directory.model).state_dict()
+    parameters = dict(Encoder.load(mixed.directory.model).named_parameters())
+    for name in parameters:
+        torch.testing.assert_close(saved[name], 0.75 * learned[f"encoder.{name}"] + 0.25 * start[name])
+
+
+def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRecipe) -> None:
+    result = run(recipe_with(MIXED), Watch())
+    job, tables = make_job(result.recipe, result.directory)
+    plan = Plan(job, rank=0, workers=1)
+    (teacher,) = result.recipe.teachers.encoders
+    sources = [LocalSource(serving(teacher, table, result.recipe.seed)) for table in tables]
+    dev = DevSet.of(result.recipe, plan.corpus, plan.held_out, sources)
+    best = result.outcome.position.best
+    assert dev is not None and best is not None
+    assert dev.score(Encoder.load(result.directory.model)) == pytest.approx(best[1], abs=1e-9)
+
+
+def test_a_score_leaves_the_weights_as_they_were(tiny: Callable[..., Path]) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    start = Start(encoder, 0.3)
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(torch.randn_like(weight))
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt), start.mixed_into(encoder):
+        assert any(not torch.equal(before[name], tensor) for name, tensor in encoder.state_dict().items())
+        raise KeyboardInterrupt
+    assert_equal_weights(before, encoder.state_dict())
+
+
+def test_sharded_weights_cannot_be_mixed(recipe_with: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"start_share .* ZeRO 3; write training\.zero_stage: 2"):
+        recipe_with(MIXED, "training.engine=deepspeed", "training.zero_stage=3")
