@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
-from sklearn.metrics import roc_auc_score
 
 Weights = NDArray[np.float64]
 """(R, n): how often each of n items was drawn in each of R resamples."""
@@ -98,6 +97,8 @@ class AucOf:
 
     @cached_property
     def value(self) -> float:
+        from sklearn.metrics import roc_auc_score
+
         return float(100 * roc_auc_score(self.labels, self.predicted))
 
     @cached_property

@@ -18,7 +18,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
-from sklearn.metrics import ndcg_score
 
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import PairModel
@@ -59,6 +58,8 @@ def kendall(similarities: NDArray[np.floating], gold: NDArray[np.float64]) -> fl
 
 def ndcg(similarities: NDArray[np.floating], gold: NDArray[np.float64]) -> float:
     """Normalised discounted cumulative gain of one list, gain = gold score."""
+    from sklearn.metrics import ndcg_score
+
     return float(ndcg_score(gold[None], np.asarray(similarities)[None]))
 
 

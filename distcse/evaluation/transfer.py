@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import StratifiedKFold, StratifiedShuffleSplit
 
 from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import MeanOf, Reported
@@ -27,6 +25,9 @@ from distcse.evaluation.logistic import SEED, Problem, fit
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import Outcome
+
+if TYPE_CHECKING:  # scikit-learn is slow to import, and training workers import this room for their dev score alone
+    from sklearn.linear_model import LogisticRegression
 
 Mode = Literal["strict", "fast"]
 Rows = NDArray[np.int64]
@@ -197,6 +198,8 @@ class TransferTask:
 
 def folds(labels: Rows) -> list[tuple[Rows, Rows]]:
     """Rows kept and rows held out of each of SentEval's ten stratified folds."""
+    from sklearn.model_selection import StratifiedKFold
+
     splitter = StratifiedKFold(FOLDS, shuffle=True, random_state=SEED)
     return [(kept, held) for kept, held in splitter.split(np.zeros(len(labels)), labels)]
 
@@ -208,6 +211,8 @@ def _best(scores: list[list[float]]) -> tuple[int, float]:
 
 
 def _holdout(labels: Rows) -> tuple[Rows, Rows]:
+    from sklearn.model_selection import StratifiedShuffleSplit
+
     splitter = StratifiedShuffleSplit(1, test_size=0.2, random_state=SEED)
     kept, held = next(splitter.split(np.zeros(len(labels)), labels))
     return kept, held
@@ -222,6 +227,8 @@ def _chosen_on(features: NDArray[np.float32], labels: Rows, rows: Rows, held: Ro
 
 
 def _regression(inverse_strength: float, features: NDArray[np.float32], labels: Rows) -> LogisticRegression:
+    from sklearn.linear_model import LogisticRegression
+
     # Newton's steps: a tenth of L-BFGS's time at these sizes, and nearer to the minimum where the penalty is weak.
     return LogisticRegression(C=inverse_strength, solver="newton-cg", max_iter=_PASSES).fit(features, labels)
 
