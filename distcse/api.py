@@ -189,7 +189,8 @@ def rerun(
     Raises:
         RunError: The first run did not come to its end, or its data are not what they were.
     """
-    earlier = Earlier.open(Path(directory).absolute(), list(overrides))
+    with _heard_by(listen) as post:
+        earlier = Earlier.open(Path(directory).absolute(), list(overrides), Watch(post, stop_wished))
     recipe = earlier.recipe
     earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -122,6 +123,18 @@ def as_line(event: Event) -> str:
 
 def ignore(event: Event) -> None:
     """A listener for runs that nobody watches."""
+
+
+def one_by_one(*listeners: Listener) -> Listener:
+    """A listener that may be told by several threads, and tells others one event after the other."""
+    turn = threading.RLock()  # a listener may tell something itself
+
+    def tell(event: Event) -> None:
+        with turn:
+            for listener in listeners:
+                listener(event)
+
+    return tell
 
 
 @dataclass(frozen=True)

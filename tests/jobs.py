@@ -55,7 +55,7 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
     tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
     for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
         if missing := table.missing_shards():
-            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None)
+            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Watch())
     directory = run or RunDirectory.create(recipe)
     return Text(corpus, tokens, encoder, recipe).job(directory.path, tables, Watch()), tables
 

@@ -1,9 +1,17 @@
-"""SIGKILL for actors, as a machine that dies would do it."""
+"""SIGKILL for processes, as a machine that dies would do it; and Ray nodes of our own to kill."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 
 
 def kill_actor(kind: str) -> bool:
@@ -21,3 +29,122 @@ def kill_actor(kind: str) -> bool:
                 continue
             return True
     return False
+
+
+class Node:
+    """One node of a cluster, as `ray start --block` starts it.
+
+    Args:
+        process: Of that command.
+        log: What it tells.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its raylet lives."""
+        return self._process.poll() is None and bool(self.processes("raylet"))
+
+    def wait_until_up(self) -> None:
+        """Return when work can be put on it."""
+        for _ in range(1800):
+            if "Ray runtime started" in self._log.read_text():
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.1)
+        raise TimeoutError(f"a node did not start: {self._log.read_text()[-2000:]}")
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """Its live processes whose title holds a word, such as the class of an actor; the oldest first."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                titled = process.name() == kind or any(kind in part for part in process.cmdline()[:1])
+                if titled and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process.create_time(), process))
+            except psutil.NoSuchProcess:
+                continue
+        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def kill(self) -> None:
+        """SIGKILL to its raylet, as if the machine had lost its power: what the raylet had started ends by itself."""
+        for raylet in self.processes("raylet"):
+            raylet.kill()
+
+    def end(self) -> None:
+        """Stop it, and whatever it left behind."""
+        left = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        self._process.terminate()
+        self._process.wait(timeout=60)
+        for process in psutil.wait_procs(left, timeout=10)[1]:
+            process.kill()
+
+
+class Nodes:
+    """A cluster of several nodes on this machine: a head, and nodes for the work, with the label role=work.
+
+    Args:
+        folder: For the nodes' logs.
+        cpus: Of each node.
+    """
+
+    def __init__(self, folder: Path, cpus: int = 2) -> None:
+        self._folder, self._cpus = folder, cpus
+        self._address = self._api = ""
+        self._settings = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+            "RAY_health_check_period_ms": "1000",  # a node that is gone is missed after 5 s instead of 15
+            "RAY_raylet_start_wait_time_s": "120",
+            "NO_COLOR": "1",
+        }
+        self._all: list[Node] = []
+        self.work: list[Node] = []
+
+    def __enter__(self) -> Nodes:
+        port, dashboard, agent = (_free_port() for _ in range(3))
+        self._address = f"127.0.0.1:{port}"
+        self._api = f"http://127.0.0.1:{dashboard}"
+        ports = [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+        head = self._start("--head", *ports, "--dashboard-host=127.0.0.1")
+        self._all.append(head)
+        head.wait_until_up()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for node in reversed(self._all):
+            node.end()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a command that shall work on this cluster."""
+        return {**self._settings, "RAY_ADDRESS": self._address, "RAY_API_SERVER_ADDRESS": self._api}
+
+    def ensure(self, number: int) -> None:
+        """Start as many nodes for the work as are lacking."""
+        self.work = [node for node in self.work if node.is_up]
+        new = [self._start(f"--address={self._address}", "--labels=role=work") for _ in range(number - len(self.work))]
+        self._all += new
+        for node in new:
+            node.wait_until_up()
+        self.work += new
+
+    def _start(self, *options: str) -> Node:
+        log = self._folder / f"node-{secrets.token_hex(3)}.log"
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *options]
+        with open(log, "wb") as told:
+            return Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

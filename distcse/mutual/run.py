@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distcse.encoder import Encoder, model_fingerprint, resolve_model
 from distcse.errors import DistcseError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Doing, Event, InGroup, Note, Stage, Watch
+from distcse.events import Doing, Event, InGroup, Note, Stage, Watch, one_by_one
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.exchange import Ended, Exchange
 from distcse.mutual.finals import checked_tasks, final_scores, wanted_tasks
@@ -66,10 +66,17 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
         Encoder.from_section(group)
         resolve_model(group.cross_backbone or group.backbone)
     directory = resume or RunDirectory.create(recipe)
+    with directory.claimed(watch) as claim:
+        watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
+        watch.post(Note(f"run directory {directory.path}"))
+        return _run(recipe, watch, directory, claim, at_work, tasks)
+
+
+def _run(
+    recipe: MutualRecipe, watch: Watch, directory: RunDirectory, claim: Claim, at_work: list[int], tasks: Tasks
+) -> MutualResult:
     ending, wished = threading.Event(), watch.stop_wished
-    watch = Watch(_logged(directory, watch.post), lambda: ending.is_set() or wished())
-    watch.post(Note(f"run directory {directory.path}"))
-    claim = Claim.stake(directory.path)
+    watch = replace(watch, stop_wished=lambda: ending.is_set() or wished())
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)
@@ -242,15 +249,3 @@ def _in_group(watch: Watch, name: str) -> Watch:
         watch.post(event if isinstance(event, InGroup) else InGroup(name, event))
 
     return Watch(post, watch.stop_wished)
-
-
-def _logged(directory: RunDirectory, post: Callable[[Event], None]) -> Callable[[Event], None]:
-    """Events of several threads, one after the other."""
-    lock = threading.Lock()
-
-    def log_and_post(event: Event) -> None:
-        with lock:
-            directory.log(event)
-            post(event)
-
-    return log_and_post

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 from distcse.corpus import Corpus
 from distcse.events import Watch
@@ -30,8 +30,9 @@ class House(Protocol):
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
+        watch: Watch,
     ) -> None:
-        """Embed the missing shards of a table; `on_rows` hears how many rows are done."""
+        """Embed the missing shards of a table; `on_rows` hears how many rows are done, `watch` of what hangs or is lost."""
         ...
 
     def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
@@ -53,6 +54,7 @@ class InProcess:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
+        watch: Watch,
     ) -> None:
         encoder = open_embedder(teacher)
         done = 0
@@ -89,26 +91,18 @@ class OnRay:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
+        watch: Watch,
     ) -> None:
         from distcse.teachers.actors import build_shards
 
-        build_shards(teacher, section, corpus, table, missing, on_rows)
+        build_shards(teacher, section, corpus, table, missing, on_rows, watch)
 
     def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
-        import ray
-
         from distcse.student.ray_train import fit_on_ray
-        from distcse.teachers.actors import start_servers
+        from distcse.teachers.actors import served
 
-        section = job.recipe.teachers
-        servers: list[list[Any]] = []
-        try:
-            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-                servers.append(start_servers(number, teacher, section, corpus, table, job.recipe.seed))
+        with served(job.recipe.teachers, corpus, tables, job.recipe.seed, watch) as servers:
             return fit_on_ray(job, servers, watch)
-        finally:
-            for server in (server for pool in servers for server in pool):
-                ray.kill(server)
 
 
 def house_of(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:

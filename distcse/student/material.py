@@ -159,7 +159,11 @@ def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -
         missing = table.missing_shards()
         rows = sum(len(table.shard_range(shard)) for shard in missing)
         if missing:
-            house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows))
+            with Claim.held(table.directory, watch, waits_for="embeds the same sentences by the same teacher"):
+                missing = table.missing_shards()  # less where we waited for another run
+                rows = sum(len(table.shard_range(shard)) for shard in missing)
+                if missing:
+                    house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows), watch)
         reused = len(corpus) - rows
         _ended(watch, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +13,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from distcse.errors import DistcseError, RunError
-from distcse.events import Watch
-from distcse.nodes import resources_on
+from distcse.events import Note, Watch
+from distcse.nodes import Need, Patience, resources_on
 from distcse.recipe import Recipe
 from distcse.student.lists import fit
 from distcse.student.plan import Job
@@ -30,6 +30,9 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
         job: The run.
         servers: For each teacher, its server actors; worker r asks server r modulo their number.
         watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
+
+    Raises:
+        RunError: The workers failed too often, or nodes that were lost did not come back.
     """
     resources = resources_per_worker(job.recipe)
     board = open_board(job.run.name)
@@ -54,9 +57,11 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
+    patience = Patience(_needs(job.recipe, resources), lambda told: watch.post(Note(told, warning=True)))
     try:
         while not running.done():
             relay(board, watch)
+            patience.look()
             time.sleep(0.2)
         relay(board, watch)
         returned = running.result().return_value
@@ -115,6 +120,15 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
                 f"{', or use teachers.mode=table' if serving else ''}"
             )
     return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+
+
+def _needs(recipe: Recipe, resources: Mapping[str, float]) -> list[Need]:
+    training, teachers = recipe.training, recipe.teachers
+    serving = {"CPU": 1.0, "GPU": teachers.builder_gpus} if teachers.mode == "live" else {}
+    return [
+        Need("training workers", training.workers, resources, training.nodes),
+        Need("servers of lists", len(teachers.encoders) * teachers.servers, serving, teachers.nodes),
+    ]
 
 
 def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from distcse.encoder import Encoder
 from distcse.errors import RunError
-from distcse.evaluation import Evaluation
-from distcse.events import Event, Note, Watch
+from distcse.evaluation import Evaluation, Tasks
+from distcse.events import Note, Watch, one_by_one
 from distcse.recipe import Recipe
 from distcse.student.averaging import Start
 from distcse.student.check import check_recipe
@@ -51,10 +50,15 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     check_recipe(recipe)
     labelled = labelled_tasks(recipe)
     directory = directory or RunDirectory.create(recipe)
-    watch = Watch(_logged(directory, watch.post), watch.stop_wished)
-    watch.post(Note(f"run directory {directory.path}"))
-    claim = Claim.stake(directory.path)
+    with directory.claimed(watch) as claim:
+        watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
+        watch.post(Note(f"run directory {directory.path}"))
+        return _run(recipe, watch, directory, claim, labelled, house)
 
+
+def _run(
+    recipe: Recipe, watch: Watch, directory: RunDirectory, claim: Claim, labelled: Tasks, house: House | None
+) -> Result:
     text = Text.prepare(recipe, watch)
     if text.recipe != recipe:
         recipe = text.recipe
@@ -89,11 +93,3 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     encoder.load_state_dict(start.mixed(encoder_weights(load_state(folder).weights)))
     encoder.eval().save(directory.model)
     return encoder
-
-
-def _logged(directory: RunDirectory, post: Callable[[Event], None]) -> Callable[[Event], None]:
-    def log_and_post(event: Event) -> None:
-        directory.log(event)
-        post(event)
-
-    return log_and_post

@@ -1,13 +1,15 @@
 """Ray actors that host frozen teachers: builders that fill a table, servers that answer workers.
 
-The only file of this folder that imports Ray. Between worker and server go row ids one way and lists the other way:
-never vectors, tokens or weights.
+This file and `pulse.py` are the only ones of this folder that import Ray. Between worker and server go row ids one way and
+lists the other way: never vectors, tokens or weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,21 @@ from ray.util import ActorPool
 
 from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
-from distcse.nodes import resources_on
+from distcse.events import Note, Watch
+from distcse.nodes import Need, Patience, resources_on
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving
+from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import Teacher
+from distcse.teachers.teacher import Embedder, Teacher
 
-_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
+_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 """An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""
+_LOOK = 1.0
 
 
-class ShardBuilder:
+class ShardBuilder(Pulse):
     """Embeds shards of one table and writes them to the table's storage itself: vectors never cross the network."""
 
     def __init__(
@@ -39,22 +44,30 @@ class ShardBuilder:
     ) -> None:
         use_assigned_threads()
         self._teacher = teacher
-        self._encoder = open_embedder(teacher)
         self._corpus = Corpus.open(corpus)
         self._table = EmbeddingTable(table, identity)
         self._tokens_per_batch = tokens_per_batch
+
+    @cached_property
+    def _encoder(self) -> Embedder:
+        # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
+        return open_embedder(self._teacher)
 
     def build(self, shard: int) -> int:
         """Rows embedded."""
         return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
 
 
-class TeacherServer:
+class TeacherServer(Pulse):
     """Hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
         use_assigned_threads()
-        self._teacher = make_teacher()
+        self._make_teacher = make_teacher
+
+    @cached_property
+    def _teacher(self) -> Teacher:
+        return self._make_teacher()
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """See `Teacher.similarities`."""
@@ -62,7 +75,7 @@ class TeacherServer:
 
     def ready(self) -> bool:
         """Answers once the teacher is loaded."""
-        return True
+        return self._teacher is not None
 
 
 class RemoteSource:
@@ -90,24 +103,34 @@ def build_shards(
     table: EmbeddingTable,
     missing: Sequence[int],
     on_rows: Callable[[int], None],
+    watch: Watch,
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
-    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_OUTLIVES)(ShardBuilder)
+    resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
+    actor = ray.remote(**resources, **_OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
         for number in range(min(len(missing), section.builders or _fitting_builders(section)))
     ]
-    done = 0
+    patience = _patience("builders of tables", 1, resources, section, watch)
+    pool, done = ActorPool(builders), 0
+    for shard in missing:
+        pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
     try:
-        for rows in ActorPool(builders).map_unordered(
-            lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), list(missing)
-        ):
-            done += rows
-            on_rows(done)
+        with _guarded(section, watch) as guard:
+            for number, builder in enumerate(builders):
+                guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
+            while pool.has_next():
+                patience.look()
+                try:
+                    done += pool.get_next_unordered(timeout=_LOOK)
+                except TimeoutError:
+                    continue
+                on_rows(done)
     except RayTaskError as failed:
-        raise (failed.cause if isinstance(failed.cause, DistcseError) else _told(teacher, failed)) from failed
+        raise _cause_of(teacher, failed) from failed
     except RayActorError as lost:
         raise TeacherError(
             f"teacher {teacher.backbone} was started again and again and lost its process each time: "
@@ -119,36 +142,92 @@ def build_shards(
             ray.kill(builder)
 
 
-def start_servers(
+@contextmanager
+def served(
+    section: TeachersSection,
+    corpus: Corpus,
+    tables: Sequence[EmbeddingTable | None],
+    seed: int,
+    watch: Watch,
+    but: Collection[int] = (),
+) -> Iterator[list[list[Any]]]:
+    """For each teacher its server actors, loaded and ready, for as long as this is entered; one that hangs is replaced.
+
+    Args:
+        section: The teachers.
+        corpus: Their sentences.
+        tables: The teachers' tables; None for one that answers live.
+        seed: The recipe's.
+        watch: Told of what hangs and of nodes that are lost.
+        but: Teachers that nobody will ask; they get no server.
+    """
+    pools: list[list[Any]] = []
+    try:
+        with _guarded(section, watch) as guard:
+            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
+                copies = 0 if number in but else section.servers
+                pools.append(_start_servers(number, teacher, section, corpus, table, seed, copies))
+                for copy, server in enumerate(pools[-1]):
+                    guard.add(f"server {copy} of teacher {number}, {teacher.backbone}", server)
+            for teacher, pool in zip(section.encoders, pools, strict=True):
+                _wait_until_ready(teacher, pool, _patience("servers of lists", 1, {}, section, watch))
+            yield pools
+    finally:
+        for server in (server for pool in pools for server in pool):
+            ray.kill(server)
+
+
+def _start_servers(
     number: int,
     teacher: TeacherSection,
     section: TeachersSection,
     corpus: Corpus,
     table: EmbeddingTable | None,
     seed: int,
+    copies: int,
 ) -> list[Any]:
-    """Server actors of one teacher, loaded and ready. Serving a table takes no CPU of its own worth reserving."""
+    """Server actors of one teacher. Serving a table takes no CPU of its own worth reserving."""
     if table is not None:
         make, resources = _table_teacher(teacher, table, seed), {"num_cpus": 0.0}
     else:
         make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
     actor = ray.remote(**resources, **_OUTLIVES)(TeacherServer)
-    servers = [
+    return [
         actor.options(name=f"teacher-{number}-{copy}-{_run_token()}", label_selector=section.nodes).remote(make)
-        for copy in range(section.servers)
+        for copy in range(copies)
     ]
+
+
+def _wait_until_ready(teacher: TeacherSection, servers: Sequence[Any], patience: Patience) -> None:
+    waiting = [server.ready.remote() for server in servers]
     try:
-        ray.get([server.ready.remote() for server in servers])
-    except RayActorError as lost:  # also where its constructor raised
-        cause = getattr(lost, "cause", None) or lost.__cause__
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK)
+            ray.get(done)
+            patience.look()
+    except RayTaskError as failed:
+        raise _cause_of(teacher, failed) from failed
+    except RayActorError as lost:
         told = str(lost).strip().splitlines()[-1]
-        raise (
-            cause
-            if isinstance(cause, DistcseError)
-            else TeacherError(f"teacher {teacher.backbone} cannot be served: {told}")
-        ) from lost
-    return servers
+        raise TeacherError(f"teacher {teacher.backbone} cannot be served: {told}") from lost
+
+
+def _guarded(section: TeachersSection, watch: Watch) -> Guard:
+    return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)))
+
+
+def _patience(
+    what: str, number: int, resources: Mapping[str, float], section: TeachersSection, watch: Watch
+) -> Patience:
+    kinds = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    each = {kinds[name]: amount for name, amount in resources.items()}
+    return Patience([Need(what, number, each, section.nodes)], lambda told: watch.post(Note(told, warning=True)))
+
+
+def _cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
+    """A mistake of the user's as it is; anything else with the teacher's name."""
+    return failed.cause if isinstance(failed.cause, DistcseError) else _told(teacher, failed)
 
 
 def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:

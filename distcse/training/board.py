@@ -6,6 +6,7 @@ import secrets
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.events import Event, Watch
 
@@ -33,12 +34,14 @@ class Board:
 
 
 def open_board(name: str) -> Any:
-    """A board on the cluster; `ray.kill` it when it is no longer needed.
+    """A board on this process's node, whose loss ends the run anyway; `ray.kill` it when it is no longer needed.
 
     Args:
         name: Whose events it takes, for people who look at the cluster's actors.
     """
-    return ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}").remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
+    return board.options(name=f"board-{own_name(name)}").remote()
 
 
 def own_name(name: str) -> str:

@@ -3,7 +3,7 @@
 <runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob, and a checksum of itself
                      run.json        fingerprints of the data, seed, packages, Python, platform, commit
                      rerun.json      where it is a run that was done before: which one, and whether the weights are equal
-                     claim           which start of the run may write here
+                     claim           who works here, and which start of the run may write
                      events.jsonl    everything the run told
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
@@ -21,15 +21,17 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, as_line
+from distcse.events import Event, Watch, as_line
 from distcse.files import put, sealed, text_checksum, unsealed, writing
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
+from distcse.training.claim import Claim
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a reader of a report wants to see; run.json has all."""
@@ -52,6 +54,7 @@ _MAY_CHANGE = (
     "teachers.nodes",
     "teachers.block_steps",
     "teachers.tokens_per_batch",
+    "teachers.deadline",
     "evaluation.final",
     "storage.cache",
 )
@@ -79,10 +82,16 @@ _PLACE = re.compile(r"\.\d+\.")
 
 
 class RunDirectory:
-    """Paths of one run and the few files that are written once."""
+    """Paths of one run and the few files that are written once.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder.
+        kept: Whether somebody else sees to it that only one start works there.
+    """
+
+    def __init__(self, path: Path, kept: bool = False) -> None:
         self.path = path
+        self._kept = kept
         self.model = path / "model"
         self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
@@ -109,7 +118,11 @@ class RunDirectory:
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
         write_recipe(path / "recipe.yaml", recipe)
-        return cls(path)
+        return cls(path, kept=True)
+
+    def claimed(self, watch: Watch) -> AbstractContextManager[Claim]:
+        """Work in the folder alone. Raises `InUseError` where another start does; one that was killed is followed at once."""
+        return nullcontext(Claim.stake(self.path)) if self._kept else Claim.held(self.path, watch)
 
     def decide(self, recipe: Recipe) -> None:
         """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distcse.errors import RunError
+from distcse.events import Watch
 from distcse.files import put, sealed
 from distcse.recipe import MutualRecipe, Recipe
+from distcse.training.claim import InUseError, who_works_in
 from distcse.training.directory import RunDirectory, other_data, recorded
 
 _ELSEWHERE = ("storage.runs",)
@@ -51,17 +53,22 @@ class Earlier:
     """Packages, Python, machine or code that are others now."""
 
     @classmethod
-    def open(cls, path: Path, overrides: list[str]) -> Earlier:
+    def open(cls, path: Path, overrides: list[str], watch: Watch) -> Earlier:
         """Read a run's record.
 
         Args:
             path: Its directory; the run came to its end.
             overrides: Knobs that change nothing that is learned, and `storage.runs`.
+            watch: Told where it takes a minute to know whether somebody works there.
 
         Raises:
-            RunError: No run, damaged, or without a model to compare with.
+            RunError: No run, damaged, without a model to compare with, or still at work.
         """
         _, recipe = RunDirectory.reopen(path, overrides, _ELSEWHERE)
+        if (holder := who_works_in(path, watch)) is not None:
+            raise InUseError(
+                f"{path} is in use by {holder.told}; a rerun compares with what it comes to: wait for its end"
+            )
         noted = recorded(path)
         if not _models(path):
             raise RunError(

@@ -40,6 +40,7 @@ class Shared:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
+        watch: Watch,
     ) -> None:
         """No trial embeds anything."""
         raise RunError(

@@ -20,12 +20,13 @@ from typing import Any
 
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation
-from distcse.events import Note, Watch
+from distcse.events import Note, Watch, one_by_one
 from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
 from distcse.teachers import uses_table
+from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory, check_stored, write_recipe
 from distcse.tuning.finals import check_labels, measure
@@ -110,6 +111,11 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watc
         DistcseError: It names what to mend; trials that ended stay ended.
     """
     space = check(recipe, sweep)
+    with Claim.held(directory, watch):
+        return _run(recipe, sweep, space, directory, Watch(one_by_one(watch.post), watch.stop_wished))
+
+
+def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: Path, watch: Watch) -> SweepResult:
     watch.post(Note(f"sweep directory {directory}"))
     winners: list[Trial] = []
     evaluation = None
@@ -146,24 +152,15 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
     if isinstance(recipe, MutualRecipe):
         yield None
         return
-    import ray
-
-    from distcse.teachers.actors import start_servers
+    from distcse.teachers.actors import served
 
     text = Text.prepare(recipe, watch)
     tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
-    servers: list[list[Any]] = []
-    try:
-        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-            reads_itself = in_own_process and uses_table(section, teacher)
-            pool = [] if reads_itself else start_servers(number, teacher, section, text.corpus, table, recipe.seed)
-            servers.append(pool)
+    read_by_trials = [n for n, one in enumerate(section.encoders) if in_own_process and uses_table(section, one)]
+    with served(section, text.corpus, tables, recipe.seed, watch, but=read_by_trials) as servers:
         yield Shared(servers, in_own_process)
-    finally:
-        for server in (server for pool in servers for server in pool):
-            ray.kill(server)
 
 
 def _note_winner(recipe: Recipe | MutualRecipe, directory: Path) -> Trial | None:

@@ -10,6 +10,7 @@ import pytest
 
 from distcse import train
 from distcse.errors import RunError
+from distcse.events import Watch
 from distcse.files import sealed, unsealed
 from distcse.training.directory import RunDirectory, check_stored, recorded
 from distcse.training.rerun import Earlier
@@ -91,7 +92,8 @@ def test_other_data_are_refused_in_one_message_before_the_work(
     finally:
         corpus.write_text(before)
     told = capsys.readouterr().err
-    assert "the corpus is not the one that" in told and told.count("\n") == len(Earlier.open(run, []).warnings) + 1
+    assert "the corpus is not the one that" in told
+    assert told.count("\n") == len(Earlier.open(run, [], Watch()).warnings) + 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -113,7 +115,7 @@ def test_other_versions_are_warned_of(run: Path) -> None:
     noted["packages"]["torch"] = "1.0"
     noted["python"] = "2.7"
     (run / "run.json").write_text(sealed(noted))
-    told = Earlier.open(run, []).warnings
+    told = Earlier.open(run, [], Watch()).warnings
     assert any(line.startswith("torch is ") and line.endswith("was 1.0") for line in told)
     assert any(line.endswith("was 2.7") for line in told)
 
@@ -130,7 +132,7 @@ def test_other_versions_are_warned_of(run: Path) -> None:
 def test_what_cannot_be_done_again_is_told(run: Path, break_it: Callable[[Path], None], told: str) -> None:
     break_it(run)
     with pytest.raises(RunError, match=told):
-        Earlier.open(run, [])
+        Earlier.open(run, [], Watch())
 
 
 def test_a_rerun_changes_nothing_that_is_learned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
