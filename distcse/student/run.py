@@ -11,6 +11,7 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Watch
 from distcse.recipe import Recipe
+from distcse.storage import address, publish
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
@@ -51,7 +52,9 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     labelled = labelled_tasks(recipe)
     directory = directory or RunDirectory.create(recipe)
     watch = Watch(_logged(directory, watch.post), watch.stop_wished)
-    watch.post(Note(f"run directory {directory.path}"))
+    watch.post(Note(f"run directory {address(directory.path)}"))
+    if Claim.left_here(directory.path):
+        Checkpoints(directory.path).rescue(watch.post)
     claim = Claim.stake(directory.path)
 
     text = Text.prepare(recipe, watch)
@@ -71,6 +74,7 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
         evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
+    directory.store_events()
     return Result(recipe, directory, outcome, evaluation, len(text.corpus))
 
 
@@ -79,10 +83,13 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     checkpoints = Checkpoints(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
-        raise RunError(f"{directory.path} has no checkpoint; run again with --resume {directory.path}")
+        raise RunError(
+            f"{address(directory.path)} has no checkpoint; run again with --resume {address(directory.path)}"
+        )
     encoder = Encoder.from_section(recipe.student)
     encoder.load_state_dict(encoder_weights(load_state(folder).weights))
     encoder.eval().save(directory.model)
+    publish(directory.model)
     return encoder
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.errors import RunError
-from distcse.files import put
+from distcse.storage import Mirror, address, put, read
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,20 @@ class Claim:
         put(claim.file, claim.token)
         return claim
 
+    @staticmethod
+    def left_here(run: Path) -> bool:
+        """Whether the latest start of a run in object storage was this machine's: then its mirror holds all that is stored, and
+        what could not be stored."""
+        file = run / "claim"
+        return isinstance(file, Mirror) and file.is_file() and file.read_bytes() == read(file)
+
     def check(self) -> None:
         """Raise `RunError` where a later start has taken over."""
         try:
-            held = self.file.read_text(encoding="utf-8", errors="replace")
+            held = read(self.file)
         except OSError as lost:
             raise RunError(f"{self.file} cannot be read: {lost.strerror}; who may write there is not known") from None
-        if held != self.token:
-            raise RunError(f"{self.file.parent} was taken over by a later start; this one writes nothing more")
+        if held is None:
+            raise RunError(f"{address(self.file)} cannot be read: it is gone; who may write there is not known")
+        if held != self.token.encode():
+            raise RunError(f"{address(self.file.parent)} was taken over by a later start; this one writes nothing more")
