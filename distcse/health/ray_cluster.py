@@ -89,7 +89,7 @@ def _nodes(address: str, shared: Sequence[Path]) -> list[Check]:
         missing = [named(folder) for folder in folders if named(folder) not in theirs["sees"]]
         if missing:
             what = f"node {node} does not see {missing[0]}"
-            fix = "put storage.runs and storage.cache on storage that all nodes share; of object storage, set its credentials there"
+            fix = "put storage.runs and storage.cache on storage that all nodes share; object storage wants credentials there"
             found.append(fail("cluster", what, fix))
     return found or [ok("cluster", f"{told}; all with ray {mine['ray']} and python {mine['python']}")]
 

@@ -1,4 +1,4 @@
-"""Room on the disks of a recipe's folders, and whether a file can be written there, flushed and renamed; object storage likewise."""
+"""Room on the disks of a recipe's folders; whether a file can be written there, flushed and renamed, or put as an object."""
 
 from __future__ import annotations
 

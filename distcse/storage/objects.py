@@ -75,8 +75,10 @@ def copy(source: str, target: str) -> bool:
     with _told(target, "written"):
         try:
             system.copy_file(key, _open(target)[1])
-        except FileNotFoundError:
-            return False
+        except OSError as refused:
+            if isinstance(refused, FileNotFoundError) or "NO_SUCH_KEY" in str(refused):
+                return False
+            raise
     return True
 
 
@@ -119,8 +121,11 @@ def _system(scheme: str, bucket: str, endpoint: str | None, attempts: str | None
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None and endpoint is None:
         region = fs.resolve_s3_region(bucket)
+    protocol, _, host = (endpoint or "").rpartition("://")
     return fs.S3FileSystem(
         region=region,
+        scheme=protocol or "https",
+        endpoint_override=host or None,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=int(attempts or _ATTEMPTS)),
         connect_timeout=5,
         request_timeout=30,
@@ -151,7 +156,7 @@ def _reason(address: str, told: str) -> str:
     server = re.sub(r"//[^/@]*@", "//", server)
     found = _CODE.search(told)
     code = found[1] if found else ""
-    if code == "NO_SUCH_BUCKET" or ("does not exist" in told and "bucket" in told.lower()):
+    if code == "NO_SUCH_BUCKET" or (scheme == "gs" and "bucket does not exist" in told):
         return f"there is no bucket {bucket} at {server}; make it, or mend the address"
     if code == "NETWORK_CONNECTION" or "curlCode" in told or "UNAVAILABLE" in told:
         return f"{server} was not reached, tried again and again; mend the network or AWS_ENDPOINT_URL"

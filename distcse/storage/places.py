@@ -10,7 +10,7 @@ from typing import Any
 from distcse.errors import StorageError
 from distcse.files import text_checksum
 
-_ADDRESS = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\s]+)*)/*")
+_ADDRESS = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\r\n\t]+)*)/*")
 _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("CLOUD_STORAGE_EMULATOR_ENDPOINT",)}
 _NO_ENDPOINT = "cloud"
 

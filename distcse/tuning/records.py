@@ -94,7 +94,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def enlist(trials: Path, name: str) -> None:
-    """Note that there is a trial: a list of names is nothing to rely on in object storage. Only the sweep's own process writes."""
+    """Note that there is a trial: in object storage a list of names is nothing to rely on. Only the sweep's own process does."""
     if isinstance(trials, Mirror) and name not in (known := _enlisted(trials)):
         put(trials / _LIST, sealed({"names": [*known, name]}))
 
