@@ -183,7 +183,11 @@ def gated(server: Server) -> Iterator[Gate]:
 
         def _behind(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
             line = http.client.HTTPConnection("127.0.0.1", gate.behind, timeout=30)
-            sent = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect", "content-length")}
+            sent = {
+                k: v
+                for k, v in self.headers.items()
+                if k.lower() not in ("transfer-encoding", "expect", "content-length")
+            }
             line.request(self.command, self.path, body, sent)
             answer = line.getresponse()
             content = answer.read()

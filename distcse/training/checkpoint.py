@@ -92,15 +92,13 @@ class Checkpoints:
             RunError: A later start of the run has taken its directory over.
         """
         if self._claim is not None:
-            self._claim.check()
+            self._claim.check_here()
         target = self._root / f"step-{position.step:06d}"
         with writing(target):
             self._root.mkdir(parents=True, exist_ok=True)
-            before = self._named("latest")
             self._write(state, position, target)
-            publish(target)
-            if self._claim is not None:  # what was uploaded for minutes may be a later start's by now
-                self._claim.check()
+            before = self._named("latest")
+            self._store(target)
             # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The
             # other way round it would go on behind a best that nothing points at.
             if position.best is not None and position.best[0] == position.step:
@@ -128,6 +126,14 @@ class Checkpoints:
             flush(self._root)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
+
+    def _store(self, target: Path) -> None:
+        """To where others find it. What was uploaded for minutes may be a later start's by then."""
+        if self._claim is not None:
+            self._claim.check()
+        publish(target)
+        if self._claim is not None:
+            self._claim.check()
 
     def adopt(self, folder: Path) -> None:
         """Go on from a copy of another training's checkpoint; those of this one are dropped."""

@@ -35,6 +35,13 @@ class Claim:
         file = run / "claim"
         return isinstance(file, Mirror) and file.is_file() and file.read_bytes() == read(file)
 
+    def check_here(self) -> None:
+        """As `check`, by what this machine knows: of a mirror that is enough to write in it, while storage is away too."""
+        if not isinstance(self.file, Mirror):
+            self.check()
+        elif self.file.is_file() and self.file.read_bytes() != self.token.encode():
+            raise self._taken_over()
+
     def check(self) -> None:
         """Raise `RunError` where a later start has taken over."""
         try:
@@ -44,4 +51,7 @@ class Claim:
         if held is None:
             raise RunError(f"{address(self.file)} cannot be read: it is gone; who may write there is not known")
         if held != self.token.encode():
-            raise RunError(f"{address(self.file.parent)} was taken over by a later start; this one writes nothing more")
+            raise self._taken_over()
+
+    def _taken_over(self) -> RunError:
+        return RunError(f"{address(self.file.parent)} was taken over by a later start; this one writes nothing more")

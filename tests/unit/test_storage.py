@@ -13,7 +13,7 @@ import torch
 
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
-from distcse.events import Note, Watch
+from distcse.events import Event, Note, Steps, Watch
 from distcse.files import text_checksum
 from distcse.recipe import Recipe
 from distcse.storage import (
@@ -153,7 +153,9 @@ def test_folders_are_stored_and_fetched_whole(bucket: str, machine: Callable[[st
     assert fetch_folder(there) and content_of(there) == {"config": "1", "weights": "w", "sub/deep": "d"}
     filled(there, config="2", weights="w")
     publish(there)
-    assert len([key for key in server.keys() if key.startswith(key_of(bucket))]) == 3  # what is not named any more is deleted
+    assert (
+        len([key for key in server.keys() if key.startswith(key_of(bucket))]) == 3
+    )  # what is not named any more is deleted
     machine("mirror")
     assert fetch_folder(model) and content_of(model) == {"config": "2", "weights": "w"}
     withdraw(model)
@@ -349,19 +351,26 @@ def test_a_shard_that_could_not_be_stored_is_not_embedded_again(bucket: str, gat
 
 @pytest.fixture
 def recipe(bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Recipe:
-    more = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache", "training.max_steps=12", "evaluation.final=[]")
-    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences[:160], *more)
+    more = (
+        f"storage.runs={bucket}/runs",
+        f"storage.cache={bucket}/cache",
+        "training.max_steps=12",
+        "evaluation.final=[]",
+    )
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *more)
 
 
 def test_a_run_goes_on_elsewhere_and_comes_to_the_same_weights(
     recipe: Recipe, machine: Callable[[str], None], server: Server, tmp_path: Path
 ) -> None:
     here = recipe.model_copy(
-        update={"storage": recipe.storage.model_copy(update={"runs": str(tmp_path / "r"), "cache": str(tmp_path / "c")})}
+        update={
+            "storage": recipe.storage.model_copy(update={"runs": str(tmp_path / "r"), "cache": str(tmp_path / "c")})
+        }
     )
     expected = run(here, Watch()).directory.model / "model.safetensors"
-    events: list[object] = []
-    stopped = run(recipe, Watch(events.append, lambda: len(events) > 12))
+    events: list[Event] = []
+    stopped = run(recipe, Watch(events.append, lambda: any(isinstance(event, Steps) for event in events)))
     assert stopped.outcome.interrupted and 0 < stopped.outcome.position.step < 12
     where = address(stopped.directory.path)
     machine("other")
@@ -389,7 +398,9 @@ def test_a_run_ends_where_storage_goes_away_and_goes_on_from_its_own_copy(
         if getattr(event, "step", None) == 6 and type(event).__name__ == "DevScore":
             gate.refuses = lambda method, path: (0, "")
 
-    with pytest.raises(StorageError, match="was not reached, tried again and again; .* --resume goes on from it") as lost:
+    with pytest.raises(
+        StorageError, match="was not reached, tried again and again; .* --resume goes on from it"
+    ) as lost:
         run(recipe, Watch(hear))
     assert "Sentinel" not in str(lost.value)
     gate.open()
@@ -427,9 +438,7 @@ def test_the_copy_of_a_start_that_was_overtaken_is_passed_over(bucket: str, mach
 # What may be refused
 
 
-def test_each_refusal_is_one_message(
-    bucket: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_refusal_is_one_message(bucket: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def told(where: str) -> str:
         with pytest.raises(StorageError) as refused:
             probe(place(where))  # type: ignore[arg-type]
