@@ -43,6 +43,7 @@ from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import write_pages
 from distcse.report.progress import open_view
+from distcse.storage import address, place
 from distcse.student.data import data_before
 from distcse.student.run import Result
 from distcse.student.run import run as run_student
@@ -50,7 +51,8 @@ from distcse.training.directory import RunDirectory
 from distcse.training.rerun import Compared, Earlier
 
 Model = str | Path | Encoder
-"""A run's folder, a model's folder, a name on the hub, `package:NAME/FOLDER`; or an encoder that is loaded already."""
+"""A run's folder, a model's folder, the address of one in object storage, a name on the hub, `package:NAME/FOLDER`; or an encoder
+that is loaded already."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,8 +93,13 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """The run's folder: recipe, events, checkpoints, models."""
+        """The run's folder: recipe, events, checkpoints, models; of a run in object storage, its mirror on this machine."""
         return self.result.directory.path
+
+    @property
+    def address(self) -> str:
+        """What the run is called for `distcse.resume` and the commands, on this machine or another."""
+        return address(self.directory)
 
     @property
     def interrupted(self) -> bool:
@@ -111,7 +118,7 @@ class Run:
         """Folder of its one model. `RunError` where there are several."""
         if len(models := self.models) != 1:
             raise RunError(
-                f"{self.directory} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
+                f"{self.address} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
             )
         return next(iter(models.values()))
 
@@ -163,12 +170,12 @@ def resume(
     """Go on with a run that was interrupted or killed, from its last checkpoint.
 
     Args:
-        directory: The run's folder.
+        directory: The run's folder, or its address.
         overrides: Knobs that do not change what is learned, such as "training.workers=4".
         listen: As for `run`.
         stop_wished: As for `run`.
     """
-    begun, recipe = RunDirectory.reopen(Path(directory).absolute(), list(overrides))
+    begun, recipe = RunDirectory.reopen(place(directory).absolute(), list(overrides))
     return _carried_out(recipe, begun, listen, stop_wished)
 
 
@@ -181,7 +188,7 @@ def rerun(
     """Do a run again in a new directory, on the same data, and compare the weights (`Run.compared`).
 
     Args:
-        directory: The first run's folder.
+        directory: The first run's folder, or its address.
         overrides: Knobs that do not change what is learned, and `storage.runs`.
         listen: As for `run`; packages, machine or code that are others now come as warnings.
         stop_wished: As for `run`.
@@ -190,7 +197,7 @@ def rerun(
         RunError: The first run did not come to its end, or its data are not what they were.
     """
     with _heard_by(listen) as post:
-        earlier = Earlier.open(Path(directory).absolute(), list(overrides), Watch(post, stop_wished))
+        earlier = Earlier.open(place(directory).absolute(), list(overrides), Watch(post, stop_wished))
     recipe = earlier.recipe
     earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]

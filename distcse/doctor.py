@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from distcse.command import exit_status
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe
+from distcse.storage import place
 
 if TYPE_CHECKING:
     from distcse.health.check import Check
@@ -44,8 +45,7 @@ def _main(options: argparse.Namespace) -> int:
         partial(ray_cluster.cluster, [runs, cache]),
         ray_cluster.token,
         ray_cluster.exposed_ports,
-        partial(storage.folder, "storage.runs", runs),
-        partial(storage.folder, "storage.cache", cache),
+        *(partial(storage.kept, name, path) for name, path in (("storage.runs", runs), ("storage.cache", cache))),
     ]
     if recipe is not None:
         checks += [partial(sources.models, recipe), partial(sources.text, recipe)]
@@ -65,7 +65,7 @@ def _storage(recipe: Recipe | MutualRecipe | None) -> tuple[Path, Path]:
 
     section = StorageSection() if recipe is None else recipe.storage
     cache = os.environ.get("DISTCSE_CACHE", section.cache) if recipe is None else section.cache
-    return Path(section.runs).expanduser().absolute(), Path(cache).expanduser().absolute()
+    return place(section.runs).expanduser().absolute(), place(cache).expanduser().absolute()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.recipe import Recipe, load_recipe
+from distcse.storage import address
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json) as view:
         tables = embed_corpus(recipe, Watch(view.show))
-    folders = [None if table is None else str(table.directory) for table in tables]
+    folders = [None if table is None else address(table.directory) for table in tables]
     if options.json:
         print_json([{"event": "Finished", "tables": folders}])
     else:

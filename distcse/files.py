@@ -129,7 +129,12 @@ def unsealed(file: Path) -> dict[str, Any]:
         OSError: It is not there.
         ValueError: It is not what was written.
     """
-    content = json.loads(file.read_bytes())
+    return unsealed_bytes(file.read_bytes())
+
+
+def unsealed_bytes(stored: bytes) -> dict[str, Any]:
+    """What `sealed` made. Raises `ValueError` where it is not what was written."""
+    content = json.loads(stored)
     if not isinstance(content, dict) or content.pop(_SEAL, None) != _seal(content):
         raise ValueError("its checksum differs")
     return content

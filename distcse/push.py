@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EncoderError
+from distcse.storage import place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",
         epilog=f"Example: python -m distcse.push runs/my-run --to me/my-student --licence apache-2.0. {STATUSES}",
     )
-    parser.add_argument("model", type=Path, metavar="RUN", help="a run's folder, or a model's")
+    parser.add_argument("model", type=place, metavar="RUN", help="a run's folder, or a model's; or its address")
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="the model's name on the hub; made if it is new"
     )

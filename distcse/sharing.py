@@ -13,6 +13,7 @@ import yaml
 
 from distcse.errors import EncoderError
 from distcse.files import put
+from distcse.storage import address, fetch, fetch_folder, is_address
 
 _TOLD_IN = ("README.md", "config.json", "distcse/recipe.yaml")
 """Files of a model folder that may name places of the machine it was made on."""
@@ -40,9 +41,12 @@ def prepare(model: Path, beside: Path, licence: str | None = None) -> Parcel:
     Raises:
         EncoderError: It holds no model, or one that is pickled.
     """
-    folder = model / "model" if (model / "recipe.yaml").is_file() else model
+    folder = model / "model" if fetch(model / "recipe.yaml") else model
+    fetch_folder(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise EncoderError(f"{folder} holds no model (config.json and safetensors); name a run's folder, or a model's")
+        raise EncoderError(
+            f"{address(folder)} holds no model (config.json and safetensors); name a run's folder, or a model's"
+        )
     shutil.copytree(folder, beside)
     places = sorted(_places(beside / "distcse" / "recipe.yaml"), key=len, reverse=True)
     for file in (beside / name for name in _TOLD_IN):
@@ -78,13 +82,13 @@ def upload(parcel: Parcel, name: str, private: bool = False) -> str:
 
 
 def _places(recipe: Path) -> Iterator[str]:
-    """Absolute paths that a recipe names."""
+    """Absolute paths and addresses that a recipe names."""
     if not recipe.is_file():
         return
     open_: list[Any] = [yaml.safe_load(recipe.read_text(encoding="utf-8"))]
     while open_:
         value = open_.pop()
-        if isinstance(value, str) and os.path.isabs(value):
+        if isinstance(value, str) and (os.path.isabs(value) or is_address(value)):
             yield value
         elif isinstance(value, dict | list):
             open_.extend(value.values() if isinstance(value, dict) else value)

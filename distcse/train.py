@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.storage import address, fetch, place
 
 if TYPE_CHECKING:
     from distcse.api import Run
@@ -28,7 +29,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is None and options.recipe is None:
         raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
     if options.print_recipe:
-        sys.stdout.write(recipe_yaml(read_recipe(options.recipe or f"{options.resume}/recipe.yaml", options.overrides)))
+        sys.stdout.write(recipe_yaml(read_recipe(options.recipe or _stored(options.resume), options.overrides)))
         return 0
 
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
@@ -55,6 +56,12 @@ def _main(options: argparse.Namespace) -> int:
             done = resume(options.resume, *overrides, listen=view.show, stop_wished=stop.wished)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
+
+
+def _stored(run: Path) -> str:
+    """The recipe of a run."""
+    fetch(run / "recipe.yaml")
+    return str(run / "recipe.yaml")
 
 
 def _again(options: argparse.Namespace) -> int:
@@ -105,26 +112,26 @@ def _print(done: Run, as_json: bool) -> None:
     if evaluation is not None:
         print_remarks(evaluation)
         print_evaluation(evaluation)
-    print_lines(["", *_told(done), *(f"report  {file}" for file in done.reports), *_what_next(done)])
+    print_lines(["", *_told(done), *(f"report  {address(file)}" for file in done.reports), *_what_next(done)])
 
 
 def _told(done: Run) -> list[str]:
     """The models, and the run's folder."""
     from distcse.mutual import MutualResult
 
-    lines = [f"model   {model}" for model in done.models.values()]
+    lines = [f"model   {address(model)}" for model in done.models.values()]
     if isinstance(done.result, MutualResult):
         lines = []
         for best in done.result.best:
             dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
-            lines.append(f"{best.group} {best.kind:<5}  {best.model}  (cycle {best.phase.cycle}{dev})")
+            lines.append(f"{best.group} {best.kind:<5}  {address(best.model)}  (cycle {best.phase.cycle}{dev})")
         lines += [f"dropped  {group}: {why}" for group, why in done.result.dropped.items()]
-    lines.append(f"run     {done.directory}")
+    lines.append(f"run     {done.address}")
     return lines if done.compared is None else [*lines, f"weights {done.compared.told}"]
 
 
 def _what_next(done: Run) -> list[str]:
-    resume = [f"resume  python -m distcse.train --resume {done.directory}"] if done.interrupted else []
+    resume = [f"resume  python -m distcse.train --resume {done.address}"] if done.interrupted else []
     if list(done.models) != ["student"]:
         return resume
     return [
@@ -140,9 +147,9 @@ def _finished(done: Run) -> dict[str, Any]:
     return {
         "event": "Finished",
         "interrupted": done.interrupted,
-        "run": str(done.directory),
-        "models": {name: str(model) for name, model in done.models.items()},
-        "reports": [str(file) for file in done.reports],
+        "run": done.address,
+        "models": {name: address(model) for name, model in done.models.items()},
+        "reports": [address(file) for file in done.reports],
         **({} if done.compared is None else {"weights": done.compared.told}),
     }
 
@@ -164,11 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rerun",
-        type=Path,
+        type=place,
         metavar="RUN",
-        help="do the run in this directory again in a new one, on the same data, and say whether the weights are the same",
+        help="do the run in this directory, or at this address, again in a new one, on the same data; are the weights the same?",
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
+    parser.add_argument(
+        "--resume", type=place, metavar="RUN", help="go on with the run in this directory, or at this address"
+    )
     add_output_options(parser)
     return parser
 

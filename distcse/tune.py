@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError, RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
+from distcse.storage import address, place
 
 if TYPE_CHECKING:
     from distcse.tuning.sweep import SweepResult
@@ -109,15 +110,15 @@ def _sweep(
     if result.winner is not None and result.winner.best is not None:
         lines += [
             f"winner  dev {result.winner.best.score:.2f}  {in_a_line(result.winner.values)}",
-            f"recipe  {result.best_recipe}",
+            f"recipe  {address(result.best_recipe)}",
         ]
     lines += [f"missing {told}" for told in unfinished(result)]
-    lines += [f"report  {file}" for file in pages]
-    lines.append(f"trials  {directory / 'trials.csv'}")
+    lines += [f"report  {address(file)}" for file in pages]
+    lines.append(f"trials  {address(directory / 'trials.csv')}")
     if result.interrupted:
-        lines.append(f"resume  python -m distcse.tune --resume {directory}")
+        lines.append(f"resume  python -m distcse.tune --resume {address(directory)}")
     elif result.winner is not None:
-        lines.append(f"train   python -m distcse.train {result.best_recipe}")
+        lines.append(f"train   python -m distcse.train {address(result.best_recipe)}")
     print_lines(lines)
     return _status(result)
 
@@ -128,10 +129,10 @@ def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
     return {
         "event": "Finished",
         "interrupted": result.interrupted,
-        "sweep": str(result.directory),
+        "sweep": address(result.directory),
         "winner": found,
-        "best_recipe": str(result.best_recipe) if found else None,
-        "reports": [str(page) for page in pages],
+        "best_recipe": address(result.best_recipe) if found else None,
+        "reports": [address(page) for page in pages],
     }
 
 
@@ -169,7 +170,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
     )
-    parser.add_argument("--resume", type=Path, metavar="SWEEP", help="go on with the sweep in this directory")
+    parser.add_argument(
+        "--resume", type=place, metavar="SWEEP", help="go on with the sweep in this directory (or address)"
+    )
     add_output_options(parser)
     return parser
 

@@ -110,11 +110,15 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """One local Ray cluster for all cluster tests, as `distcse.train` starts it."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One local Ray cluster for all cluster tests, as `distcse.train` starts it; with an object storage, where a test starts one."""
     from distcse.training.cluster import cluster as start
+    from tests.s3 import environment, free_port
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     os.environ.setdefault("RAY_metrics_report_interval_ms", "500")
-    with start(cpus=6):
-        yield
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment(free_port(), tmp_path_factory.mktemp("mirror")).items():
+            patched.setenv(name, value)
+        with start(cpus=6):
+            yield

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from distcse.corpus.docstrings import docstring_sentences, packages_fingerprint
 from distcse.corpus.hub import open_dataset, read_dataset
 from distcse.corpus.likeness import Excluded
-from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusError
 from distcse.files import checksum, text_checksum
 from distcse.recipe import CorpusSection
+from distcse.storage import fetch_folder
 
 FORMAT = 2
 _LABEL = "corpus.json"
@@ -76,7 +77,7 @@ class Corpus:
         """
         source = _source(section)
         directory = cache / "corpora" / _key(source, section, excluded)
-        if (described := is_whole(directory, _LABEL)) is not None:
+        if (described := is_kept(directory, _LABEL)) is not None:
             return cls(directory, described, reused=True)
         with making(directory, _LABEL) as (beside, label):
             rows = source.rows(section.column)
@@ -88,6 +89,7 @@ class Corpus:
     @classmethod
     def open(cls, directory: Path) -> Corpus:
         """A corpus prepared before."""
+        fetch_folder(directory)
         described = labelled(directory, _LABEL)
         if described is None:
             raise CorpusError(f"{directory} holds no whole corpus; start the run again to prepare it")

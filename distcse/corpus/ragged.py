@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from distcse.errors import CorpusError
 from distcse.files import checksum, flush_all, move_into_place, sealed, unsealed
+from distcse.storage import fetch_folder, publish
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 
@@ -99,6 +100,15 @@ def is_whole(folder: Path, label: str) -> dict[str, Any] | None:
     return described if intact else None
 
 
+def is_kept(folder: Path, label: str) -> dict[str, Any] | None:
+    """As `is_whole`, of what is stored; what only this machine has whole is stored."""
+    stored = fetch_folder(folder)
+    described = is_whole(folder, label)
+    if described is not None and not stored:
+        publish(folder)
+    return described
+
+
 def labelled(folder: Path, label: str) -> dict[str, Any] | None:
     """The label of a cached folder whose files have the sizes it states; None where it is absent, damaged or another."""
     try:
@@ -127,6 +137,7 @@ def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         (beside / label).write_text(sealed(described), encoding="utf-8")
         flush_all(beside)
         move_into_place(beside, target, lambda: is_whole(target, label) is not None)
+        publish(target)
     except OSError as refused:
         reason = refused.strerror or refused
         raise CorpusError(f"cache folder {target.parent} cannot be written: {reason}; set storage.cache") from refused

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus.corpus import Corpus
-from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_whole, labelled, making
+from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
 from distcse.errors import CorpusError
 from distcse.files import text_checksum
+from distcse.storage import fetch_folder
 
 FORMAT = 2
 _LABEL = "tokens.json"
@@ -57,7 +58,7 @@ class TokenTable:
         described = [FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), _side(tokenizer), max_length, prompt]
         key = text_checksum(json.dumps(described))
         directory = cache / "tokens" / key
-        if (label := is_whole(directory, _LABEL)) is not None:
+        if (label := is_kept(directory, _LABEL)) is not None:
             return cls(directory, label, reused=True)
         with making(directory, _LABEL) as (beside, label):
             dtype = _dtype(tokenizer)
@@ -78,6 +79,7 @@ class TokenTable:
     @classmethod
     def open(cls, directory: Path) -> TokenTable:
         """A table prepared before."""
+        fetch_folder(directory)
         described = labelled(directory, _LABEL)
         if described is None:
             raise CorpusError(f"{directory} holds no whole token table; start the run again to prepare it")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distcse.errors import EncoderError
 from distcse.files import checksum
+from distcse.storage import Mirror, address, fetch, fetch_folder, place
 
 PACKAGE = "package:"
 
@@ -26,8 +27,9 @@ def resolve_model(
     """The local folder of a model.
 
     Args:
-        name: A folder; `package:NAME/FOLDER` inside an installed package, which is not imported; or a hub id, which is
-            fetched (safetensors, configuration and tokenizer only) unless it is in the local hub cache.
+        name: A folder; an address of object storage, where a run left its model; `package:NAME/FOLDER` inside an installed
+            package, which is not imported; or a hub id, which is fetched (safetensors, configuration and tokenizer only) unless
+            it is in the local hub cache.
         trust_remote_code: Fetch the repository's Python files too.
         wanted: Patterns of the files that are fetched from a hub; None is all that an encoder needs.
         only_local: Ask no hub; its local cache is looked into.
@@ -37,7 +39,9 @@ def resolve_model(
     """
     if name.startswith(PACKAGE):
         return _in_package(name)
-    folder = Path(name).expanduser()
+    folder = place(name).expanduser()
+    if isinstance(folder, Mirror):
+        return _from_storage(folder)
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
             raise EncoderError(f"{folder} is a run's folder; its model is {folder / 'model'}: name that")
@@ -69,6 +73,14 @@ def _in_package(name: str) -> Path:
     if ".." in Path(inside).parts or Path(inside).is_absolute() or not os.path.isdir(folder):
         raise EncoderError(f"{name}: package {package!r} has no folder {inside!r}")
     return folder
+
+
+def _from_storage(folder: Mirror) -> Path:
+    if fetch_folder(folder):
+        return folder
+    if fetch(folder / "recipe.yaml"):
+        raise EncoderError(f"{address(folder)} is a run's folder; its model is {address(folder / 'model')}: name that")
+    raise EncoderError(f"{address(folder)} holds no model that distcse stored; copy others to a folder and name that")
 
 
 def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:

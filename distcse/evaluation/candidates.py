@@ -14,6 +14,7 @@ from distcse.evaluation.evaluation import About, Candidate
 from distcse.evaluation.exposure import Exposure
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
 from distcse.ranks import RankSpaceEncoder, is_rank_space
+from distcse.storage import fetch, names, place
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,17 @@ def _parameters(model: Any) -> int:
 
 
 def _model_of(source: str) -> str:
-    run = Path(source)
-    if not os.path.isfile(run / "recipe.yaml"):
+    run = place(source)
+    if not fetch(run / "recipe.yaml"):
         return source
-    several = sorted(str(config.parent.relative_to(run)) for config in run.glob("models/*/*/config.json"))
+    several = sorted(
+        f"models/{group}/{kind}" for group in names(run / "models") for kind in names(run / "models" / group)
+    )
     if several:
         raise EvaluationError(f"{source} holds several models; name one of them: {', '.join(several)}")
     return str(run / "model")
 
 
 def _name_of(path: str) -> str:
-    parts = Path(path).absolute().parts if os.path.exists(path) else Path(path).parts
+    parts = Path(path).absolute().parts if os.path.exists(path) else Path(path.rstrip("/")).parts
     return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]

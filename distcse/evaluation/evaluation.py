@@ -18,7 +18,7 @@ from distcse.evaluation.neighbours import Changed, Changes, changed_neighbours
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import Task, can_do
 from distcse.events import Listener, Stage, ignore
-from distcse.files import put
+from distcse.storage import put
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from distcse.corpus import likeness
 from distcse.errors import EvaluationError
 from distcse.files import put, writing
+from distcse.storage import publish
 
 _FILE = Path("distcse") / "exposure.json"
 TRANSDUCTIVE_FROM = 0.5
@@ -68,6 +69,7 @@ class Exposure:
             for mark, share in self.shares.items()
         }
         put(file, json.dumps(found, indent=2))
+        publish(model)
 
     @classmethod
     def read(cls, model: Path) -> Exposure:

@@ -11,7 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from distcse.errors import StorageError
 from distcse.health.check import Check, fail, ok, warn
+from distcse.storage import Mirror, probe
+from distcse.storage import address as named
 
 _DASHBOARD = 8265
 _CLIENT = 10001
@@ -67,7 +70,7 @@ def _nodes(address: str, shared: Sequence[Path]) -> list[Check]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0)(_about_node)
-    folders = [str(folder) for folder in shared if folder.is_dir()]
+    folders = [folder for folder in shared if isinstance(folder, Mirror) or folder.is_dir()]
     asked = {
         node["NodeManagerAddress"]: ask.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -83,14 +86,15 @@ def _nodes(address: str, shared: Sequence[Path]) -> list[Check]:
             if theirs[kind] != mine[kind]:
                 what = f"node {node} has {kind} {theirs[kind]}, this machine {mine[kind]}"
                 found.append(fail("cluster", what, f"install {kind} {mine[kind]} there"))
-        missing = [folder for folder in folders if folder not in theirs["sees"]]
+        missing = [named(folder) for folder in folders if named(folder) not in theirs["sees"]]
         if missing:
             what = f"node {node} does not see {missing[0]}"
-            found.append(fail("cluster", what, "put storage.runs and storage.cache on storage that all nodes share"))
+            fix = "put storage.runs and storage.cache on storage that all nodes share; object storage wants credentials there"
+            found.append(fail("cluster", what, fix))
     return found or [ok("cluster", f"{told}; all with ray {mine['ray']} and python {mine['python']}")]
 
 
-def _about_node(folders: Sequence[str]) -> dict[str, Any]:
+def _about_node(folders: Sequence[Path]) -> dict[str, Any]:
     """What a node says of itself."""
     import platform
 
@@ -101,7 +105,21 @@ def _about_node(folders: Sequence[str]) -> dict[str, Any]:
             return "none"
 
     versions = {package: told(package) for package in ("ray", "torch", "distcse")}
-    return {**versions, "python": platform.python_version(), "sees": [f for f in folders if Path(f).is_dir()]}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "sees": [named(folder) for folder in folders if _sees(folder)],
+    }
+
+
+def _sees(folder: Path) -> bool:
+    if not isinstance(folder, Mirror):
+        return folder.is_dir()
+    try:
+        probe(folder)
+    except StorageError:  # why is told of this machine, by the check of its storage
+        return False
+    return True
 
 
 def token(environment: Mapping[str, str] | None = None, home: Path | None = None) -> list[Check]:

@@ -1,4 +1,4 @@
-"""Room on the disks of a recipe's folders, and whether a file can be written there, flushed and renamed."""
+"""Room on the disks of a recipe's folders; whether a file can be written there, flushed and renamed, or put as an object."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ import secrets
 import shutil
 from pathlib import Path
 
+from distcse.errors import StorageError
 from distcse.health.check import Check, fail, gib, ok, warn
+from distcse.storage import Mirror, address, probe
 
 _LEAST, _GOOD = 2**30, 10 * 2**30
+
+
+def kept(name: str, path: Path) -> list[Check]:
+    """A place that a recipe names: a folder; or one in object storage, and the room for its mirror here."""
+    if not isinstance(path, Mirror):
+        return folder(name, path)
+    try:
+        probe(path)
+    except StorageError as refused:
+        return [fail(name, str(refused), f"or write {name}=FOLDER")]
+    return [ok(name, f"{address(path)}: written, read and deleted"), *folder("DISTCSE_MIRROR", path)]
 
 
 def folder(name: str, path: Path, good: float = _GOOD) -> list[Check]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.events import Note, Stage, Watch
@@ -11,6 +9,7 @@ from distcse.mutual.dev import DevPairs
 from distcse.mutual.finals import wanted_tasks
 from distcse.mutual.pairs import read_pairs
 from distcse.recipe import MutualRecipe
+from distcse.storage import place
 from distcse.training.cluster import cluster
 from distcse.training.directory import check_storage
 from distcse.training.engines import uses_deepspeed
@@ -31,7 +30,7 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
     if recipe.pairs.mine is None:
         _told(watch, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
     else:
-        corpus = Corpus.prepare(recipe.pairs.mine.corpus, Path(recipe.storage.cache))
+        corpus = Corpus.prepare(recipe.pairs.mine.corpus, place(recipe.storage.cache))
         _told(watch, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RunError
-from distcse.files import put, sealed, unsealed, whole, writing
+from distcse.files import sealed, unsealed, writing
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
+from distcse.storage import fetch, put, whole
 from distcse.training.claim import Claim
 
 Scores = NDArray[np.float32]
@@ -44,7 +45,7 @@ class Ledger:
             self._labels.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "dropped": {}, "stopped_after": None}
-        if self._file.exists():
+        if fetch(self._file):
             try:
                 self._state = unsealed(self._file)
             except (OSError, ValueError) as broken:
@@ -118,6 +119,7 @@ class Ledger:
 
     def _load(self, name: str, expected: str) -> Scores:
         file = self._labels / f"{name}.npy"
+        fetch(file)
         try:
             array: Scores = np.load(file, allow_pickle=False)
         except (OSError, EOFError, ValueError) as broken:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from distcse.events import Listener, Stage
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
+from distcse.storage import place
 from distcse.teachers.nearest import nearest
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
@@ -45,7 +45,7 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
     dev = DevPairs.of(recipe)
     also = [] if dev is None else [*dev.first, *dev.second]
     excluded = excluded_from(section.corpus, recipe.evaluation.data, also)
-    corpus = Corpus.prepare(section.corpus, Path(recipe.storage.cache), excluded=excluded)
+    corpus = Corpus.prepare(section.corpus, place(recipe.storage.cache), excluded=excluded)
     texts = corpus.texts(range(len(corpus)))
     first_of = {text: row for row, text in reversed(list(enumerate(texts)))}
     texts = list(first_of)  # each sentence once: its own double is no neighbour

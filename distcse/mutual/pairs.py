@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from distcse.errors import CorpusError
 from distcse.evaluation import read_table
 from distcse.evaluation.tables import ENDINGS
-from distcse.files import whole
 from distcse.recipe import MutualRecipe
+from distcse.storage import fetch, whole
 
 _DRAW_STREAM = 2**31
 
@@ -53,6 +53,7 @@ class Pairs:
     @classmethod
     def read(cls, file: Path) -> Pairs:
         """What `write` stored."""
+        fetch(file)
         try:
             table = pq.read_table(file)
         except (pa.ArrowException, OSError) as broken:

@@ -23,6 +23,8 @@ from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import GroupSection, MutualRecipe
+from distcse.storage import address, fetch, fetch_folder, publish
+from distcse.training.checkpoint import Checkpoints
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory
@@ -68,7 +70,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     directory = resume or RunDirectory.create(recipe)
     with directory.claimed(watch) as claim:
         watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
-        watch.post(Note(f"run directory {directory.path}"))
+        watch.post(Note(f"run directory {address(directory.path)}"))
         return _run(recipe, watch, directory, claim, at_work, tasks)
 
 
@@ -77,6 +79,9 @@ def _run(
 ) -> MutualResult:
     ending, wished = threading.Event(), watch.stop_wished
     watch = replace(watch, stop_wished=lambda: ending.is_set() or wished())
+    if claim.left_here:
+        for phase in (directory.path / "groups").glob("*/*"):
+            Checkpoints(phase).rescue(watch.post)
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)
@@ -90,6 +95,7 @@ def _run(
         evaluation = final_scores(recipe, tasks, pairs, [(one.group, one.kind, one.model) for one in best], watch.post)
         if evaluation is not None:
             evaluation.write(directory.evaluation)
+    directory.store_events()
     return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
 
 
@@ -116,7 +122,7 @@ def data_before(recipe: MutualRecipe) -> dict[str, str]:
 
 def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
     file = run / "pairs.parquet"
-    if not file.exists():
+    if not fetch(file):
         if recipe.pairs.mine is None:
             pairs = read_pairs(recipe)
         else:
@@ -239,7 +245,9 @@ def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Be
             best = max(scored, key=lambda p: (scored[p] if scored[p] is not None else p.number, -p.number))
             target = bench.run / "models" / group.name / kind
             shutil.rmtree(target, ignore_errors=True)
+            fetch_folder(bench.folder(best) / "model")
             shutil.copytree(bench.folder(best) / "model", target)
+            publish(target)
             found.append(Best(group.name, kind, best, scored[best], target))
     return found
 

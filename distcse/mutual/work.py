@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +13,13 @@ from numpy.typing import NDArray
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch
-from distcse.files import put, sealed, unsealed
+from distcse.files import sealed, unsealed
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
+from distcse.storage import fetch, publish, put, remove
 from distcse.training.checkpoint import Checkpoints, load_position, load_state
 from distcse.training.claim import Claim
 from distcse.training.loop import learn
@@ -200,18 +200,19 @@ def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder
     weights = load_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
+    publish(folder / "model")
     dev = dict(position.scores).get(position.step)
     told = Trained(str(folder / "model"), position.step, dev, steps)
     put(folder / "trained.json", sealed(asdict(told)))
-    shutil.rmtree(folder / "checkpoints")
+    remove(folder / "checkpoints")
 
 
 def _told(folder: Path) -> Trained | None:
     file = folder / "trained.json"
+    if not fetch(file):
+        return None
     try:
         return replace(Trained(**unsealed(file)), model=str(folder / "model"))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as broken:
         raise RunError(
             f"{file} cannot be read ({broken}); remove {folder} and --resume: the phase is done again"

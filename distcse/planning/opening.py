@@ -9,6 +9,7 @@ from distcse.planning.calibration import Kind, calibrate, this_machine
 from distcse.planning.machines import GPUS, Cluster
 from distcse.planning.shapes import Shape, read_shape
 from distcse.recipe import EncoderSection, MutualRecipe, Recipe, TrainedSection
+from distcse.storage import place
 
 
 def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualRecipe, network: float) -> Cluster:
@@ -24,7 +25,7 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     if kind in GPUS:
         return Cluster(told, nodes, per_node, GPUS[kind], network)
     threads = threads_of(recipe, local=kind == "local", per_node=per_node)
-    machine = this_machine(Path(recipe.storage.cache), threads)
+    machine = this_machine(place(recipe.storage.cache), threads)
     if kind == "local":
         per_node = (
             max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, (os.cpu_count() or 1) // threads)
@@ -34,7 +35,7 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
 
 def calibrate_for(recipe: Recipe | MutualRecipe) -> Path:
     """Measure what a recipe's passes cost here. Returns the file of constants; see `calibrate`."""
-    return calibrate(kinds_of(recipe), Path(recipe.storage.cache), threads_of(recipe))
+    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads_of(recipe))
 
 
 def threads_of(recipe: Recipe | MutualRecipe, local: bool = True, per_node: int = 1) -> int:

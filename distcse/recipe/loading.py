@@ -17,6 +17,7 @@ from distcse.recipe.complaints import explain, nearest
 from distcse.recipe.mutual import MutualRecipe
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
+from distcse.storage import fetch, is_address, place
 
 Document = dict[str, Any]
 R = TypeVar("R", bound=Recipe | MutualRecipe)
@@ -138,6 +139,9 @@ def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
 
 
 def _read(name: str) -> Document:
+    if is_address(name):
+        fetch(place(name))
+        name = str(place(name))
     if os.path.isfile(name):
         text = _content(name)
     elif name in (known := packaged_recipes()):
@@ -302,7 +306,12 @@ def _found_corpus(corpus: CorpusSection) -> CorpusSection:
 
 def _found_storage(storage: StorageSection) -> StorageSection:
     cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
-    return storage.model_copy(update={"runs": _absolute(storage.runs), "cache": _absolute(cache)})
+    return storage.model_copy(update={"runs": _located(storage.runs), "cache": _located(cache)})
+
+
+def _located(name: str) -> str | None:
+    """An address is one everywhere."""
+    return name.rstrip("/") if is_address(name) else _absolute(name)
 
 
 def _absolute_paths(path: str | list[str] | None) -> str | list[str | None] | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from distcse.errors import StorageError
 from distcse.recipe.encoders import StudentSection, TeachersSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.section import Name, Section
 from distcse.recipe.training import TrainingSection
+from distcse.storage import is_address, place
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
 
@@ -70,12 +72,24 @@ class EvaluationSection(Section):
 
 
 class StorageSection(Section):
-    """Where things are kept. On a cluster of several nodes every path lies on storage all nodes share."""
+    """Where things are kept: folders, on a cluster of several nodes on storage that all nodes share; or object storage,
+    `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX`, which every node reaches ([how](storage.md))."""
 
     runs: str = "runs"
     """Folder of run directories; each run makes one of its own."""
     cache: str = "~/.cache/distcse"
     """Tokenised corpora and teachers' tables, shared by all runs; DISTCSE_CACHE overrides the default."""
+
+    @field_validator("runs", "cache")
+    @classmethod
+    def _is_a_folder_or_an_address(cls, name: str) -> str:
+        """What is refused is not repeated: it may hold a key."""
+        try:
+            if is_address(name):
+                place(name)
+        except StorageError as refused:
+            raise ValueError(str(refused)) from None
+        return name.rstrip("/") if is_address(name) else name
 
 
 class Recipe(Section):

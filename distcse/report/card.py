@@ -12,6 +12,7 @@ from distcse.evaluation import Evaluation
 from distcse.files import put
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
+from distcse.storage import publish
 from distcse.student.run import Result
 
 
@@ -23,6 +24,7 @@ def write_card(result: Result) -> None:
         shutil.copyfile(projection, model / "distcse" / projection.name)
     put(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
     put(model / "README.md", card(result))
+    publish(model)
 
 
 def card(result: Result) -> str:

@@ -11,6 +11,7 @@ from distcse.files import put
 from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
 from distcse.report.card import scores_told
+from distcse.storage import publish
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
 
@@ -28,6 +29,7 @@ def write_group_cards(result: MutualResult) -> None:
         (best.model / "distcse").mkdir(exist_ok=True)
         put(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
         put(best.model / "README.md", group_card(result, best))
+        publish(best.model)
 
 
 def group_card(result: MutualResult, best: Best) -> str:

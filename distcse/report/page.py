@@ -12,11 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from distcse import __version__
 from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
-from distcse.files import put
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import beside
+from distcse.storage import put
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 

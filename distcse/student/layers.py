@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 from math import comb
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, r
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Stage, Watch
-from distcse.files import put, sealed, text_checksum, unsealed, writing
+from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, with_layers
+from distcse.storage import fetch, place, put
 from distcse.teachers import Alphas, open_embedder, scores_pairs
 from distcse.teachers.opening import fingerprint
 
@@ -44,7 +44,8 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
     """
     if recipe.student.layers != "auto":
         return recipe
-    kept = Path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
+    kept = place(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
+    fetch(kept)
     with suppress(OSError, ValueError):  # absent or damaged: chosen anew, and alike
         chosen: list[int] = unsealed(kept)["layers"]
         _told(watch, chosen, "as an earlier run chose")

@@ -14,6 +14,7 @@ from distcse.errors import CorpusError, TeacherError
 from distcse.evaluation import excluded_from
 from distcse.events import Stage, Watch
 from distcse.recipe import Recipe
+from distcse.storage import fetch, place
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
@@ -61,7 +62,7 @@ class Text:
             corpus,
             start.tokenizer,
             start.max_length,
-            Path(recipe.storage.cache),
+            place(recipe.storage.cache),
             _progress(watch, "tokens", len(corpus)),
             prompt=start.prompt,
         )
@@ -95,7 +96,7 @@ class Text:
         whole = _whole(tables, having or [0], "training.neighbours")
         watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
         alphas = [teachers[number].alpha for number in having]
-        folder = prepare_graph(whole, alphas, section.farthest, Path(self.recipe.storage.cache))
+        folder = prepare_graph(whole, alphas, section.farthest, place(self.recipe.storage.cache))
         _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
         return folder
 
@@ -104,7 +105,7 @@ class Text:
         if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.start.dimension:
             return at
         file = RunDirectory(run).projection
-        if not file.exists() or projection_of(file) != at.key:
+        if not fetch(file) or projection_of(file) != at.key:
             rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FITTED_ON]
             joined, few = joined_vectors(tables, alphas, rows), rows[:_ALIGNED_ON]
             start = self.start.encode(self.corpus.texts(few), normalize=True)
@@ -136,7 +137,7 @@ def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
 
 def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
     """The recipe's sentences, read or found in the cache."""
-    cache = Path(recipe.storage.cache)
+    cache = place(recipe.storage.cache)
     excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
     corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit), excluded)
     blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
@@ -154,7 +155,7 @@ def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -
         if not uses_table(section, teacher):
             tables.append(None)
             continue
-        table = table_of(teacher, corpus, Path(recipe.storage.cache), section.shard_rows)
+        table = table_of(teacher, corpus, place(recipe.storage.cache), section.shard_rows)
         stage = f"teacher {number}"
         missing = table.missing_shards()
         rows = sum(len(table.shard_range(shard)) for shard in missing)

@@ -16,6 +16,7 @@ from distcse.errors import DistcseError, RunError
 from distcse.events import Note, Watch
 from distcse.nodes import Need, Patience, resources_on
 from distcse.recipe import Recipe
+from distcse.storage import address
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.training.board import open_board, relay, watch_of
@@ -49,7 +50,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
         run_config=RunConfig(
             # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
             name=f"train-{time.time_ns()}",
-            storage_path=str(job.run / "ray"),
+            storage_path=address(job.run / "ray"),
             failure_config=FailureConfig(max_failures=job.recipe.training.max_failures),
             worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),

@@ -10,6 +10,7 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation, Tasks
 from distcse.events import Note, Watch, one_by_one
 from distcse.recipe import Recipe
+from distcse.storage import address, publish
 from distcse.student.averaging import Start
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
@@ -52,13 +53,15 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     directory = directory or RunDirectory.create(recipe)
     with directory.claimed(watch) as claim:
         watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
-        watch.post(Note(f"run directory {directory.path}"))
+        watch.post(Note(f"run directory {address(directory.path)}"))
         return _run(recipe, watch, directory, claim, labelled, house)
 
 
 def _run(
     recipe: Recipe, watch: Watch, directory: RunDirectory, claim: Claim, labelled: Tasks, house: House | None
 ) -> Result:
+    if claim.left_here:
+        Checkpoints(directory.path).rescue(watch.post)
     text = Text.prepare(recipe, watch)
     if text.recipe != recipe:
         recipe = text.recipe
@@ -76,6 +79,7 @@ def _run(
         evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
+    directory.store_events()
     return Result(recipe, directory, outcome, evaluation, len(text.corpus))
 
 
@@ -87,9 +91,12 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     checkpoints = Checkpoints(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
-        raise RunError(f"{directory.path} has no checkpoint; run again with --resume {directory.path}")
+        raise RunError(
+            f"{address(directory.path)} has no checkpoint; run again with --resume {address(directory.path)}"
+        )
     encoder = Encoder.from_section(recipe.student)
     start = Start(encoder, recipe.student.start_share)
     encoder.load_state_dict(start.mixed(encoder_weights(load_state(folder).weights)))
     encoder.eval().save(directory.model)
+    publish(directory.model)
     return encoder

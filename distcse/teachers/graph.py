@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import TeacherError
 from distcse.files import checksum, flush_all, move_into_place, put, text_checksum, writing
+from distcse.storage import fetch_folder, publish
 from distcse.teachers.nearest import nearest
 from distcse.teachers.table import EmbeddingTable
 
@@ -44,7 +45,9 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
     described = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
     key = text_checksum(json.dumps(described))
     folder = cache / "neighbours" / key
+    fetch_folder(folder)
     if _is_intact(folder):
+        publish(folder)
         return folder
     vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
     _, found = nearest(vectors, neighbours, "training.neighbours")
@@ -58,6 +61,7 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
             move_into_place(beside, folder, lambda: _is_intact(folder))
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+    publish(folder)
     return folder
 
 
@@ -68,6 +72,7 @@ def graph_checksum(folder: Path) -> str:
 
 def open_graph(folder: Path) -> NDArray[np.int32]:
     """(n, k) row ids of each row's neighbours, memory-mapped."""
+    fetch_folder(folder)
     try:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
     except (OSError, EOFError, ValueError) as broken:

@@ -5,7 +5,8 @@
                          shard-00000.json  rows, dimension, blake2b of the .npy
 
 A shard counts once its .json is there: the .npy is written beside, flushed and renamed first, the .json after it, so a
-kill at any moment leaves either a whole shard or none.
+kill at any moment leaves either a whole shard or none. In object storage a shard is a folder of these two, and counts once it
+has its record; a machine fetches the shards that it serves.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse import files
 from distcse.errors import TeacherError
-from distcse.files import checksum, put, text_checksum, whole, writing
+from distcse.files import checksum, text_checksum, writing
+from distcse.storage import fetch_folder, is_stored, publish, put
 
 FORMAT = 1
 
@@ -108,11 +111,12 @@ class EmbeddingTable:
         if len(vectors) != len(rows):
             raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
         units = directions(vectors, rows)
-        with whole(self._payload(shard)) as beside:
+        with files.whole(self._payload(shard)) as beside:
             with open(beside, "wb") as file:
                 np.save(file, units.astype(np.float16))
             label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(beside)}
-        put(self._label(shard), json.dumps(label))
+        files.put(self._label(shard), json.dumps(label))
+        publish(self._stored(shard), self._parts(shard))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """(n,) row ids -> (n, dimension) float32 unit vectors. Normalised again: float16 moves a norm by 1e-4."""
@@ -141,6 +145,7 @@ class EmbeddingTable:
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         if shard not in self._opened:
+            fetch_folder(self._stored(shard), into=self.directory)
             if not self._payload(shard).exists():
                 raise TeacherError(f"table {self.directory} has no shard {shard}; run again to embed what is missing")
             try:
@@ -152,13 +157,26 @@ class EmbeddingTable:
         return self._opened[shard]
 
     def _is_intact(self, shard: int) -> bool:
+        """In object storage a shard is what its record says: it is not fetched, for it is needed where it is served."""
+        if is_stored(self._stored(shard)):
+            return True
         try:
             label = json.loads(self._label(shard).read_bytes())
-            return bool(
+            intact = bool(
                 label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == checksum(self._payload(shard))
             )
         except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: not intact, to be built again
             return False
+        if intact:  # here alone, where storage was away when it was written
+            publish(self._stored(shard), self._parts(shard))
+        return intact
+
+    def _stored(self, shard: int) -> Path:
+        """What a shard's files are stored as, in object storage."""
+        return self.directory / f"shard-{shard:05d}"
+
+    def _parts(self, shard: int) -> dict[str, Path]:
+        return {file.name: file for file in (self._payload(shard), self._label(shard))}
 
     def _payload(self, shard: int) -> Path:
         return self.directory / f"shard-{shard:05d}.npy"

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from distcse.errors import TeacherError
-from distcse.files import text_checksum, whole
+from distcse.files import text_checksum
+from distcse.storage import fetch, whole
 from distcse.teachers.graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
@@ -115,6 +116,7 @@ def _digest(projection: NDArray[np.float32]) -> str:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    fetch(file)
     try:
         with safe_open(file, framework="numpy") as stored:
             yield stored

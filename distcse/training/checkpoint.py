@@ -22,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distcse.errors import RunError
+from distcse.errors import RunError, StorageError
 from distcse.events import Event, Note, ignore
 from distcse.files import checksum, flush, put, sealed, unsealed, whole, writing
+from distcse.storage import Mirror, address, fetch, fetch_folder, names, publish, remove, upload, withdraw
 from distcse.training.claim import Claim
 
 _STATE, _POSITION = "state.safetensors", "position.json"
@@ -91,12 +92,13 @@ class Checkpoints:
             RunError: A later start of the run has taken its directory over.
         """
         if self._claim is not None:
-            self._claim.check()
+            self._claim.check_here()
         target = self._root / f"step-{position.step:06d}"
         with writing(target):
             self._root.mkdir(parents=True, exist_ok=True)
-            before = self.latest()
             self._write(state, position, target)
+            before = self._named("latest")
+            self._store(target)
             # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The
             # other way round it would go on behind a best that nothing points at.
             if position.best is not None and position.best[0] == position.step:
@@ -125,15 +127,44 @@ class Checkpoints:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
+    def _store(self, target: Path) -> None:
+        """To where others find it. What was uploaded for minutes may be a later start's by then."""
+        if self._claim is not None:
+            self._claim.check()
+        publish(target)
+        if self._claim is not None:
+            self._claim.check()
+
     def adopt(self, folder: Path) -> None:
         """Go on from a copy of another training's checkpoint; those of this one are dropped."""
         step = load_position(folder).step
-        shutil.rmtree(self._root, ignore_errors=True)
+        remove(self._root)
         with writing(self._root):
             self._root.mkdir(parents=True)
             target = self._root / f"step-{step:06d}"
             shutil.copytree(folder, target)
+            publish(target)
             self._point("latest", target.name)
+
+    def rescue(self, post: Callable[[Event], None] = ignore) -> None:
+        """Store the newest checkpoint of a mirror, where storage was away when it was written. See `Claim.left_here`."""
+        if not isinstance(self._root, Mirror) or not self._root.is_dir():
+            return
+        latest = self._named("latest")
+        here = sorted((f for f in self._root.iterdir() if _NAME.fullmatch(f.name)), key=_step, reverse=True)
+        for folder in here if latest is None else [f for f in here if _step(f) > _step(latest)]:
+            try:
+                load_state(folder)
+                best = load_position(folder).best
+            except RunError as spoilt:
+                post(Note(f"{spoilt}; it was never stored", warning=True))
+                continue
+            publish(folder)
+            if best is not None and best[0] == _step(folder):
+                self._point("best", folder.name)
+            self._point("latest", folder.name)
+            post(Note(f"{address(folder)} was on this machine alone, and is stored now"))
+            return
 
     def latest(self) -> Path | None:
         """Folder of the newest checkpoint, or None."""
@@ -145,15 +176,34 @@ class Checkpoints:
 
     def _point(self, pointer: str, name: str) -> None:
         put(self._root / pointer, name)
+        upload(self._root / pointer)
 
-    def _pointed(self, pointer: str) -> Path | None:
-        """The step folder that a pointer names; None where it names none, or is damaged."""
+    def _named(self, pointer: str) -> Path | None:
+        """The step folder that a pointer names, there or not; None where it names none, or is damaged."""
+        if not fetch(self._root / pointer):
+            return None
         try:
             name = (self._root / pointer).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
-        folder = self._root / name if _NAME.fullmatch(name) else None
-        return folder if folder is not None and folder.is_dir() else None
+        return self._root / name if _NAME.fullmatch(name) else None
+
+    def _pointed(self, pointer: str) -> Path | None:
+        """The same; None where the folder is not there."""
+        folder = self._named(pointer)
+        return folder if folder is not None and fetch_folder(folder) else None
+
+    def _steps(self) -> list[Path]:
+        """All step folders, the newest first."""
+        return sorted(
+            (
+                f
+                for f in (self._root / name for name in names(self._root))
+                if _NAME.fullmatch(f.name) and not f.is_symlink()
+            ),
+            key=_step,
+            reverse=True,
+        )
 
     def restore(self, post: Callable[[Event], None] = ignore) -> tuple[Position, TrainingState] | None:
         """Where a training goes on: its latest checkpoint, or if that is damaged the newest one that is not; None at its start.
@@ -164,17 +214,16 @@ class Checkpoints:
         Raises:
             RunError: There are checkpoints, but none is whole.
         """
-        there = sorted(
-            (f for f in self._root.glob("step-*") if _NAME.fullmatch(f.name) and not f.is_symlink()),
-            key=_step,
-            reverse=True,
-        )
-        latest = self.latest()
+        latest = self._named("latest")
         spoilt: list[str] = []
-        for folder in dict.fromkeys([*([latest] if latest else []), *there]):
+        for folder in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
             try:
+                if not fetch_folder(folder):
+                    continue
                 state = load_state(folder)
                 position = load_position(folder)
+            except StorageError:
+                raise
             except RunError as damaged:
                 spoilt.append(str(damaged))
                 continue
@@ -186,11 +235,10 @@ class Checkpoints:
         return None
 
     def _remove_unneeded(self, before: Path | None) -> None:
-        latest, best = self.latest(), self.best()
+        latest, best = self._named("latest"), self._named("best")
         needed = {latest, best} if best is not None and best != latest else {latest, before}
-        for folder in self._root.glob("step-*"):
-            if folder not in needed:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in {*self._steps(), *self._root.glob("step-*")} - needed:
+            withdraw(folder)
         for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote
             shutil.rmtree(left, ignore_errors=True)
 

@@ -10,6 +10,9 @@ Two things, because neither is enough:
   that was only cut off comes back. Each start has a token of its own, and whoever writes a checkpoint first looks whether the
   claim still has it.
 
+In object storage a small object beside the claim is put anew instead of a touch. It is not the claim itself: a machine that comes
+back puts whatever it was about to put.
+
 No lock of the file system is trusted for this. flock holds for one machine; on NFS, Lustre and FUSE it is, as they are mounted,
 kept by the server, kept by each machine for itself (and given to both), or refused; and a server that lost a client may hold its
 lock for ever. Here it only orders starts of the same second on one machine. Two machines that start in the same second, on a
@@ -34,14 +37,18 @@ from typing import Any
 
 from distcse.errors import RunError, StorageError
 from distcse.events import Note, Watch
-from distcse.files import put
+from distcse.files import writing
+from distcse.storage import Mirror, address, put, read
 
 BEAT = 5.0
 """Seconds between two touches of a claim."""
 SILENCE = 60.0
 """Seconds without a touch after which a process that cannot be asked for counts as lost: beyond what a network file system
 keeps in its caches."""
+_BEAT_STORED = 15.0
+"""The same in object storage, where each is a request; `SILENCE` is several of them."""
 _LOOK = 1.0
+_LOOK_STORED = 5.0
 
 
 class InUseError(RunError):
@@ -76,11 +83,14 @@ class Claim:
 
     file: Path
     token: str
+    left_here: bool = False
+    """Whether the start before was this machine's, of a folder in object storage: then its mirror here holds all that is stored,
+    and what could not be stored."""
 
     @classmethod
     def stake(cls, folder: Path) -> Claim:
         """Take a folder over: claims before this one no longer hold."""
-        claim = cls(folder / "claim", secrets.token_hex(8))
+        claim = cls(folder / "claim", secrets.token_hex(8), was_left_here(folder))
         put(claim.file, json.dumps({"token": claim.token, "holder": asdict(Holder.here())}))
         return claim
 
@@ -113,7 +123,17 @@ class Claim:
         except OSError as lost:
             raise RunError(f"{self.file} cannot be read: {lost.strerror}; who may write there is not known") from None
         if not holds:
-            raise RunError(f"{self.file.parent} was taken over by a later start; this one writes nothing more")
+            raise self._taken_over()
+
+    def check_here(self) -> None:
+        """As `check`, by what this machine knows: of a mirror that is enough to write in it, while storage is away too."""
+        if not isinstance(self.file, Mirror):
+            self.check()
+        elif self.file.is_file() and _parsed(self.file.read_bytes()).get("token") != self.token:
+            raise self._taken_over()
+
+    def _taken_over(self) -> RunError:
+        return RunError(f"{address(self.file.parent)} was taken over by a later start; this one writes nothing more")
 
     @classmethod
     def _when_free(cls, folder: Path, watch: Watch, waits_for: str | None) -> Claim:
@@ -126,18 +146,22 @@ class Claim:
                         return cls.stake(folder)
                 continue
             if waits_for is None:
-                raise InUseError(f"{folder} is in use by {holder.told}; wait for its end, or stop it, then try again")
+                raise InUseError(
+                    f"{address(folder)} is in use by {holder.told}; wait for its end, or stop it, then try again"
+                )
             if not is_told:
                 watch.post(Note(f"{holder.told} {waits_for}; waiting for its end"))
                 is_told = True
             time.sleep(_LOOK)
 
     def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(BEAT):
+        beats = 0
+        while not ended.wait(_BEAT_STORED if isinstance(self.file, Mirror) else BEAT):
             # A touch that storage refuses is not the end of the work: the next may succeed, and `check` tells who took over.
-            with suppress(OSError):
+            with suppress(OSError, StorageError):
                 if self._holds():
-                    os.utime(self.file, follow_symlinks=False)
+                    beats += 1
+                    _touch(self.file, f"{self.token} {beats}")
 
     def _holds(self) -> bool:
         return _read(self.file).get("token") == self.token
@@ -162,41 +186,82 @@ def who_works_in(folder: Path, watch: Watch) -> Holder | None:
     return None if _is_silent(file, holder, watch) else holder
 
 
+def was_left_here(folder: Path) -> bool:
+    """Whether the latest start in a folder of object storage was this machine's."""
+    file = folder / "claim"
+    if not isinstance(file, Mirror) or not file.is_file():
+        return False
+    token = _parsed(file.read_bytes()).get("token")
+    return token is not None and token == _read(file).get("token")
+
+
 def _is_silent(file: Path, holder: Holder, watch: Watch) -> bool:
     last = _touched(file)
-    # By the clock of the storage on both sides: machines differ in theirs.
-    with tempfile.TemporaryFile(dir=file.parent) as new:
-        age = os.fstat(new.fileno()).st_mtime - last
-    remaining = min(SILENCE, SILENCE - age)
+    remaining = min(SILENCE, SILENCE - _age(file, last))
     if remaining > 0:
         watch.post(
-            Note(f"{file.parent} was in use by {holder.told}; looking for up to {remaining:.0f} s if it still is")
+            Note(
+                f"{address(file.parent)} was in use by {holder.told}; looking for up to {remaining:.0f} s if it still is"
+            )
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        time.sleep(_LOOK)
+        time.sleep(_LOOK_STORED if isinstance(file, Mirror) else _LOOK)
         if _touched(file) != last:
             return False
     return True
 
 
-def _touched(file: Path) -> float:
+def _touch(file: Path, sign: str) -> None:
+    if isinstance(file, Mirror):
+        put(_beats(file), sign)
+    else:
+        os.utime(file, follow_symlinks=False)
+
+
+def _touched(file: Path) -> float | bytes | None:
+    """What another touch changes."""
+    if isinstance(file, Mirror):
+        return read(_beats(file))
     with open(file, "rb") as opened:  # opening asks a network file system's server, where a name alone asks its cache
         return os.fstat(opened.fileno()).st_mtime
 
 
+def _age(file: Path, touched: float | bytes | None) -> float:
+    """Seconds since a touch, by the clock of the storage on both sides: machines differ in theirs. Object storage tells none."""
+    if not isinstance(touched, float):
+        return 0.0
+    with tempfile.TemporaryFile(dir=file.parent) as new:
+        return os.fstat(new.fileno()).st_mtime - touched
+
+
+def _beats(file: Path) -> Path:
+    return file.with_name("claim.beats")
+
+
 def _read(file: Path) -> dict[str, Any]:
-    """What a claim says; nothing where there is none."""
+    """What a claim says, where it is kept; nothing where there is none."""
     try:
-        content = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
+        content = read(file)
+    except FileNotFoundError:  # given up between a look and the next
         return {}
-    return content if isinstance(content, dict) else {}
+    return {} if content is None else _parsed(content)
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        claim = json.loads(content)
+    except ValueError:
+        return {}
+    return claim if isinstance(claim, dict) else {}
 
 
 @contextmanager
 def _in_order(folder: Path) -> Iterator[None]:
     """One process of this machine after the other."""
+    if isinstance(folder, Mirror):  # which may not be here yet
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # storage without such locks: the token decides

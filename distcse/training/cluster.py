@@ -33,6 +33,7 @@ _BEFORE_IMPORT = {
 """What Ray reads when it is imported. Imported before by somebody else, it asks for a token of its own accord."""
 
 _PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
+_OF_THE_NODE = ("DISTCSE_MIRROR",)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 """Ends of names whose values Ray must not be told: it writes a worker's environment into logs and shows it to all."""
 
@@ -84,7 +85,9 @@ def worker_environment(gpus: float) -> dict[str, str]:
         gpus: GPUs that it was given; one without must not see those of others, which Ray hides only if told to.
     """
     given = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET)}
-    passed_on = {name: value for name, value in given.items() if name.startswith(_PASSED_ON)}
+    passed_on = {
+        name: value for name, value in given.items() if name.startswith(_PASSED_ON) and name not in _OF_THE_NODE
+    }
     return {**allocator.FAST, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 

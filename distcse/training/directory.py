@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, Watch, as_line
-from distcse.files import put, sealed, text_checksum, unsealed, writing
+from distcse.events import Event, InGroup, Saved, Watch, as_line
+from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
-from distcse.training.claim import Claim
+from distcse.storage import Mirror, address, fetch, place, probe, put, upload
+from distcse.training.claim import Claim, was_left_here
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a reader of a report wants to see; run.json has all."""
@@ -95,11 +97,14 @@ class RunDirectory:
         self.model = path / "model"
         self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
+        self._events = path / "events.jsonl"
 
     @classmethod
     def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
-        stem = Path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        stem = place(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if isinstance(stem, Mirror):  # nobody can make a folder there that others then cannot make
+            stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
         for attempt in range(1, 1000):
             path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
             try:
@@ -117,8 +122,10 @@ class RunDirectory:
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
+        directory = cls(path, kept=True)
+        directory._fetch_events()
         write_recipe(path / "recipe.yaml", recipe)
-        return cls(path, kept=True)
+        return directory
 
     def claimed(self, watch: Watch) -> AbstractContextManager[Claim]:
         """Work in the folder alone. Raises `InUseError` where another start does; one that was killed is followed at once."""
@@ -144,9 +151,9 @@ class RunDirectory:
             RecipeError: An override would change what is learned.
         """
         stored = path / "recipe.yaml"
-        if not os.path.isfile(stored):  # Path.is_file raises for a name that is too long
+        if not fetch(stored):
             raise RunError(
-                f"{path} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
+                f"{address(path)} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
             )
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
@@ -157,7 +164,9 @@ class RunDirectory:
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
-        return cls(path), after
+        directory = cls(path)
+        directory._fetch_events()
+        return directory, after
 
     def record(self, seed: int, data: Mapping[str, str]) -> None:
         """Note what a rerun needs to know; refuse to go on with other data than the run began with.
@@ -167,10 +176,11 @@ class RunDirectory:
             data: Fingerprints, by what they are of: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
         """
         file = self.path / "run.json"
-        if file.exists():
+        if fetch(file):
             if changed := other_data(recorded(self.path)["data"], data):
                 raise RunError(
-                    f"the {changed[0]} has changed since {self.path} began{_apart(*changed)}; restore it, or start a new run"
+                    f"the {changed[0]} has changed since {address(self.path)} began{_apart(*changed)}; restore it, or start a "
+                    "new run"
                 )
             return
         put(file, sealed({"data": dict(data), "seed": seed, **self.circumstances()}))
@@ -191,25 +201,38 @@ class RunDirectory:
     def hold_to(self, name: str, checksum: str) -> None:
         """Note what a run began with; refuse to go on with another."""
         file = self.path / f"{name}.begun"
-        if not file.exists():
+        if not fetch(file):
             put(file, checksum)
         elif (begun := file.read_text()) != checksum:
             raise RunError(
-                f"the {name} have changed since {self.path} began (checksum {checksum[:12]}, was {begun[:12]}); "
+                f"the {name} have changed since {address(self.path)} began (checksum {checksum[:12]}, was {begun[:12]}); "
                 "restore storage.cache, or start a new run"
             )
 
     def log(self, event: Event) -> None:
-        """Append an event to events.jsonl."""
-        file = self.path / "events.jsonl"
-        with writing(file), open(file, "a", encoding="utf-8") as opened:
+        """Append an event to events.jsonl. In object storage it is as old as the last checkpoint: a resumed run tells the rest
+        again."""
+        with writing(self._events), open(self._events, "a", encoding="utf-8") as opened:
             opened.write(as_line(event) + "\n")
+        if isinstance(event.event if isinstance(event, InGroup) else event, Saved):
+            self.store_events()
+
+    def store_events(self) -> None:
+        """Upload events.jsonl, where the run is kept in object storage."""
+        upload(self._events)
+
+    def _fetch_events(self) -> None:
+        """To go on behind what is stored, or behind more than that."""
+        if not was_left_here(self.path):
+            fetch(self._events)
 
 
 def check_storage(storage: StorageSection) -> None:
     """Make the folders of runs and cache, if they are not there. `RunError` where that is refused, before any work."""
     for key in ("runs", "cache"):
-        folder = Path(getattr(storage, key))
+        folder = place(getattr(storage, key))
+        if isinstance(folder, Mirror):
+            probe(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
@@ -253,9 +276,12 @@ def check_stored(file: Path) -> None:
 def recorded(run: Path) -> dict[str, Any]:
     """What a run noted in run.json. Raises `RunError` where it is not there, or not what was written."""
     try:
+        fetch(run / "run.json")
         return unsealed(run / "run.json")
     except (OSError, ValueError) as broken:
-        raise RunError(f"{run / 'run.json'} cannot be read ({broken}); restore it, or start a new run") from None
+        raise RunError(
+            f"{address(run / 'run.json')} cannot be read ({broken}); restore it, or start a new run"
+        ) from None
 
 
 def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from distcse.errors import RunError
 from distcse.events import Watch
-from distcse.files import put, sealed
+from distcse.files import sealed
 from distcse.recipe import MutualRecipe, Recipe
+from distcse.storage import address, fetch_folder, put
 from distcse.training.claim import InUseError, who_works_in
 from distcse.training.directory import RunDirectory, other_data, recorded
 
@@ -67,12 +68,14 @@ class Earlier:
         _, recipe = RunDirectory.reopen(path, overrides, _ELSEWHERE)
         if (holder := who_works_in(path, watch)) is not None:
             raise InUseError(
-                f"{path} is in use by {holder.told}; a rerun compares with what it comes to: wait for its end"
+                f"{address(path)} is in use by {holder.told}; a rerun compares with what it comes to: wait for its end"
             )
         noted = recorded(path)
+        _fetch_models(path, recipe)
         if not _models(path):
             raise RunError(
-                f"{path} has no model to compare with: the run did not come to its end; --resume {path} first"
+                f"{address(path)} has no model to compare with: the run did not come to its end; --resume {address(path)} "
+                "first"
             )
         return cls(path, recipe, noted["data"], _differences(noted))
 
@@ -81,8 +84,8 @@ class Earlier:
         if changed := other_data(self.data, data):
             name, before, now = changed
             raise RunError(
-                f"the {name} is not the one that {self.path} learned from (fingerprint {now[:12]}, was {before[:12]}); restore "
-                "it: a rerun on other data would show nothing"
+                f"the {name} is not the one that {address(self.path)} learned from (fingerprint {now[:12]}, was {before[:12]}); "
+                "restore it: a rerun on other data would show nothing"
             )
 
     def compare(self, run: Path) -> Compared:
@@ -96,13 +99,20 @@ class Earlier:
             if apart > largest or not where:
                 largest, where = apart, name
         compared = Compared(_digest(first), _digest(second), largest, where)
-        put(run / "rerun.json", sealed({"of": str(self.path), **asdict(compared), "others": self.warnings}))
+        put(run / "rerun.json", sealed({"of": address(self.path), **asdict(compared), "others": self.warnings}))
         return compared
 
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Shape of each weight, by name."""
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def _fetch_models(run: Path, recipe: Recipe | MutualRecipe) -> None:
+    fetch_folder(run / "model")
+    for group in recipe.groups if isinstance(recipe, MutualRecipe) else []:
+        for kind in ("bi", "cross"):
+            fetch_folder(run / "models" / group.name / kind)
 
 
 def _models(run: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from distcse.events import Watch
 from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe, Recipe
+from distcse.storage import fetch_folder
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import exposure_of, labelled_tasks
 from distcse.student.material import read_corpus
@@ -50,7 +51,7 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
             models = {
                 f"{name}, {g.name} {k}": place / "models" / g.name / k for g in recipe.groups for k in ("bi", "cross")
             }
-        models = {key: model for key, model in models.items() if model.is_dir()}
+        models = {key: model for key, model in models.items() if fetch_folder(model)}
         exposure = of_all or (_of_pairs(place, tasks) if models else None)
         for key, model in models.items():
             assert exposure is not None

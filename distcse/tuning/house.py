@@ -9,6 +9,7 @@ from distcse.corpus import Corpus
 from distcse.errors import RunError
 from distcse.events import Watch
 from distcse.recipe import TeacherSection, TeachersSection
+from distcse.storage import address
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, serving
@@ -44,7 +45,7 @@ class Shared:
     ) -> None:
         """No trial embeds anything."""
         raise RunError(
-            f"shards {', '.join(map(str, missing))} of {table.directory} were removed during the sweep; resume it"
+            f"shards {', '.join(map(str, missing))} of {address(table.directory)} were removed during the sweep; resume it"
         )
 
     def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:

@@ -24,9 +24,10 @@ from ray.tune.search import BasicVariantGenerator
 from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
 from distcse.recipe import MutualRecipe, Sweep
+from distcse.storage import Mirror, address, names
 from distcse.teachers.actors import use_assigned_threads
 from distcse.training import allocator
-from distcse.tuning.records import Status, Trial, read_trial, read_trials
+from distcse.tuning.records import Status, Trial, enlist, read_trial, read_trials
 from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import Desk, clear, run_trial
@@ -111,7 +112,7 @@ def _fit(
     trainable = tune.with_resources(trial, room.reserved)
     listener = _Listener(desk, watch)
     if _goes_on(folder):
-        tuner = tune.Tuner.restore(str(folder), trainable, resume_errored=False, param_space=space)
+        tuner = tune.Tuner.restore(address(folder), trainable, resume_errored=False, param_space=space)
         # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
         tuner._local_tuner._run_config.callbacks = [listener, *loggers(sweep)]
     else:
@@ -121,7 +122,7 @@ def _fit(
             tune_config=config,
             run_config=tune.RunConfig(
                 name=folder.name,
-                storage_path=str(folder.parent),
+                storage_path=address(folder.parent),
                 failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
                 callbacks=[listener, *loggers(sweep)],
                 # Each is a trial's whole state; a trial that goes on from another's asks for a recent one.
@@ -141,8 +142,10 @@ def _goes_on(folder: Path) -> bool:
     State that a killed driver left half written is removed. With it Ray Tune would train one trial and end; without it the
     search begins anew, and values that a finished trial had are not trained again.
     """
-    if not tune.Tuner.can_restore(str(folder)):
+    if not tune.Tuner.can_restore(address(folder)):
         return False
+    if isinstance(folder, Mirror):  # objects are whole
+        return any(name.startswith("experiment_state-") for name in names(folder))
     states = sorted(folder.glob("experiment_state-*.json"), key=lambda file: file.stat().st_mtime)
     try:
         json.loads(states[-1].read_text(encoding="utf-8"))
@@ -264,6 +267,7 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        enlist(self._desk.trials, trial.trial_id)
         self._tell(trial.trial_id)
 
     def on_trial_result(

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distcse.errors import RunError
-from distcse.files import put, sealed, unsealed
+from distcse.files import sealed, unsealed
+from distcse.storage import Mirror, address, fetch, put
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
-_FILE = "trial.json"
+_FILE, _LIST = "trial.json", "trials.json"
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,40 @@ class Trial:
 def read_trial(folder: Path) -> Trial | None:
     """What is known of the trial in a folder; None where none was begun. `RunError` where the file is damaged."""
     file = folder / _FILE
+    if not fetch(file):
+        return None
     try:
         found = unsealed(file)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as broken:
         raise RunError(
-            f"{file} cannot be read ({broken}); remove {folder} and --resume: the trial is run again"
+            f"{address(file)} cannot be read ({broken}); remove {address(folder)} and --resume: the trial is run again"
         ) from None
     return Trial(**{**found, "reported": [Reported(**entry) for entry in found["reported"]]})
 
 
 def read_trials(folder: Path) -> list[Trial]:
     """All trials in a folder of trials' folders, the first begun first."""
-    found = [read_trial(inside) for inside in folder.iterdir() if inside.is_dir()] if folder.is_dir() else []
+    found = [read_trial(inside) for inside in _folders(folder)]
     return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.begun, trial.name))
+
+
+def enlist(trials: Path, name: str) -> None:
+    """Note that there is a trial: in object storage a list of names is nothing to rely on. Only the sweep's own process does."""
+    if isinstance(trials, Mirror) and name not in (known := _enlisted(trials)):
+        put(trials / _LIST, sealed({"names": [*known, name]}))
+
+
+def _folders(trials: Path) -> list[Path]:
+    if isinstance(trials, Mirror):
+        return [trials / name for name in _enlisted(trials)]
+    return [inside for inside in trials.iterdir() if inside.is_dir()] if trials.is_dir() else []
+
+
+def _enlisted(trials: Path) -> list[str]:
+    if not fetch(trials / _LIST):
+        return []
+    names: list[str] = unsealed(trials / _LIST)["names"]
+    return names
 
 
 def winner_of(trials: Iterable[Trial]) -> Trial | None:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Note, Watch, one_by_one
-from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
+from distcse.storage import address, fetch, put
 from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
 from distcse.teachers import uses_table
@@ -72,9 +71,9 @@ def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
 def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
     """What was asked of an earlier sweep."""
     asked = path / "recipe.yaml", path / "space.yaml"
-    if not all(os.path.isfile(file) for file in asked):
+    if not all(fetch(file) for file in asked):
         raise RunError(
-            f"{path} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
+            f"{address(path)} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
         )
     for file in asked:
         check_stored(file)
@@ -116,7 +115,7 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watc
 
 
 def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: Path, watch: Watch) -> SweepResult:
-    watch.post(Note(f"sweep directory {directory}"))
+    watch.post(Note(f"sweep directory {address(directory)}"))
     winners: list[Trial] = []
     evaluation = None
     interrupted = False

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from distcse.storage import whole
 from distcse.tuning.records import Trial
 
 
@@ -39,8 +40,10 @@ def write_tables(trials: Sequence[Trial], folder: Path) -> None:
     if not trials:
         return
     table = pa.Table.from_pylist(rows_of(trials))
-    pa.parquet.write_table(table, folder / "trials.parquet")
-    pa.csv.write_csv(table, folder / "trials.csv")
+    with whole(folder / "trials.parquet") as file:
+        pa.parquet.write_table(table, file)
+    with whole(folder / "trials.csv") as file:
+        pa.csv.write_csv(table, file)
 
 
 def _cell(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 from distcse.errors import DivergedError
 from distcse.events import DevScore, Doing, Event, InGroup, Saved, Watch
 from distcse.recipe import MutualRecipe, Recipe, with_values
+from distcse.storage import remove
 from distcse.student.houses import House
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.directory import RunDirectory
@@ -101,7 +101,7 @@ def metrics_of(trial: Trial) -> dict[str, Any]:
 def clear(folder: Path, keep_model: bool = False) -> None:
     """Remove what a trial that ended leaves behind and nobody reads."""
     for inside in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
-        shutil.rmtree(folder / inside, ignore_errors=True)
+        remove(folder / inside)
 
 
 def _told(trial: Trial, report: Report) -> Trial:

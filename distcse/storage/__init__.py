@@ -1,0 +1,33 @@
+"""Where things are kept: a folder that all machines share, or object storage (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`).
+
+All that computes works on local files. A place in object storage has a local twin, its *mirror*: written there first, as in any
+folder, then uploaded; fetched from there by whoever lacks it. In a folder that all machines share nothing is copied.
+
+A put of one object is atomic, and nothing else is. So what has several files is stored under a name that no other content has,
+and then named by one object, its record, with checksums: a reader sees what was there before, or what is there now. A record
+is what makes a thing exist. Things are removed record first. Lists of names serve to clean up and to look for a way out.
+"""
+
+from distcse.storage.folders import fetch_folder, is_stored, publish, remove, withdraw
+from distcse.storage.places import Mirror, address, is_address, place
+from distcse.storage.probe import probe
+from distcse.storage.single import fetch, names, put, read, upload, whole
+
+__all__ = [
+    "Mirror",
+    "address",
+    "fetch",
+    "fetch_folder",
+    "is_address",
+    "is_stored",
+    "names",
+    "place",
+    "probe",
+    "publish",
+    "put",
+    "read",
+    "remove",
+    "upload",
+    "whole",
+    "withdraw",
+]

@@ -1,0 +1,23 @@
+"""Whether something can be kept in a place, found out by doing it."""
+
+from __future__ import annotations
+
+import secrets
+
+from distcse.errors import StorageError
+from distcse.storage import objects
+from distcse.storage.places import Mirror, address
+
+
+def probe(folder: Mirror) -> None:
+    """Put a small object, read it and delete it again.
+
+    Raises:
+        StorageError: The storage refuses one of them.
+    """
+    there = f"{address(folder)}/.distcse-probe-{secrets.token_hex(6)}"
+    objects.write(there, b"distcse")
+    found = objects.read(there)
+    objects.delete(there)
+    if found != b"distcse":
+        raise StorageError(f"{address(folder)}: what was written is not what is read")

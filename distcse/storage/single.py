@@ -1,0 +1,65 @@
+"""Single files, each an object of its own: written here and put there, fetched before they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distcse import files
+from distcse.files import writing
+from distcse.storage import objects
+from distcse.storage.places import Mirror, address
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """As `files.whole`; what is a mirror is uploaded when it is whole."""
+    with files.whole(file) as beside:
+        yield beside
+    upload(file)
+
+
+def put(file: Path, text: str) -> None:
+    """Write a text file, whole, wherever it is kept."""
+    with whole(file) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def upload(file: Path) -> None:
+    """Put what a mirror's file holds now where it is kept; elsewhere it is there already.
+
+    Raises:
+        StorageError: The storage refuses.
+    """
+    if isinstance(file, Mirror):
+        objects.write(address(file), file)
+
+
+def fetch(file: Path) -> bool:
+    """Make a mirror's file what is stored; whether there is something. The file of a folder is, or is not, there."""
+    if not isinstance(file, Mirror):
+        return os.path.isfile(file)  # Path.is_file raises for a name that is too long
+    content = objects.read(address(file))
+    if content is None:
+        return False
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with files.whole(file) as beside:
+        beside.write_bytes(content)
+    return True
+
+
+def read(file: Path) -> bytes | None:
+    """What is stored of a file, its mirror left as it is; None where there is nothing."""
+    if isinstance(file, Mirror):
+        return objects.read(address(file))
+    return file.read_bytes() if file.exists() else None
+
+
+def names(folder: Path) -> set[str]:
+    """Names of what is in a folder, as the storage lists them."""
+    if isinstance(folder, Mirror):
+        return {name.rpartition("/")[2] for name in objects.listed(address(folder))}
+    return {inside.name for inside in folder.iterdir()} if folder.is_dir() else set()

@@ -1,0 +1,125 @@
+"""Runs on Ray that share nothing but a bucket: a driver that is killed, a machine that goes on, figures, a sweep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from distcse import evaluate, train, tune
+from distcse.events import Watch
+from distcse.recipe import Recipe, recipe_yaml
+from distcse.storage import address, fetch_folder, place
+from distcse.student.run import run
+from distcse.tuning.records import read_trials
+from tests.jobs import make_recipe
+from tests.s3 import BUCKET, CREDENTIALS, Server, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+RUNS, CACHE = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/cache"
+IN_THE_BUCKET = (f"storage.runs={RUNS}", f"storage.cache={CACHE}")
+
+
+@pytest.fixture(scope="module")
+def server(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Where the session's cluster looks for one."""
+    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    with serving(tmp_path_factory.mktemp("s3") / "log", port) as server:
+        yield server
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], server: Server) -> Recipe:
+    on_ray = ("training.workers=2", "training.cpus_per_worker=1", "teachers.builders=1", "training.max_steps=18")
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *on_ray, "evaluation.final=[]")
+
+
+def killed_after(key: str, server: Server, command: list[str], log: Path, mirror: Path) -> None:
+    """Start a driver on the session's cluster, and kill it when an object of the bucket whose key ends so is there."""
+    import ray
+
+    gcs = ray.get_runtime_context().gcs_address
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": gcs,
+        "DISTCSE_MIRROR": str(mirror),
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+    with open(log, "w") as out:
+        driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        deadline = time.monotonic() + 240
+        while not any(known.endswith(key) for known in server.keys()) and time.monotonic() < deadline:
+            assert driver.poll() is None, log.read_text()
+            time.sleep(0.1)
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+
+
+def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
+    recipe: Recipe,
+    server: Server,
+    labelled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(recipe_yaml(recipe))
+    command = [sys.executable, "-m", "distcse.train", str(file), *IN_THE_BUCKET, "--quiet"]
+    killed_after("checkpoints/step-000006/record.json", server, command, tmp_path / "log", tmp_path / "first")
+    (name,) = {key.split("/")[1] for key in server.keys() if key.startswith("runs/")}
+    where = f"{RUNS}/{name}"
+
+    monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
+    assert train.main(["--resume", where, "--quiet"]) == 0
+    assert f"run     {where}" in capsys.readouterr().out
+    assert not list(place(CACHE).glob("tables/*/*.npy"))  # served where the servers are
+    expected = run(recipe, Watch()).directory.model
+
+    monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
+    assert evaluate.main([f"student={where}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
+    assert "student" in capsys.readouterr().out
+    assert fetch_folder(model := place(f"{where}/model"))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
+    assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
+    stored = server.objects()
+    assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
+
+
+def test_a_sweep_is_killed_and_goes_on_elsewhere(
+    recipe: Recipe, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = tmp_path / "space.yaml"
+    knobs = {"training.lr": {"values": [1e-3, 1e-5]}}
+    sweep = {
+        "name": "s",
+        "knobs": knobs,
+        "search": {"algorithm": "grid", "concurrent": 1},
+        "schedule": {"kind": "none"},
+    }
+    space.write_text(yaml.safe_dump({**sweep, "winner": {"seeds": []}, "trackers": []}))
+    file = tmp_path / "small.yaml"
+    file.write_text(recipe_yaml(recipe))
+    more = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
+    command = [sys.executable, "-m", "distcse.tune", str(file), "--space", str(space), *more, "--quiet"]
+    known = set(server.keys())
+    killed_after("trials/trials.json", server, command, tmp_path / "log", tmp_path / "first")
+    (name,) = {key.split("/")[1] for key in set(server.keys()) - known if key.startswith("runs/")}
+
+    monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
+    where = place(f"{RUNS}/{name}")
+    assert tune.main(["--resume", address(where), "--quiet"]) == 0
+    monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
+    trials = read_trials(place(f"{RUNS}/{name}") / "trials")
+    assert [trial.status for trial in trials] == ["finished"] * 2
+    assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(server.keys())
+    assert not [key for key in server.keys() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]

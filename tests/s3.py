@@ -1,0 +1,213 @@
+"""A real S3-compatible server (moto's) on loopback, and a gate before it that refuses when it is told to."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+
+BUCKET = "bucket"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "SentinelOfTheBucket", "AWS_SECRET_ACCESS_KEY": "SentinelOfItsSecret"}
+"""What moto takes from anybody; nothing that is stored or told may hold them."""
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def environment(port: int, mirror: Path) -> dict[str, str]:
+    """What a process needs to use the server at a port, and a folder of mirrors of its own."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "2",
+        "DISTCSE_MIRROR": str(mirror),
+        **CREDENTIALS,
+    }
+
+
+@dataclass
+class Server:
+    """moto's server as a process, with one bucket."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    def objects(self) -> dict[str, bytes]:
+        """All that is stored, by key, as the storage's own interface tells it."""
+        return {key: self.read(key) for key in self.keys()}
+
+    def keys(self) -> list[str]:
+        """Keys of all objects, markers of empty folders apart."""
+        from pyarrow import fs
+
+        selector = fs.FileSelector(BUCKET, recursive=True)
+        found = _system(self.port).get_file_info(selector)
+        return [entry.path.removeprefix(f"{BUCKET}/") for entry in found if entry.type == fs.FileType.File]
+
+    def read(self, key: str) -> bytes:
+        """An object's content."""
+        content: bytes = _system(self.port).open_input_stream(f"{BUCKET}/{key}").read()
+        return content
+
+    def write(self, key: str, content: bytes) -> None:
+        """Put an object, as somebody else would."""
+        with _system(self.port).open_output_stream(f"{BUCKET}/{key}") as out:
+            out.write(content)
+
+    def delete(self, key: str) -> None:
+        """Delete an object, as somebody else would."""
+        _system(self.port).delete_file(f"{BUCKET}/{key}")
+
+
+def _system(port: int):  # type: ignore[no-untyped-def]
+    from pyarrow import fs
+
+    keys = {"access_key": "other", "secret_key": "other", "region": "us-east-1"}
+    return fs.S3FileSystem(endpoint_override=f"http://127.0.0.1:{port}", **keys)
+
+
+@contextmanager
+def serving(log: Path, port: int | None = None) -> Iterator[Server]:
+    """The server, until the end of the block. Skips where moto is not installed."""
+    import pytest
+
+    pytest.importorskip("moto", reason="moto's server is not installed: pip install 'moto[s3]' flask flask-cors")
+    port = port or free_port()
+    environ = {**os.environ, **CREDENTIALS}
+    with open(log, "wb") as out:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
+    try:
+        _wait(port, process)
+        bucket = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(bucket, timeout=10).close()
+        yield Server(port, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert process.poll() is None, "moto's server ended"
+            time.sleep(0.05)
+    raise AssertionError("moto's server does not answer")
+
+
+@dataclass
+class Gate:
+    """Passes requests on to the server behind it, but for those that it is told to refuse."""
+
+    port: int
+    behind: int
+    refuses: Callable[[str, str], tuple[int, str] | None] = field(default=lambda method, path: None)
+    """Of a request's method and path: None to pass it on, or the status and code of S3's error; status 0 breaks the line."""
+    changes: list[str] = field(default_factory=list)
+    """Changes that were let through: `PUT /bucket/key`, `DELETE /bucket/key`."""
+    lock: Lock = field(default_factory=Lock)
+
+    def refuse_from(self, number: int, status: int = 403, code: str = "AccessDenied") -> None:
+        """Let so many changes through from now on, and then none."""
+        self.changes.clear()
+
+        def refuses(method: str, path: str) -> tuple[int, str] | None:
+            return (status, code) if method != "GET" and method != "HEAD" and len(self.changes) >= number else None
+
+        self.refuses = refuses
+
+    def open(self) -> None:
+        """Refuse nothing."""
+        self.refuses = lambda method, path: None
+
+
+@contextmanager
+def gated(server: Server) -> Iterator[Gate]:
+    """A gate before the server, until the end of the block."""
+    gate = Gate(0, server.port)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _pass(self) -> None:
+            body = self._body()
+            with gate.lock:  # one after the other: the n-th change is the n-th
+                refused = gate.refuses(self.command, self.path)
+                if refused is None:
+                    status, headers, content = self._behind(body)
+                    if self.command in ("PUT", "DELETE", "POST"):
+                        gate.changes.append(f"{self.command} {self.path}")
+                else:
+                    status, code = refused
+                    if not status:
+                        self.close_connection = True
+                        self.connection.close()
+                        return
+                    content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+                    headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))]
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+
+        def _behind(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+            line = http.client.HTTPConnection("127.0.0.1", gate.behind, timeout=30)
+            sent = {
+                k: v
+                for k, v in self.headers.items()
+                if k.lower() not in ("transfer-encoding", "expect", "content-length")
+            }
+            line.request(self.command, self.path, body, sent)
+            answer = line.getresponse()
+            content = answer.read()
+            dropped = ("connection", "transfer-encoding", "content-length", "date", "server")
+            headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in dropped]
+            length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+            line.close()
+            return answer.status, [*headers, ("Content-Length", length or str(len(content)))], content
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    standing = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    gate.port = standing.server_address[1]
+    thread = Thread(target=standing.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield gate
+    finally:
+        standing.shutdown()
+        standing.server_close()
