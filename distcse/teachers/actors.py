@@ -6,7 +6,7 @@ never vectors, tokens or weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
-from distcse.nodes import resources_on
+from distcse.nodes import Demand, alive, fitting, nodes_with, refuse_impossible
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
-from distcse.teachers.opening import live, open_embedder, serving
+from distcse.teachers.opening import live, open_embedder, serving, uses_table
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Teacher
 
@@ -65,6 +66,45 @@ class TeacherServer:
         return True
 
 
+class Servers:
+    """The server actors of a run, each started beside the worker that first asks for it; itself an actor, and they end with it.
+
+    Beside is wished for, not insisted on: where the worker's node has no room, or has other labels than `teachers.nodes`, a
+    server is put where there is room. One that lives stays where it is, also when its worker is started again elsewhere.
+
+    Args:
+        makes: For each teacher, by its number, what makes it, and the CPUs and GPUs of one server.
+        section: How many servers, and where.
+        job: Part of the servers' names.
+    """
+
+    def __init__(
+        self, makes: Mapping[int, tuple[Callable[[], Teacher], dict[str, float]]], section: TeachersSection, job: str
+    ) -> None:
+        self._makes, self._section, self._job = makes, section, job
+        self._running: dict[tuple[int, int], Any] = {}
+
+    def beside(self, rank: int, node: str) -> dict[int, Any]:
+        """For each teacher, by its number, the server that worker `rank`, on a node of this id, shall ask."""
+        copy = rank % self._section.servers
+        for number, (make, resources) in self._makes.items():
+            if (number, copy) not in self._running:
+                server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
+                    name=f"teacher-{number}-{copy}-{self._job}", **_near(node, self._section.nodes)
+                )
+                self._running[number, copy] = server.remote(make)
+        return {number: self._running[number, copy] for number in self._makes}
+
+
+def _near(node: str, labels: dict[str, str] | None) -> dict[str, Any]:
+    """Ray's options for an actor near a node, among the nodes of some labels."""
+    has = next(there["Labels"] for there in ray.nodes() if there["NodeID"] == node)
+    if labels and not labels.items() <= has.items():
+        return {"label_selector": labels}
+    # A node that is full may stay so: its own workers fill it. Ray's switch for spilling is private, and there is no other.
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)}
+
+
 class RemoteSource:
     """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
 
@@ -92,12 +132,17 @@ def build_shards(
     on_rows: Callable[[int], None],
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
+    builder = {"CPU": 1.0, "GPU": section.builder_gpus}
+    fit = fitting(nodes_with(section.nodes, "teachers.nodes"), builder)
+    number = min(len(missing), section.builders or max(1, fit))
+    told, smaller = f"teachers.builders={number}", {"GPU": "teachers.builder_gpus"}
+    refuse_impossible([Demand(told, number, builder, section.nodes, "teachers.builders", smaller)], alive())
     actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
-        for number in range(min(len(missing), section.builders or _fitting_builders(section)))
+        for number in range(number)
     ]
     done = 0
     try:
@@ -119,36 +164,51 @@ def build_shards(
             ray.kill(builder)
 
 
-def start_servers(
-    number: int,
-    teacher: TeacherSection,
+def open_servers(
     section: TeachersSection,
     corpus: Corpus,
-    table: EmbeddingTable | None,
+    tables: Sequence[EmbeddingTable | None],
     seed: int,
-) -> list[Any]:
-    """Server actors of one teacher, loaded and ready. Serving a table takes no CPU of its own worth reserving."""
-    if table is not None:
-        make, resources = _table_teacher(teacher, table, seed), {"num_cpus": 0.0}
-    else:
-        make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
-        resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
-    actor = ray.remote(**resources, **_OUTLIVES)(TeacherServer)
-    servers = [
-        actor.options(name=f"teacher-{number}-{copy}-{_run_token()}", label_selector=section.nodes).remote(make)
-        for copy in range(section.servers)
-    ]
-    try:
-        ray.get([server.ready.remote() for server in servers])
-    except RayActorError as lost:  # also where its constructor raised
-        cause = getattr(lost, "cause", None) or lost.__cause__
-        told = str(lost).strip().splitlines()[-1]
-        raise (
-            cause
-            if isinstance(cause, DistcseError)
-            else TeacherError(f"teacher {teacher.backbone} cannot be served: {told}")
-        ) from lost
-    return servers
+    served: Sequence[int] | None = None,
+) -> Any:
+    """The `Servers` of a run; `ray.kill` ends them all.
+
+    Args:
+        section: The teachers.
+        corpus: What they are asked about.
+        tables: The table of each; one that has none answers live.
+        seed: Of the run.
+        served: Numbers of the teachers that have servers; None are all.
+    """
+    makes: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
+    for number in range(len(tables)) if served is None else served:
+        teacher, table = section.encoders[number], tables[number]
+        makes[number] = (
+            (_table_teacher(teacher, table, seed), {"num_cpus": 0.0})
+            if table is not None
+            else (_live_teacher(teacher, corpus.directory, section.tokens_per_batch), _live_resources(section))
+        )
+    job = _run_token()
+    return ray.remote(num_cpus=0, **_OUTLIVES)(Servers).options(name=f"servers-{job}").remote(makes, section, job)
+
+
+def servers_beside(servers: Any, section: TeachersSection, rank: int) -> dict[int, Any]:
+    """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
+    node = ray.get_runtime_context().get_node_id()
+    mine: dict[int, Any] = ray.get(servers.beside.remote(rank, node))
+    for number, server in mine.items():
+        teacher = section.encoders[number]
+        try:
+            ray.get(server.ready.remote())
+        except RayActorError as lost:
+            cause = getattr(lost, "cause", None) or lost.__cause__
+            if cause is None:  # its process was lost, and may not be the next time
+                raise
+            if isinstance(cause, DistcseError):
+                raise cause from lost
+            told = str(lost).strip().splitlines()[-1]
+            raise TeacherError(f"teacher {teacher.backbone} cannot be served: {told}") from lost
+    return mine
 
 
 def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
@@ -164,11 +224,21 @@ def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) 
     return lambda: live(teacher, Corpus.open(corpus), tokens_per_batch)
 
 
-def _fitting_builders(section: TeachersSection) -> int:
-    there = resources_on(section.nodes, "teachers.nodes")
-    if section.builder_gpus:
-        return max(1, int(there.get("GPU", 0) / section.builder_gpus))
-    return max(1, int(there.get("CPU", 1)))
+def live_demands(section: TeachersSection) -> list[Demand]:
+    """What the servers of live teachers take; those of tables take nothing."""
+    number = section.servers * sum(not uses_table(section, teacher) for teacher in section.encoders)
+    resources = _live_resources(section)
+    each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    told, smaller, instead = (
+        f"{number} live teacher servers",
+        {"GPU": "teachers.builder_gpus"},
+        "use teachers.mode=table",
+    )
+    return [Demand(told, number, each, section.nodes, "teachers.servers", smaller, instead)] if number else []
+
+
+def _live_resources(section: TeachersSection) -> dict[str, float]:
+    return {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
 
 
 def _run_token() -> str:

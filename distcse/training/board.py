@@ -16,6 +16,15 @@ class Board:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._stop = False
+        self._begun = False
+
+    def begin(self) -> None:
+        """A worker is there."""
+        self._begun = True
+
+    def begun(self) -> bool:
+        """Whether a worker is there."""
+        return self._begun
 
     def post(self, event: Event) -> bool:
         """Take an event; answers whether the run shall stop."""

@@ -25,7 +25,6 @@ from distcse.files import put
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
-from distcse.teachers import uses_table
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory, check_stored, write_recipe
 from distcse.tuning.finals import check_labels, measure
@@ -142,28 +141,25 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watc
 
 @contextmanager
 def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch) -> Iterator[Shared | None]:
-    """Tables built once and servers started once, for all trials."""
+    """Tables built once and servers, as trials ask for them, started once, for all trials."""
     if isinstance(recipe, MutualRecipe):
         yield None
         return
     import ray
 
-    from distcse.teachers.actors import start_servers
+    from distcse.teachers.actors import open_servers
 
     text = Text.prepare(recipe, watch)
     tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
-    servers: list[list[Any]] = []
+    served = [number for number, table in enumerate(tables) if table is None or not in_own_process]
+    servers = open_servers(section, text.corpus, tables, recipe.seed, served) if served else None
     try:
-        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-            reads_itself = in_own_process and uses_table(section, teacher)
-            pool = [] if reads_itself else start_servers(number, teacher, section, text.corpus, table, recipe.seed)
-            servers.append(pool)
         yield Shared(servers, in_own_process)
     finally:
-        for server in (server for pool in servers for server in pool):
-            ray.kill(server)
+        if servers is not None:
+            ray.kill(servers)
 
 
 def _note_winner(recipe: Recipe | MutualRecipe, directory: Path) -> Trial | None:
