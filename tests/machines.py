@@ -76,6 +76,7 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "100",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "HF_HUB_OFFLINE": "1",

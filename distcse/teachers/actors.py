@@ -189,7 +189,10 @@ def open_servers(
             else (_live_teacher(teacher, corpus.directory, section.tokens_per_batch), _live_resources(section))
         )
     job = _run_token()
-    return ray.remote(num_cpus=0, **_OUTLIVES)(Servers).options(name=f"servers-{job}").remote(makes, section, job)
+    # On the driver's node: with no other it shall be lost, as its servers end with it.
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    servers = ray.remote(num_cpus=0)(Servers).options(name=f"servers-{job}", scheduling_strategy=home)
+    return servers.remote(makes, section, job)
 
 
 def servers_beside(servers: Any, section: TeachersSection, rank: int) -> dict[int, Any]:

@@ -6,6 +6,7 @@ import secrets
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.events import Event, Watch
 
@@ -47,7 +48,10 @@ def open_board(name: str) -> Any:
     Args:
         name: Whose events it takes, for people who look at the cluster's actors.
     """
-    return ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}").remote()
+    # On the driver's node: with no other it shall be lost.
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}", scheduling_strategy=home)
+    return board.remote()
 
 
 def own_name(name: str) -> str:
