@@ -1,20 +1,74 @@
-"""The nodes of a Ray cluster: what those of some labels have, and whether they still have what a run needs."""
+"""The nodes of a Ray cluster: which a recipe may use, by their labels, and whether there is room on them for what it asks, at its
+start and when nodes are lost."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distcse.errors import RunError
 
+Resources = Mapping[str, float]
+"""Amounts by Ray's names: {"CPU": 4, "GPU": 1}."""
+
+_ROUNDING = 1e-9
+_PATIENCE = 60.0
+"""Seconds in which a node that is there starts a process."""
 WAIT = 600.0
 """Seconds that a run waits for nodes that it lost: an autoscaler brings a new one in minutes."""
 _LOOK = 2.0
 
 
-def resources_on(labels: Mapping[str, str] | None, knob: str) -> dict[str, float]:
-    """What the nodes of some labels have; with none, what the cluster has.
+@dataclass(frozen=True)
+class Node:
+    """One node of the cluster."""
+
+    id: str
+    resources: Resources
+    labels: Mapping[str, str]
+
+    def has(self, labels: Mapping[str, str] | None) -> bool:
+        """Whether it has all of some labels; None are those of any node."""
+        return (labels or {}).items() <= self.labels.items()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Actors that must run at the same time, all alike."""
+
+    told: str
+    """How the recipe asks for them, such as training.workers=2."""
+    number: int
+    each: Resources
+    """What one of them takes, on one node."""
+    labels: Mapping[str, str] | None
+    """Of the nodes that they may be put on; None is any node."""
+    fewer: str
+    """Knob that says how many."""
+    smaller: Mapping[str, str]
+    """Knobs that say how much one takes, by Ray's name for it."""
+    instead: str = ""
+    """Another way out."""
+
+    def ways_out(self, kinds: Iterable[str]) -> str:
+        """What to lower where some resources do not suffice."""
+        knobs = [self.fewer, *(self.smaller[kind] for kind in kinds if kind in self.smaller)]
+        return " or ".join(knobs) + (f", or {self.instead}" if self.instead else "")
+
+
+def alive() -> list[Node]:
+    """The nodes of the cluster."""
+    import ray
+
+    return [Node(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+
+
+def nodes_with(labels: Mapping[str, str] | None, knob: str) -> list[Resources]:
+    """What each node of some labels has; with none, each node of the cluster.
 
     Args:
         labels: Of the nodes that count.
@@ -23,68 +77,78 @@ def resources_on(labels: Mapping[str, str] | None, knob: str) -> dict[str, float
     Raises:
         RunError: No node has them.
     """
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    chosen = [node for node in alive if (labels or {}).items() <= node["Labels"].items()]
+    chosen = [node.resources for node in alive() if node.has(labels)]
     if labels and not chosen:
-        asked = ", ".join(f"{name}={value}" for name, value in labels.items())
+        asked = _told_labels(labels)
         raise RunError(
             f'no node has the labels {asked} of {knob}; start some by ray start --labels "{asked}", or write null'
         )
-    kinds = {kind for node in chosen for kind in node["Resources"]}
-    return {kind: sum(node["Resources"].get(kind, 0.0) for node in chosen) for kind in kinds}
+    return chosen
 
 
-@dataclass(frozen=True)
-class Need:
-    """Processes that a run needs somewhere."""
-
-    what: str
-    number: int
-    each: Mapping[str, float]
-    """What one of them reserves."""
-    labels: Mapping[str, str] | None = None
-    """Of the nodes where they may be."""
-
-
-def lacking(needs: Sequence[Need]) -> str | None:
-    """What the nodes that are alive have no room for, in words; None where there is room for all."""
+def answering(labels: Mapping[str, str] | None) -> list[Resources]:
+    """What each node of some labels has that runs a task now. A node that is gone counts as alive for some seconds more."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-    nodes = [(node["Labels"], dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
-    for need in needs:
-        for placed in range(need.number):
-            fitting = (
-                there
-                for labels, there in nodes
-                if (need.labels or {}).items() <= labels.items()
-                and all(there.get(kind, 0.0) >= amount for kind, amount in need.each.items())
+    ask = ray.remote(num_cpus=0, max_retries=0)(_answer)
+    nodes = [node for node in alive() if node.has(labels)]
+    answers = [ask.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
+    ray.wait(answers, num_returns=len(answers), timeout=_PATIENCE)
+    return [node.resources for node, answer in zip(nodes, answers, strict=True) if _came(answer)]
+
+
+def refuse_impossible(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
+    """Raise `RunError` where nodes can never run all demands at the same time.
+
+    What is refused is impossible: too much in sum, or more of one kind than there is room for, as nothing lies on two nodes.
+    How unlike demands share nodes is left to Ray.
+    """
+    for labels in (None, *(demand.labels for demand in demands if demand.labels)):
+        there = [node.resources for node in nodes if node.has(labels)]
+        _refuse_sum([d for d in demands if (labels or {}).items() <= (d.labels or {}).items()], there, _whose(labels))
+    for demand in demands:
+        there = [node.resources for node in nodes if node.has(demand.labels)]
+        if (room := fitting(there, demand.each)) < demand.number:
+            raise RunError(
+                f"{demand.told} wants room for {demand.number} of {told_resources(demand.each)} each, and none lies on two "
+                f"nodes: {_whose(demand.labels)} {_told_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
             )
-            if (there := next(fitting, None)) is None:
-                return _told(need, need.number - placed)
-            for kind, amount in need.each.items():
+
+
+def lacking(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
+    """What nodes have no room for at the same time, in words; None where they have room for all. Each is put where it first fits."""
+    left = [(node, dict(node.resources)) for node in nodes]
+    for demand in demands:
+        for placed in range(demand.number):
+            fits = (there for node, there in left if node.has(demand.labels) and fitting([there], demand.each))
+            if (there := next(fits, None)) is None:
+                where = f" on a node with {_told_labels(demand.labels)}" if demand.labels else ""
+                each = told_resources(demand.each)
+                return f"{demand.number - placed} of {demand.told} ({each} each){where}"
+            for kind, amount in demand.each.items():
                 there[kind] = there.get(kind, 0.0) - amount
     return None
 
 
-def _told(need: Need, short: int) -> str:
-    each = ", ".join(f"{kind} {amount:g}" for kind, amount in need.each.items() if amount)
-    labels = ", ".join(f"{name}={value}" for name, value in (need.labels or {}).items())
-    where = f" on a node with the labels {labels}" if labels else ""
-    return f"{short} of {need.number} {need.what}{f' ({each} each)' if each else ''}{where}"
+def fitting(nodes: Sequence[Resources], each: Resources) -> int:
+    """How many actors of one kind nodes have room for."""
+    wanted = {kind: amount for kind, amount in each.items() if amount}
+    if not wanted:
+        return sys.maxsize if nodes else 0
+    return sum(min(int(node.get(kind, 0.0) / want + _ROUNDING) for kind, want in wanted.items()) for node in nodes)
 
 
 class Patience:
     """Waits for nodes that were lost, but not for ever: Ray would.
 
     Args:
-        needs: What the run needs.
+        demands: What the run needs.
         tell: Told once, when something is lacking.
     """
 
-    def __init__(self, needs: Sequence[Need], tell: Callable[[str], None]) -> None:
-        self._needs = needs
+    def __init__(self, demands: Sequence[Demand], tell: Callable[[str], None]) -> None:
+        self._demands = demands
         self._tell = tell
         self._looked = 0.0
         self._since: float | None = None
@@ -95,7 +159,7 @@ class Patience:
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        found = lacking(self._needs)
+        found = lacking(self._demands, alive())
         if found is None:
             self._since = None
         elif self._since is None:
@@ -106,3 +170,59 @@ class Patience:
                 f"the cluster had no room for {found} for {WAIT:g} s: a node was lost. Add one, or ask for less; what was "
                 "done is kept, --resume goes on"
             )
+
+
+def even_share(nodes: Sequence[float], workers: int) -> float:
+    """The most CPUs that each of some workers can have on nodes of these CPUs, to a tenth; no worker lies on two nodes."""
+    shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
+    enough = (share for share in shares if share and sum(int(cpus / share + _ROUNDING) for cpus in nodes) >= workers)
+    return max(enough, default=0.1)
+
+
+def told_resources(amounts: Resources) -> str:
+    """Such as `4 CPUs and 0.5 GPUs`."""
+    told = [
+        f"{amounts[kind]:g} {kind}{'' if amounts[kind] == 1 else 's'}" for kind in ("CPU", "GPU") if amounts.get(kind)
+    ]
+    return " and ".join(told) or "no CPU"
+
+
+def _refuse_sum(demands: Sequence[Demand], nodes: Sequence[Resources], whose: str) -> None:
+    for kind in ("CPU", "GPU"):
+        there = sum(node.get(kind, 0.0) for node in nodes)
+        asking = [demand for demand in demands if demand.each.get(kind)]
+        asked = sum(demand.each[kind] * demand.number for demand in asking)
+        if asked > there + _ROUNDING:
+            ways = "; or ".join(dict.fromkeys(demand.ways_out([kind]) for demand in asking))
+            told = ", ".join(f"{demand.told} of {told_resources(demand.each)}" for demand in asking)
+            raise RunError(
+                f"the run needs {asked:g} {kind}s at the same time ({told}), {whose} {there:g}; lower {ways}"
+            )
+
+
+def _answer() -> None:
+    """Run on a node, to see whether it runs anything."""
+
+
+def _came(answer: Any) -> bool:
+    import ray
+
+    try:
+        ray.get(answer, timeout=0)
+        return True
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
+
+
+def _whose(labels: Mapping[str, str] | None) -> str:
+    return f"the nodes with {_told_labels(labels)} have" if labels else "the cluster has"
+
+
+def _told_labels(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in labels.items())
+
+
+def _told_nodes(nodes: Sequence[Resources]) -> str:
+    """Such as `2 x 4 CPUs, 1 x 8 CPUs and 1 GPU`."""
+    alike = Counter(told_resources(node) for node in nodes)
+    return ", ".join(f"{number} x {told}" for told, number in alike.items())

@@ -18,13 +18,16 @@ from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Scorer, Trained, Worker
-from distcse.nodes import resources_on
+from distcse.nodes import Demand, alive, even_share, nodes_with, refuse_impossible, told_resources
 from distcse.recipe import GroupSection
 from distcse.training import allocator
 from distcse.training.board import open_board, own_name, relay, watch_of
 from distcse.training.cluster import worker_environment
+from distcse.training.network import use_interface_of
 
 _PERIOD = 0.2
+_SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
+_IN_TURNS = "write ray: false to run them in turns"
 _TOLD_AFTER = 30
 """Seconds without room after which a group says so."""
 
@@ -53,6 +56,7 @@ class TrainingActor:
 
         import torch.distributed as dist
 
+        use_interface_of(ray.util.get_node_ip_address())
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
         # NCCL refuses two workers on one GPU.
         backend = "nccl" if self._gpus >= 1 else "gloo"
@@ -196,7 +200,7 @@ class GroupOnRay:
                 raise Ended
             waited += 1
             if waited == _TOLD_AFTER:
-                wants = ", ".join(f"{number:g} {kind}" for kind, number in self._resources.items())
+                wants = told_resources(self._resources)
                 told = (
                     f"waits for nodes with room for {workers} workers of {wants} each; ray: false runs groups in turns"
                 )
@@ -222,37 +226,30 @@ def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
     Raises:
         RunError: The cluster can never give them to all groups at the same time.
     """
-    has = ray.cluster_resources()
-    for group in groups:
-        resources_on(group.nodes, "groups.N.nodes")
+    nodes = [nodes_with(group.nodes, f"groups.{number}.nodes") for number, group in enumerate(groups)]
     workers = sum(group.workers for group in groups)
-    even = even_share([node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]], workers)
-    there = has.get("GPU", 0.0)
+    there = sum(node.get("GPU", 0.0) for node in nodes_with(None, ""))
     alone = all(group.workers == 1 for group in groups)
     share = 1.0 if there >= workers else 1 / -(-workers // there) if there >= 1 and alone else 0.0
     wants: list[dict[str, float]] = []
-    for group in groups:
+    demands: list[Demand] = []
+    for number, group in enumerate(groups):
         gpus = share if group.gpus_per_worker is None else group.gpus_per_worker
-        wants.append({"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})})
-    for kind in ("CPU", "GPU"):
-        asked = _sum(kind, wants, [group.workers for group in groups])
-        if asked > has.get(kind, 0.0) + 1e-9:
-            raise RunError(
-                f"the groups need {asked:g} {kind}s at the same time, the cluster has {has.get(kind, 0.0):g}; lower "
-                f"groups.N.{kind.lower()}s_per_worker or groups.N.workers, or write ray: false to run them in turns"
-            )
+        even = even_share([node.get("CPU", 0.0) for node in nodes[number]], _rivals(group, groups))
+        want = {"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})}
+        wants.append(want)
+        told = f"groups.{number}.workers={group.workers}"
+        demands.append(Demand(told, group.workers, want, group.nodes, "groups.N.workers", _SMALLER, _IN_TURNS))
+    refuse_impossible(demands, alive())
     return wants
 
 
-def even_share(nodes: Sequence[float], workers: int) -> float:
-    """The most CPUs that each of some workers can have on nodes of these CPUs, to a tenth; no worker lies on two nodes."""
-    shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
-    fitting = (share for share in shares if share and sum(int(cpus / share + 1e-9) for cpus in nodes) >= workers)
-    return max(fitting, default=0.1)
-
-
-def _sum(kind: str, wants: Sequence[Mapping[str, float]], workers: Sequence[int]) -> float:
-    return sum(want.get(kind, 0.0) * number for want, number in zip(wants, workers, strict=True))
+def _rivals(group: GroupSection, groups: Sequence[GroupSection]) -> int:
+    """Workers of all groups that may be put on a group's nodes, its own among them."""
+    mine = (group.nodes or {}).items()
+    return sum(
+        other.workers for other in groups if all((other.nodes or {}).get(name, value) == value for name, value in mine)
+    )
 
 
 def _told(group: str, phase: Phase, failed: RayTaskError) -> RunError:

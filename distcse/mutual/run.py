@@ -145,8 +145,11 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
     with cluster():
         from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
         from distcse.training.metrics import metered
+        from distcse.training.shared_storage import require_shared
 
-        wants = resources_of([bench.group for bench in benches])
+        at_work = [bench.group for bench in benches]
+        wants = resources_of(at_work)
+        require_shared({"storage.runs": benches[0].run}, _read_by_groups(recipe), [group.nodes for group in at_work])
         watch = metered(watch, benches[0].run.name)
         groups: list[Group] = []
         try:
@@ -156,6 +159,15 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
         finally:
             for group in groups:
                 group.close()
+
+
+def _read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
+    """Files and folders that a recipe names and its actors read, by knob; hub ids are among them, and are no files."""
+    read = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
+    crossed = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}
+    data = {"evaluation.data": Path(recipe.evaluation.data)} if recipe.evaluation.data is not None else {}
+    dev = {"evaluation.dev": Path(recipe.evaluation.dev)}
+    return {**read, **{f"groups.{n}.cross_backbone": Path(name) for n, name in crossed.items()}, **data, **dev}
 
 
 def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exchange: Exchange, watch: Watch) -> bool:

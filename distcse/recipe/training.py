@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -112,6 +113,10 @@ class TrainingSection(LoopSection):
     """Who stands beside whom in a batch; null leaves it to chance."""
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the same loop in this process, without Ray."""
+    least_workers: Annotated[int, Field(ge=1)] | None = None
+    """Elastic: fewest workers that the run goes on with after a loss, where nodes have no room for all; null waits for room for
+    all `workers`. Tried are the numbers between the two that divide the batch, the largest first. Batches, lists and noise stay
+    what they were, so weights do but for rounding; a run comes back to all workers when it is resumed."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
@@ -126,15 +131,33 @@ class TrainingSection(LoopSection):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSection:
-        for key, parts in (("workers", self.workers or 1), ("dropout_streams", self.dropout_streams or 1)):
+        least = self.least_workers or 1
+        if self.least_workers is not None and least > self.workers:
+            raise ValueError(
+                f"least_workers is {least}, and workers {self.workers}; write least_workers of at most workers"
+            )
+        parts_of = {"workers": self.workers or 1, "least_workers": least, "dropout_streams": self.dropout_streams or 1}
+        for key, parts in parts_of.items():
             if self.batch_size % parts:
                 allowed = ", ".join(str(n) for n in range(1, 65) if self.batch_size % n == 0)
                 raise ValueError(
                     f"{key} is {parts}, which does not divide batch_size {self.batch_size}; allowed: {allowed}"
                 )
-        if self.dropout_streams and self.dropout_streams % (self.workers or 1):
-            raise ValueError(
-                f"dropout_streams is {self.dropout_streams}, which is no multiple of workers {self.workers}; "
-                f"write a multiple of {self.workers}"
-            )
+        for key, number in (("workers", self.workers or 1), ("least_workers", least)):
+            if self.dropout_streams and self.dropout_streams % number:
+                raise ValueError(
+                    f"dropout_streams is {self.dropout_streams}, which is no multiple of {key} {number}; "
+                    f"write a multiple of {number}"
+                )
         return self
+
+    @property
+    def worker_counts(self) -> list[int]:
+        """Numbers of workers that the run may have, ascending: those that cut its batch and its streams into whole parts."""
+        whole = math.gcd(self.batch_size, self.dropout_streams or self.batch_size)
+        return [n for n in range(self.least_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
+
+    @property
+    def streams(self) -> int:
+        """Parts of a batch with dropout noise of their own, the same for all numbers of workers that the run may have."""
+        return self.dropout_streams or math.lcm(*(n or 1 for n in self.worker_counts))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 from distcse.corpus import Corpus
 from distcse.events import Watch
 from distcse.recipe import Recipe, TeacherSection, TeachersSection
+from distcse.storage import place
 from distcse.student.lists import fit
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
@@ -105,23 +107,39 @@ class OnRay:
             return fit_on_ray(job, servers, watch)
 
 
-def house_of(recipe: Recipe) -> tuple[House, AbstractContextManager[None]]:
-    """The house that `training.workers` asks for, and what must be entered around its work."""
+def house_of(recipe: Recipe, run: Path | None = None) -> tuple[House, AbstractContextManager[None]]:
+    """The house that `training.workers` asks for, and what must be entered around its work.
+
+    Args:
+        recipe: What to do.
+        run: The run's folder, where there is one.
+    """
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
-    return OnRay(), _cluster_with_room_for(recipe)
+    return OnRay(), _cluster_fit_for(recipe, run or place(recipe.storage.runs))
 
 
 @contextmanager
-def _cluster_with_room_for(recipe: Recipe) -> Iterator[None]:
-    """A cluster that can give a run its workers; one that never can is refused before any teacher embeds a row."""
+def _cluster_fit_for(recipe: Recipe, run: Path) -> Iterator[None]:
+    """A cluster that can give a run its workers, and whose nodes see its folders; any other is refused before any work."""
     from distcse.training.cluster import cluster
 
     with cluster():
         from distcse.student.ray_train import resources_per_worker
+        from distcse.training.shared_storage import require_shared
 
         resources_per_worker(recipe)
+        written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
+        require_shared(written, _read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
         yield
+
+
+def _read_by_workers(recipe: Recipe) -> dict[str, Path]:
+    """Folders that a recipe names and its actors read, by knob; hub ids are among them, and are no folders."""
+    read = {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
+    if recipe.evaluation.data is not None:
+        read["evaluation.data"] = Path(recipe.evaluation.data)
+    return {"student.backbone": Path(recipe.student.backbone), **read}
 
 
 def room_for(recipe: Recipe) -> str:

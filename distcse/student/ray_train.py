@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +11,22 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Note, Watch
-from distcse.nodes import Need, Patience, resources_on
+from distcse.nodes import (
+    Demand,
+    Patience,
+    Resources,
+    alive,
+    answering,
+    even_share,
+    fitting,
+    nodes_with,
+    refuse_impossible,
+    told_resources,
+)
 from distcse.recipe import Recipe
 from distcse.storage import address
 from distcse.student.lists import fit
@@ -22,47 +34,79 @@ from distcse.student.plan import Job
 from distcse.training.board import open_board, relay, watch_of
 from distcse.training.cluster import worker_environment
 from distcse.training.loop import Outcome
+from distcse.training.network import use_interface_of
+
+_TOLD_AFTER = 60.0
+"""Seconds without a worker after which the run says so."""
 
 
-def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outcome:
+def fit_on_ray(job: Job, servers: Any, watch: Watch) -> Outcome:
     """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
 
     Args:
         job: The run.
-        servers: For each teacher, its server actors; worker r asks server r modulo their number.
+        servers: The teachers' `Servers`, an actor.
         watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
 
     Raises:
         RunError: The workers failed too often, or nodes that were lost did not come back.
     """
-    resources = resources_per_worker(job.recipe)
+    training, resources = job.recipe.training, resources_per_worker(job.recipe)
+    if training.least_workers is None:
+        return _train(job, servers, watch, training.workers, resources, training.max_failures)
+    workers = training.workers
+    for left in reversed(range(training.max_failures + 1)):
+        try:
+            return _train(job, servers, watch, workers, resources, max_failures=0)
+        except _Lost as lost:
+            if not left:
+                raise
+            workers = _workers_now(job.recipe, resources)
+            told = f"goes on from its last checkpoint with {workers} of {training.workers} workers"
+            watch.post(Note(f"{str(lost).partition(';')[0]}; {told}", warning=True))
+    raise AssertionError("the last failure is raised")
+
+
+class _Lost(RunError):
+    """Workers that ended by no mistake of the user's."""
+
+
+def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resources, max_failures: int) -> Outcome:
     board = open_board(job.run.name)
     trainer = TorchTrainer(
         _worker,
-        train_loop_config={"job": job, "servers": [list(pool) for pool in servers], "board": board},
-        torch_config=TorchConfig(backend="nccl" if resources.get("GPU") else "gloo"),
+        train_loop_config={"job": job, "servers": servers, "board": board},
+        # NCCL refuses two workers on one GPU.
+        torch_config=_OverOwnNetwork(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=job.recipe.training.workers,
+            num_workers=workers,
             use_gpu=bool(resources.get("GPU")),
-            resources_per_worker=resources,
+            resources_per_worker=dict(resources),
             label_selector=job.recipe.training.nodes,
         ),
         run_config=RunConfig(
             # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
             name=f"train-{time.time_ns()}",
             storage_path=address(job.run / "ray"),
-            failure_config=FailureConfig(max_failures=job.recipe.training.max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),
     )
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
-    patience = Patience(_needs(job.recipe, resources), lambda told: watch.post(Note(told, warning=True)))
+    patience = Patience(_demands(job.recipe, resources, workers), lambda told: watch.post(Note(told, warning=True)))
+    late, told = time.monotonic() + _TOLD_AFTER, False
     try:
         while not running.done():
             relay(board, watch)
             patience.look()
+            if not told and time.monotonic() > late:
+                told = True
+                if not ray.get(board.begun.remote()):
+                    wants = f"{workers} workers of {told_resources(resources)} each"
+                    waits = f"no worker has begun for {_TOLD_AFTER:g} s: waits for room for {wants}; `ray status` says who has it"
+                    watch.post(Note(waits, warning=True))
             time.sleep(0.2)
         relay(board, watch)
         returned = running.result().return_value
@@ -77,21 +121,51 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
     return outcome
 
 
-def _worker(config: dict[str, Any]) -> Outcome | RunError:
+def _workers_now(recipe: Recipe, resources: Resources) -> int:
+    """The most workers that an elastic run may have and nodes that answer have room for; the least where there is none.
+
+    Ray Train's own elastic groups take any number, also such as do not divide the batch, and count nodes that are gone.
+    """
+    training = recipe.training
+    room = fitting(answering(training.nodes), resources)
+    return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
+
+
+class _OverOwnNetworkBackend(_TorchBackend):  # type: ignore[misc]
+    """Opens the process group on the network that Ray knows the nodes by."""
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        worker_group.execute(_use_own_network)
+        super().on_start(worker_group, backend_config)
+
+
+class _OverOwnNetwork(TorchConfig):  # type: ignore[misc]
+    @property
+    def backend_cls(self) -> type[_OverOwnNetworkBackend]:
+        return _OverOwnNetworkBackend
+
+
+def _use_own_network() -> None:
+    use_interface_of(ray.util.get_node_ip_address())
+
+
+def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     """Ray Train's loop function."""
-    from distcse.teachers.actors import RemoteSource, use_assigned_threads
+    from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
     from distcse.training.metrics import Queue
 
     _quiet()
     use_assigned_threads()
+    config["board"].begin.remote()
     rank = ray.train.get_context().get_world_rank()
-    run = config["job"].run.name
-    sources = [
-        RemoteSource(pool[rank % len(pool)], Queue(run, number, rank).watch)
-        for number, pool in enumerate(config["servers"])
-    ]
+    job: Job = config["job"]
     try:
-        return fit(config["job"], sources, watch_of(config["board"]), report=ray.train.report)
+        mine = servers_beside(config["servers"], job.recipe.teachers, rank)
+    except DistcseError as mistake:
+        return mistake
+    sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]
+    try:
+        return fit(job, sources, watch_of(config["board"]), report=ray.train.report)
     except RunError as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
@@ -99,41 +173,47 @@ def _worker(config: dict[str, Any]) -> Outcome | RunError:
 
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
-    training, teachers = recipe.training, recipe.teachers
-    has = resources_on(training.nodes, "training.nodes")
-    resources_on(teachers.nodes, "teachers.nodes")
-    cpus, gpus = has.get("CPU", 0.0), has.get("GPU", 0.0)
-    beside = teachers.mode == "live" and teachers.nodes == training.nodes
-    serving = len(teachers.encoders) * teachers.servers if beside else 0
-    cpu = training.cpus_per_worker or max(1.0, (cpus - serving) // training.workers)
-    serving_gpus = serving * teachers.builder_gpus
-    fits_gpu = gpus - serving_gpus >= training.workers
-    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(fits_gpu)
-    for kind, asked, there in (
-        ("CPUs", cpu * training.workers + serving, cpus),
-        ("GPUs", gpu * training.workers + serving_gpus, gpus),
-    ):
-        if asked > there:
-            raise RunError(
-                f"the run needs {asked:g} {kind} (training.workers={training.workers}"
-                f"{f', {serving} live teacher servers' if serving else ''}), the cluster has {there:g}; lower "
-                f"training.workers or training.{kind[:3].lower()}s_per_worker"
-                f"{', or use teachers.mode=table' if serving else ''}"
-            )
-    return {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+    from distcse.teachers.actors import live_demands
 
-
-def _needs(recipe: Recipe, resources: Mapping[str, float]) -> list[Need]:
     training, teachers = recipe.training, recipe.teachers
-    serving = {"CPU": 1.0, "GPU": teachers.builder_gpus} if teachers.mode == "live" else {}
-    return [
-        Need("training workers", training.workers, resources, training.nodes),
-        Need("servers of lists", len(teachers.encoders) * teachers.servers, serving, teachers.nodes),
+    nodes = nodes_with(training.nodes, "training.nodes")
+    nodes_with(teachers.nodes, "teachers.nodes")
+    serving = live_demands(teachers)
+    beside = [
+        demand
+        for demand in serving
+        if (training.nodes or {}).items() <= (demand.labels or training.nodes or {}).items()
     ]
+    cpus, gpus = (_left(nodes, kind, beside) for kind in ("CPU", "GPU"))
+    cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, training.workers))))
+    enough = sum(int(there) for there in gpus) >= training.workers
+    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(enough)
+    each = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+    refuse_impossible(_demands(recipe, each, training.workers), alive())
+    return each
+
+
+def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
+    """What must run at the same time: so many workers, and the servers of live teachers."""
+    from distcse.teachers.actors import live_demands
+
+    told, smaller = f"training.workers={workers}", {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
+    training = Demand(told, workers, each, recipe.training.nodes, "training.workers", smaller)
+    return [training, *live_demands(recipe.teachers)]
+
+
+def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[Demand]) -> list[float]:
+    """What each node has of a kind, less what demands take, one by one from where most is left."""
+    there = [node.get(kind, 0.0) for node in nodes]
+    for demand in demands:
+        for _ in range(demand.number):
+            fullest = max(range(len(there)), key=there.__getitem__)
+            there[fullest] -= demand.each.get(kind, 0.0)
+    return there
 
 
 def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
-    """The user's own mistake inside Ray Train's error, or a `RunError` with the first worker's words."""
+    """The user's own mistake inside Ray Train's error, or `_Lost` with the first worker's words."""
     failures = list(getattr(failed, "worker_failures", {}).values())
     for failure in failures:
         cause: BaseException | None = failure
@@ -142,7 +222,7 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
                 return cause
             cause = getattr(cause, "cause", None) or cause.__cause__
     told = str(failures[0] if failures else failed).strip().splitlines()
-    return RunError(
+    return _Lost(
         f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
     )
 

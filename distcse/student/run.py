@@ -67,7 +67,7 @@ def _run(
         recipe = text.recipe
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
-    house, surroundings = (house, nullcontext()) if house else house_of(recipe)
+    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path)
     with surroundings:
         watch = house.metered(watch, directory.path.name)
         tables = prepare_tables(recipe, text.corpus, house, watch)

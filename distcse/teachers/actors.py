@@ -6,7 +6,7 @@ lists the other way: never vectors, tokens or weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,14 +19,15 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
 from distcse.events import Note, Watch
-from distcse.nodes import Need, Patience, resources_on
+from distcse.nodes import Demand, Patience, alive, fitting, nodes_with, refuse_impossible
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
-from distcse.teachers.opening import live, open_embedder, serving
+from distcse.teachers.opening import live, open_embedder, serving, uses_table
 from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder, Teacher
@@ -78,6 +79,53 @@ class TeacherServer(Pulse):
         return self._teacher is not None
 
 
+class Servers:
+    """The server actors of a run, each started beside the worker that first asks for it; itself an actor, and they end with it.
+
+    Beside is wished for, not insisted on: where the worker's node has no room, or has other labels than `teachers.nodes`, a
+    server is put where there is room. One that lives stays where it is, also when its worker is started again elsewhere.
+
+    Args:
+        makes: For each teacher, by its number, what makes it, and the CPUs and GPUs of one server.
+        section: How many servers, and where.
+        job: Part of the servers' names.
+    """
+
+    def __init__(
+        self, makes: Mapping[int, tuple[Callable[[], Teacher], dict[str, float]]], section: TeachersSection, job: str
+    ) -> None:
+        self._makes, self._section, self._job = makes, section, job
+        self._running: dict[tuple[int, int], Any] = {}
+
+    def beside(self, rank: int, node: str) -> dict[int, Any]:
+        """For each teacher, by its number, the server that worker `rank`, on a node of this id, shall ask."""
+        copy = rank % self._section.servers
+        for number, (make, resources) in self._makes.items():
+            if (number, copy) not in self._running:
+                server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
+                    name=f"teacher-{number}-{copy}-{self._job}", **_near(node, self._section.nodes)
+                )
+                self._running[number, copy] = server.remote(make)
+        return {number: self._running[number, copy] for number in self._makes}
+
+    def running(self) -> dict[str, Any]:
+        """All servers there are, by what to call them."""
+        teachers = self._section.encoders
+        return {
+            f"server {copy} of teacher {number}, {teachers[number].backbone}": server
+            for (number, copy), server in self._running.items()
+        }
+
+
+def _near(node: str, labels: dict[str, str] | None) -> dict[str, Any]:
+    """Ray's options for an actor near a node, among the nodes of some labels."""
+    has = next(there["Labels"] for there in ray.nodes() if there["NodeID"] == node)
+    if labels and not labels.items() <= has.items():
+        return {"label_selector": labels}
+    # A node that is full may stay so: its own workers fill it. Ray's switch for spilling is private, and there is no other.
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)}
+
+
 class RemoteSource:
     """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
 
@@ -106,15 +154,17 @@ def build_shards(
     watch: Watch,
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
-    resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
-    actor = ray.remote(**resources, **_OUTLIVES)(ShardBuilder)
+    room = fitting(nodes_with(section.nodes, "teachers.nodes"), _builder(section))
+    count = min(len(missing), section.builders or max(1, room))
+    refuse_impossible([_builders(section, count)], alive())
+    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
-        for number in range(min(len(missing), section.builders or _fitting_builders(section)))
+        for number in range(count)
     ]
-    patience = _patience("builders of tables", 1, resources, section, watch)
+    patience = Patience([_builders(section, 1)], lambda told: watch.post(Note(told, warning=True)))
     pool, done = ActorPool(builders), 0
     for shard in missing:
         pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
@@ -142,6 +192,15 @@ def build_shards(
             ray.kill(builder)
 
 
+def _builder(section: TeachersSection) -> dict[str, float]:
+    return {"CPU": 1.0, "GPU": section.builder_gpus}
+
+
+def _builders(section: TeachersSection, count: int) -> Demand:
+    told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
+    return Demand(told, count, _builder(section), section.nodes, "teachers.builders", smaller)
+
+
 @contextmanager
 def served(
     section: TeachersSection,
@@ -149,80 +208,53 @@ def served(
     tables: Sequence[EmbeddingTable | None],
     seed: int,
     watch: Watch,
-    but: Collection[int] = (),
-) -> Iterator[list[list[Any]]]:
-    """For each teacher its server actors, loaded and ready, for as long as this is entered; one that hangs is replaced.
+    asked: Sequence[int] | None = None,
+) -> Iterator[Any]:
+    """The `Servers` of a run, for as long as this is entered; a server that hangs is replaced.
 
     Args:
         section: The teachers.
-        corpus: Their sentences.
-        tables: The teachers' tables; None for one that answers live.
-        seed: The recipe's.
-        watch: Told of what hangs and of nodes that are lost.
-        but: Teachers that nobody will ask; they get no server.
+        corpus: What they are asked about.
+        tables: The table of each; one that has none answers live.
+        seed: Of the run.
+        watch: Told of what hangs.
+        asked: Numbers of the teachers that have servers; None are all.
     """
-    pools: list[list[Any]] = []
+    makes: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
+    for number in range(len(tables)) if asked is None else asked:
+        teacher, table = section.encoders[number], tables[number]
+        makes[number] = (
+            (_table_teacher(teacher, table, seed), {"num_cpus": 0.0})
+            if table is not None
+            else (_live_teacher(teacher, corpus.directory, section.tokens_per_batch), _live_resources(section))
+        )
+    job = _run_token()
+    # On the driver's node: with no other it shall be lost, as its servers end with it.
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    servers = ray.remote(num_cpus=0)(Servers).options(name=f"servers-{job}", scheduling_strategy=home)
+    running = servers.remote(makes, section, job)
     try:
-        with _guarded(section, watch) as guard:
-            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-                copies = 0 if number in but else section.servers
-                pools.append(_start_servers(number, teacher, section, corpus, table, seed, copies))
-                for copy, server in enumerate(pools[-1]):
-                    guard.add(f"server {copy} of teacher {number}, {teacher.backbone}", server)
-            for teacher, pool in zip(section.encoders, pools, strict=True):
-                _wait_until_ready(teacher, pool, _patience("servers of lists", 1, {}, section, watch))
-            yield pools
+        with _guarded(section, watch, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
+            yield running
     finally:
-        for server in (server for pool in pools for server in pool):
-            ray.kill(server)
+        ray.kill(running)
 
 
-def _start_servers(
-    number: int,
-    teacher: TeacherSection,
-    section: TeachersSection,
-    corpus: Corpus,
-    table: EmbeddingTable | None,
-    seed: int,
-    copies: int,
-) -> list[Any]:
-    """Server actors of one teacher. Serving a table takes no CPU of its own worth reserving."""
-    if table is not None:
-        make, resources = _table_teacher(teacher, table, seed), {"num_cpus": 0.0}
-    else:
-        make = _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
-        resources = {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
-    actor = ray.remote(**resources, **_OUTLIVES)(TeacherServer)
-    return [
-        actor.options(name=f"teacher-{number}-{copy}-{_run_token()}", label_selector=section.nodes).remote(make)
-        for copy in range(copies)
-    ]
+def _guarded(section: TeachersSection, watch: Watch, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
+    return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)), find)
 
 
-def _wait_until_ready(teacher: TeacherSection, servers: Sequence[Any], patience: Patience) -> None:
-    waiting = [server.ready.remote() for server in servers]
-    try:
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK)
-            ray.get(done)
-            patience.look()
-    except RayTaskError as failed:
-        raise _cause_of(teacher, failed) from failed
-    except RayActorError as lost:
-        told = str(lost).strip().splitlines()[-1]
-        raise TeacherError(f"teacher {teacher.backbone} cannot be served: {told}") from lost
-
-
-def _guarded(section: TeachersSection, watch: Watch) -> Guard:
-    return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)))
-
-
-def _patience(
-    what: str, number: int, resources: Mapping[str, float], section: TeachersSection, watch: Watch
-) -> Patience:
-    kinds = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    each = {kinds[name]: amount for name, amount in resources.items()}
-    return Patience([Need(what, number, each, section.nodes)], lambda told: watch.post(Note(told, warning=True)))
+def servers_beside(servers: Any, section: TeachersSection, rank: int) -> dict[int, Any]:
+    """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
+    node = ray.get_runtime_context().get_node_id()
+    mine: dict[int, Any] = ray.get(servers.beside.remote(rank, node))
+    for number, server in mine.items():
+        teacher = section.encoders[number]
+        try:
+            ray.get(server.ready.remote())
+        except RayTaskError as failed:
+            raise _cause_of(teacher, failed) from failed
+    return mine
 
 
 def _cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
@@ -243,11 +275,21 @@ def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) 
     return lambda: live(teacher, Corpus.open(corpus), tokens_per_batch)
 
 
-def _fitting_builders(section: TeachersSection) -> int:
-    there = resources_on(section.nodes, "teachers.nodes")
-    if section.builder_gpus:
-        return max(1, int(there.get("GPU", 0) / section.builder_gpus))
-    return max(1, int(there.get("CPU", 1)))
+def live_demands(section: TeachersSection) -> list[Demand]:
+    """What the servers of live teachers take; those of tables take nothing."""
+    number = section.servers * sum(not uses_table(section, teacher) for teacher in section.encoders)
+    resources = _live_resources(section)
+    each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    told, smaller, instead = (
+        f"{number} live teacher servers",
+        {"GPU": "teachers.builder_gpus"},
+        "use teachers.mode=table",
+    )
+    return [Demand(told, number, each, section.nodes, "teachers.servers", smaller, instead)] if number else []
+
+
+def _live_resources(section: TeachersSection) -> dict[str, float]:
+    return {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
 
 
 def _run_token() -> str:

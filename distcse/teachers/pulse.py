@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -35,11 +35,18 @@ class Guard:
     Args:
         deadline: Seconds without an answer after which a process hangs. One that never answered yet is still being started.
         tell: Told in a line, by a thread of the guard's.
+        find: Names and handles of all actors that there are now, where others start them.
     """
 
-    def __init__(self, deadline: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        deadline: float,
+        tell: Callable[[str], None],
+        find: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         self._deadline = deadline
         self._tell = tell
+        self._find = find
         self._felt: list[_Felt] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
@@ -58,6 +65,7 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._deadline / 4)):
+            self._follow()
             for felt in list(self._felt):
                 if (process := felt.hangs(self._deadline)) is not None:
                     self._tell(
@@ -65,6 +73,18 @@ class Guard:
                         "and is ended and started again"
                     )
                     ray.kill(felt.actor, no_restart=False)
+
+    def _follow(self) -> None:
+        if self._find is None:
+            return
+        try:
+            found = self._find()
+        except RayError:  # who starts them is lost, and they with it; the run hears of that from them
+            return
+        known = {felt.name for felt in self._felt}
+        for name, actor in found.items():
+            if name not in known:
+                self.add(name, actor)
 
 
 class _Felt:

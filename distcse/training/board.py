@@ -17,6 +17,15 @@ class Board:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._stop = False
+        self._begun = False
+
+    def begin(self) -> None:
+        """A worker is there."""
+        self._begun = True
+
+    def begun(self) -> bool:
+        """Whether a worker is there."""
+        return self._begun
 
     def post(self, event: Event) -> bool:
         """Take an event; answers whether the run shall stop."""
@@ -39,9 +48,10 @@ def open_board(name: str) -> Any:
     Args:
         name: Whose events it takes, for people who look at the cluster's actors.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
-    return board.options(name=f"board-{own_name(name)}").remote()
+    # On the driver's node: with no other it shall be lost.
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}", scheduling_strategy=home)
+    return board.remote()
 
 
 def own_name(name: str) -> str:

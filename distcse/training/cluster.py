@@ -32,7 +32,7 @@ _BEFORE_IMPORT = {
 }
 """What Ray reads when it is imported. Imported before by somebody else, it asks for a token of its own accord."""
 
-_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "RAY_TRAIN_")
+_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
 _OF_THE_NODE = ("DISTCSE_MIRROR",)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 """Ends of names whose values Ray must not be told: it writes a worker's environment into logs and shows it to all."""

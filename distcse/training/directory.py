@@ -41,6 +41,7 @@ _SEAL = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 _MAY_CHANGE = (
     "training.workers",
+    "training.least_workers",
     "training.cpus_per_worker",
     "training.gpus_per_worker",
     "training.engine",

@@ -20,12 +20,12 @@ class Shared:
     """A house whose tables are built and whose servers run.
 
     Args:
-        servers: For each teacher its server actors; none where trials read its table themselves.
+        servers: Of the teachers whose table trials do not read themselves (see `Servers`); None where they read all.
         in_own_process: Train in the trial's process; else in Ray Train workers.
     """
 
-    def __init__(self, servers: Sequence[Sequence[Any]], in_own_process: bool) -> None:
-        self._servers = [list(pool) for pool in servers]
+    def __init__(self, servers: Any, in_own_process: bool) -> None:
+        self._servers = servers
         self._in_own_process = in_own_process
 
     def metered(self, watch: Watch, run: str) -> Watch:
@@ -54,14 +54,15 @@ class Shared:
             from distcse.student.ray_train import fit_on_ray
 
             return fit_on_ray(job, self._servers, watch)
-        from distcse.teachers.actors import RemoteSource
+        from distcse.teachers.actors import RemoteSource, servers_beside
         from distcse.training.metrics import Queue
 
-        teachers = job.recipe.teachers.encoders
+        section = job.recipe.teachers
+        mine = servers_beside(self._servers, section, rank=0) if self._servers is not None else {}
         sources = [
             LocalSource(serving(teacher, table, job.recipe.seed))
             if table is not None
-            else RemoteSource(pool[0], Queue(job.run.name, number, worker=0).watch)
-            for number, (teacher, table, pool) in enumerate(zip(teachers, tables, self._servers, strict=True))
+            else RemoteSource(mine[number], Queue(job.run.name, number, worker=0).watch)
+            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
         return fit(job, sources, watch)

@@ -24,7 +24,6 @@ from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep,
 from distcse.storage import address, fetch, put
 from distcse.student.houses import OnRay
 from distcse.student.material import Text, prepare_tables
-from distcse.teachers import uses_table
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory, check_stored, write_recipe
@@ -147,7 +146,7 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
 
 @contextmanager
 def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch) -> Iterator[Shared | None]:
-    """Tables built once and servers started once, for all trials."""
+    """Tables built once and servers, as trials ask for them, started once, for all trials."""
     if isinstance(recipe, MutualRecipe):
         yield None
         return
@@ -157,8 +156,8 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
     tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
-    read_by_trials = [n for n, one in enumerate(section.encoders) if in_own_process and uses_table(section, one)]
-    with served(section, text.corpus, tables, recipe.seed, watch, but=read_by_trials) as servers:
+    asked = [number for number, table in enumerate(tables) if table is None or not in_own_process]
+    with served(section, text.corpus, tables, recipe.seed, watch, asked) as servers:
         yield Shared(servers, in_own_process)
 
 

@@ -1,0 +1,94 @@
+"""Whether nodes have room for what a recipe asks, and who it is that is asked."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import pytest
+
+from distcse.errors import RecipeError, RunError
+from distcse.nodes import Demand, Node, even_share, fitting, refuse_impossible
+from distcse.recipe import load_recipe
+from distcse.training.network import interface_of
+
+
+def node(cpus: float, gpus: float = 0.0, **labels: str) -> Node:
+    return Node("", {"CPU": cpus, **({"GPU": gpus} if gpus else {})}, labels)
+
+
+def workers(number: int, cpus: float, gpus: float = 0.0, labels: Mapping[str, str] | None = None) -> Demand:
+    smaller = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
+    return Demand(f"workers={number}", number, {"CPU": cpus, "GPU": gpus}, labels, "workers", smaller)
+
+
+def test_what_fits_is_not_refused() -> None:
+    refuse_impossible([workers(2, 3)], [node(4), node(3)])
+    refuse_impossible([workers(4, 1, 0.25)], [node(0), node(8, 1)])
+    refuse_impossible([workers(10, 0.1)], [node(1)])  # a tenth fits ten times
+    refuse_impossible([workers(1, 4, 0, {"role": "a"}), workers(2, 2)], [node(4, role="a"), node(4, role="b")])
+
+
+@pytest.mark.parametrize(
+    ("demands", "nodes", "told"),
+    [
+        (
+            [workers(2, 3)],
+            [node(4), node(2)],
+            r"workers=2 wants room for 2 of 3 CPUs each, and none lies on two nodes: the cluster has 1 x 4 CPUs, 1 x 2 CPUs, "
+            r"room for 1; lower workers or cpus_per_worker",
+        ),
+        (
+            [workers(5, 1)],
+            [node(2), node(2)],
+            r"needs 5 CPUs .*\(workers=5 of 1 CPU\), the cluster has 4; lower workers or cpus",
+        ),
+        (
+            [workers(3, 1, 0.5)],
+            [node(9, 1)],
+            r"needs 1\.5 GPUs .*, the cluster has 1; lower workers or gpus_per_worker",
+        ),
+        ([workers(2, 0.1, 0.75)], [node(9, 1), node(9, 0.5)], r"2 of 0\.1 CPUs and 0\.75 GPUs each.*room for 1"),
+        ([workers(1, 1, 1)], [node(9), node(0, 1)], r"the cluster has 1 x 9 CPUs, 1 x 1 GPU, room for 0"),
+        (
+            [workers(1, 4, 0, {"role": "a"}), workers(1, 1, 0, {"role": "a"})],
+            [node(4, role="a"), node(9, role="b")],
+            r"needs 5 CPUs .*, the nodes with role=a have 4",
+        ),
+        ([workers(2, 2, 0, {"role": "a"}), workers(3, 2)], [node(4, role="a"), node(5)], r"needs 10 CPUs .* has 9"),
+    ],
+)
+def test_what_can_never_fit_is_told_with_what_there_is(demands: list[Demand], nodes: list[Node], told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        refuse_impossible(demands, nodes)
+
+
+def test_cpus_are_shared_as_nodes_allow() -> None:
+    assert even_share([16], 3) == 5.3
+    assert even_share([8, 8], 3) == 4  # not 5.3: no worker lies on two nodes
+    assert even_share([8, 2], 3) == 2.6
+    assert even_share([0, 4], 4) == 1
+    assert fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") in dict(socket.if_nameindex()).values()
+    assert interface_of("192.0.2.254") is None and interface_of("::1") is None
+
+
+def test_an_elastic_run_has_whole_parts_with_every_number_of_workers() -> None:
+    def training(*knobs: str) -> tuple[list[int], int]:
+        section = load_recipe("minilm-3layer", [f"training.{knob}" for knob in knobs]).training
+        return section.worker_counts, section.streams
+
+    assert training("workers=8", "batch_size=128", "least_workers=1") == ([1, 2, 4, 8], 8)
+    assert training("workers=6", "batch_size=96", "least_workers=2") == ([2, 3, 4, 6], 12)
+    assert training("workers=4", "least_workers=1", "dropout_streams=4") == ([1, 2, 4], 4)
+    assert training("workers=4", "dropout_streams=8") == ([4], 8)
+    assert training("workers=0") == ([0], 1)
+    with pytest.raises(RecipeError, match="least_workers is 3, and workers 2"):
+        training("workers=2", "least_workers=3")
+    with pytest.raises(RecipeError, match="least_workers is 3, which does not divide batch_size"):
+        training("workers=4", "least_workers=3")
+    with pytest.raises(RecipeError, match=r"dropout_streams is 4, which is no multiple of workers 8"):
+        training("workers=8", "least_workers=2", "dropout_streams=4")
