@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
+from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
+
+_READ_FIRST = tuple(
+    f"{family}ForSequenceClassification"
+    for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert", "MPNet")
+)
+"""Classes whose head reads the first token alone."""
 
 
 class CrossEncoder(nn.Module):
@@ -91,10 +99,12 @@ class CrossEncoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, kinds: Tensor | None = None) -> Tensor:
         """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits."""
-        inputs = {"input_ids": ids, "attention_mask": mask}
+        inputs = {"input_ids": ids, "attention_mask": made_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        logits: Tensor = self.model(**inputs).logits[:, 0]
+        reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
+        with last_layer_at(self.model, ids.new_zeros(len(ids))) if reads_first else nullcontext():
+            logits: Tensor = self.model(**inputs).logits[:, 0]
         return logits
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
+from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
+from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
-from distcse.encoder.pooling import NEEDS_ALL_LAYERS, pool
+from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
 from distcse.encoder.source import resolve_model
 from distcse.encoder.words import narrow_words
@@ -114,9 +116,14 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
-        all_layers = self.pooling in NEEDS_ALL_LAYERS
-        output = self.backbone(input_ids=ids, attention_mask=mask, output_hidden_states=all_layers)
+        made = made_mask(self.backbone, mask)
         marked = ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
+        if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
+            with last_layer_at(self.backbone, place_of(self.pooling, mask, marked)):
+                token: Tensor = self.backbone(input_ids=ids, attention_mask=made).last_hidden_state[:, 0]
+            return token.float()
+        all_layers = self.pooling in NEEDS_ALL_LAYERS
+        output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
         return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask, marked)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
