@@ -8,7 +8,7 @@ of a whole layer, drawn for one token instead of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,8 +51,8 @@ def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
 def _bert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
     attention, one = layer.attention.self, _at(hidden, places)
     parts = attention.query(one), attention.key(hidden), attention.value(hidden)
-    heads = attention.num_attention_heads
-    seen = _attended(*(_split(part, heads) for part in parts), _row(mask, places), attention.dropout.p, layer.training)
+    query, key, value = _split(parts, attention.num_attention_heads)
+    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
     met = layer.attention.output(seen, one)
     found: Tensor = layer.output(layer.intermediate(met), met)
     return found
@@ -61,8 +61,8 @@ def _bert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest
 def _distilbert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
     attention, one = layer.attention, _at(hidden, places)
     parts = attention.q_lin(one), attention.k_lin(hidden), attention.v_lin(hidden)
-    heads = attention.n_heads
-    seen = _attended(*(_split(part, heads) for part in parts), _row(mask, places), attention.dropout.p, layer.training)
+    query, key, value = _split(parts, attention.n_heads)
+    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
     met = layer.sa_layer_norm(attention.out_lin(seen) + one)
     found: Tensor = layer.output_layer_norm(layer.ffn(met) + met)
     return found
@@ -73,9 +73,9 @@ def _mpnet(
 ) -> tuple[Tensor]:
     attention, one = layer.attention.attn, _at(hidden, places)
     parts = attention.q(one), attention.k(hidden), attention.v(hidden)
+    query, key, value = _split(parts, attention.num_attention_heads)
     added = _row(bias, places) if mask is None else _row(bias, places) + _row(mask, places)
-    heads = attention.num_attention_heads
-    seen = _attended(*(_split(part, heads) for part in parts), added, attention.dropout.p, layer.training)
+    seen = _attended(query, key, value, added, attention.dropout.p, layer.training)
     met = layer.attention.LayerNorm(layer.attention.dropout(attention.o(seen)) + one)
     return (layer.output(layer.intermediate(met), met),)
 
@@ -95,9 +95,8 @@ def _modernbert(
     mixed = attention.Wqkv(layer.attn_norm(hidden))
     query, key, value = mixed.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    query = _row(query, places)
-    assert query is not None
-    seen = _attended(query, key, value, _row(attention_mask, places), attention.attention_dropout, layer.training)
+    query, mask = _row(query, places), _mask_at(attention_mask, places)
+    seen = _attended(query, key, value, mask, attention.attention_dropout, layer.training)
     met = _at(hidden, places) + attention.out_drop(attention.Wo(seen))
     found: Tensor = met + layer.mlp(layer.mlp_norm(met))
     return found
@@ -120,17 +119,21 @@ def _at(hidden: Tensor, places: Tensor) -> Tensor:
     return hidden.gather(1, places[:, None, None].expand(-1, -1, hidden.shape[2]))
 
 
-def _row(table: Tensor | None, places: Tensor) -> Tensor | None:
+def _row(table: Tensor, places: Tensor) -> Tensor:
     """(B, heads, L, …) of all queries -> (B, heads, 1, …) of one; a table of one row is that of every query."""
-    if table is None or table.shape[2] == 1:
+    if table.shape[2] == 1:
         return table
     wide = table.expand(len(places), -1, -1, -1)
     return wide.gather(2, places[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
 
 
-def _split(part: Tensor, heads: int) -> Tensor:
-    """(B, L, H) -> (B, heads, L, H / heads)."""
-    return part.unflatten(2, (heads, -1)).transpose(1, 2)
+def _mask_at(mask: Tensor | None, places: Tensor) -> Tensor | None:
+    return None if mask is None else _row(mask, places)
+
+
+def _split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
+    """(B, L, H) each -> (B, heads, L, H / heads)."""
+    return (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts)
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: float, training: bool) -> Tensor:
@@ -144,4 +147,5 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, no
     elif mask is not None:
         scores = scores + mask
     weights = dropout(scores.softmax(dim=3), noise, training)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
+    seen: Tensor = weights.to(value.dtype) @ value
+    return seen.transpose(1, 2).flatten(2)

@@ -67,7 +67,7 @@ class Plan:
         rows = training.batch_size // workers
         self.places = slice(rank * rows, (rank + 1) * rows)
         """This worker's places in every global batch."""
-        self._streams = max(1, (training.dropout_streams or workers) // workers)
+        self._streams = max(1, training.streams // workers)
         self._first_stream = rank * self._streams
 
     @property
