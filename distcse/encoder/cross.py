@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
+from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
+from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
+
+_READ_FIRST = tuple(
+    f"{family}ForSequenceClassification"
+    for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert", "MPNet")
+)
+"""Classes whose head reads the first token alone."""
 
 
 class CrossEncoder(nn.Module):
@@ -91,10 +100,12 @@ class CrossEncoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, kinds: Tensor | None = None) -> Tensor:
         """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits."""
-        inputs = {"input_ids": ids, "attention_mask": mask}
+        inputs = {"input_ids": ids, "attention_mask": made_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        logits: Tensor = self.model(**inputs).logits[:, 0]
+        reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
+        with last_layer_at(self.model, ids.new_zeros(len(ids))) if reads_first else nullcontext():
+            logits: Tensor = self.model(**inputs).logits[:, 0]
         return logits
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
@@ -113,16 +124,20 @@ class CrossEncoder(nn.Module):
         pairs: Sequence[tuple[str, str]],
         *,
         batch_tokens: int = 4096,
+        precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float64]:
-        """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient."""
+        """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient.
+
+        `precision` is `fp32`, or `bf16` / `fp16` autocast.
+        """
         if not pairs:
             return np.empty(0)
         ids, kinds = self.token_ids(pairs)
         logits, done = np.empty(len(pairs)), 0
         was_training = self.training
         self.eval()
-        with torch.no_grad():
+        with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
                 tokens, mask = padded([ids[place] for place in places], self.tokenizer.pad_token_id or 0, self.device)
                 sides = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from distcse.recipe import Pooling
 
 NEEDS_ALL_LAYERS = ("first_last_avg", "last_two_avg")
+AT_ONE_TOKEN = ("cls", "last_token", "mask")
 
 
 def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, marked: Tensor | None = None) -> Tensor:
@@ -35,15 +36,18 @@ def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, marked: T
         return _mean(tokens, mask)
     if kind == "max":
         return tokens.masked_fill(mask[..., None] == 0, torch.finfo(tokens.dtype).min).amax(dim=1)
-    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return tokens[torch.arange(len(tokens), device=tokens.device), place_of(kind, mask, marked)]
+
+
+def place_of(kind: Pooling, mask: Tensor, marked: Tensor | None = None) -> Tensor:
+    """(B,) place of the token that is a text's vector, for the kinds of `AT_ONE_TOKEN`; arguments as for `pool`."""
     if kind == "mask":
         assert marked is not None
-        chosen = marked.to(torch.uint8).argmax(dim=1)
-    elif kind == "cls":
-        chosen = places.masked_fill(mask == 0, mask.shape[1]).amin(dim=1)
-    else:
-        chosen = places.masked_fill(mask == 0, -1).amax(dim=1)
-    return tokens[torch.arange(len(tokens), device=tokens.device), chosen.clamp(0, mask.shape[1] - 1)]
+        return marked.to(torch.uint8).argmax(dim=1)
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    if kind == "cls":
+        return places.masked_fill(mask == 0, mask.shape[1]).amin(dim=1).clamp(max=mask.shape[1] - 1)
+    return places.masked_fill(mask == 0, -1).amax(dim=1).clamp(min=0)
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:

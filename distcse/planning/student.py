@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from distcse.encoder import is_cross_encoder
@@ -129,6 +129,8 @@ class StudentRun:
             found.append(Pass(self.student, 2 * rows, padded, True, precision, self.has_dropout))
         if self.generator is not None:
             found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
+        if self.recipe.training.chunk is not None:  # what is forgotten is made again
+            found += [replace(work, training=False) for work in found]
         return found
 
     def quiet_passes(self, workers: int) -> list[Pass]:
@@ -237,7 +239,7 @@ class StudentRun:
 
     def memory(self, machine: Machine, workers: int, batch: int, stage: int) -> WorkerMemory:
         """Bytes of one worker."""
-        rows = batch / workers
+        rows = min(batch / workers, self.recipe.training.chunk or batch)
         passes = self.passes(rows, float(self.recipe.student.max_length or self.padded(rows)))
         eager = machine.kind == "cpu" and (self.recipe.student.max_length or _EAGER_BELOW) < _EAGER_BELOW
         kept = sum(activation_bytes(work, machine.kind, eager) for work in passes if work.training)

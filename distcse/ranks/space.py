@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,6 +19,10 @@ _BYTES = 256 * 2**20
 _BYTES_A_CELL = 4 + 8 + 4
 _INSIDE = 2**30
 """Rank vectors of one call that are held in memory; more lie in a file."""
+
+_BINS = 2**16
+_LOST = 1e-11
+"""Most that t / n of a row may be (see `counted_rank_vectors`)."""
 
 
 def rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -34,17 +38,52 @@ def rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
     return ranks
 
 
+def counted_rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
+    """The same without a sort: a row's similarities are counted into 65,536 bins, and a bin's references share its mean rank.
+
+    What that leaves out of a row's rank vector g is e, orthogonal to all that bins can tell, of squared length t = Σ (c³ - c) /
+    (n³ - n) over the bins' counts c. A similarity is off by e · g', about √(t / n); a row where that is more than 3e-6 (few
+    references, or many as good as equal) is sorted. Among 100,000 references similarities are off by 1e-6.
+    """
+    ranks = np.empty(similarities.shape, dtype=np.float32)
+    n = similarities.shape[1]
+    scale = math.sqrt(12 / (n * (n**2 - 1)))
+    for row, found in zip(similarities, ranks, strict=True):
+        low, high = row.min(), row.max()
+        if not low < high:
+            found[:] = rank_vectors(row[None])[0]
+            continue
+        bins = ((row - low) * ((_BINS - 1) / (high - low))).astype(np.intp)
+        counts = np.bincount(bins, minlength=_BINS)
+        lost = (counts.astype(np.float64) ** 3).sum() - n
+        if lost > _LOST * n * (n**3 - n):
+            found[:] = rank_vectors(row[None])[0]
+            continue
+        middles = np.cumsum(counts) - (counts + n) / 2
+        np.take((middles * scale).astype(np.float32), bins, out=found)
+    return ranks
+
+
+RANKS: dict[str, Callable[[NDArray[np.floating]], NDArray[np.float32]]] = {
+    "sort": rank_vectors,
+    "histogram": counted_rank_vectors,
+}
+"""By the recipe's names."""
+
+
 class RankSpace:
     """n reference vectors, and the rank vectors of others among them.
 
     Args:
         references: (n, d) unit vectors, n ≥ 2; of another length they weigh in the order, as in the public code's inference.
+        ranks: `sort`, exact; or `histogram`, faster among tens of thousands and off by 1e-5 at most.
     """
 
-    def __init__(self, references: NDArray[np.float32]) -> None:
+    def __init__(self, references: NDArray[np.float32], ranks: str = "sort") -> None:
         if len(references) < 2:
             raise ValueError(f"{len(references)} references; an order needs two")
         self._references = references
+        self._rank_vectors = RANKS[ranks]
 
     def __len__(self) -> int:
         return len(self._references)
@@ -55,7 +94,7 @@ class RankSpace:
         step = max(1, _BYTES // (_BYTES_A_CELL * len(self._references)))
         for begin in range(0, len(vectors), step):
             chunk = slice(begin, begin + step)
-            ranks[chunk] = rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T)
+            ranks[chunk] = self._rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T)
         return ranks
 
     def similarities(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:

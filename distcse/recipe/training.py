@@ -126,8 +126,29 @@ class TrainingSection(LoopSection):
     dropout_streams: Annotated[int, Field(ge=1)] | None = None
     """Parts of a batch with dropout noise of their own; null is one a worker. A run that shall continue to equal weights on
     another number of workers names one number for both (a multiple of each)."""
+    chunk: Annotated[int, Field(ge=1)] | None = None
+    """Sentences that go through the student at a time (gradient cache): what they leave on their way is forgotten, and made
+    again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass; the gradient is that of
+    the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps all of a batch."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
+
+    @property
+    def streams(self) -> int:
+        """Parts of a batch with dropout noise of their own, over all workers."""
+        return self.batch_size // self.chunk if self.chunk else self.dropout_streams or self.workers or 1
+
+    @model_validator(mode="after")
+    def _chunks_divide(self) -> Self:
+        if self.chunk is None:
+            return self
+        if self.dropout_streams is not None:
+            raise ValueError("chunk and dropout_streams both part the batch; keep one of them")
+        rows = self.batch_size // (self.workers or 1)
+        if rows % self.chunk:
+            allowed = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            raise ValueError(f"chunk is {self.chunk}, which does not divide a worker's {rows} rows; allowed: {allowed}")
+        return self
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSection:

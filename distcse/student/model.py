@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distcse.corpus.collate import Tokens
 from distcse.detection import EditDetector, build_detector
@@ -17,6 +18,8 @@ from distcse.objectives import Detection
 from distcse.recipe import Recipe, StudentSection
 from distcse.student.memory import Memory, gather_parts
 from distcse.training.noise import noise
+
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -50,6 +53,8 @@ class StudentModel(nn.Module):
         detector: What DiffCSE adds.
         condition: Vector that the discriminator is told: `projected` or `pooled`.
         memory: What lengthens the lists.
+        forgets: Whether what a stream leaves on its way is forgotten, and made again for the gradient (gradient cache, Gao et
+            al. 2021): only one stream's activations are there at a time.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class StudentModel(nn.Module):
         detector: EditDetector | None = None,
         condition: str = "projected",
         memory: Memory | None = None,
+        forgets: bool = False,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -66,6 +72,7 @@ class StudentModel(nn.Module):
         self.detector = detector
         self.condition = condition
         self.memory = memory
+        self.forgets = forgets
 
     def forward(self, batch: Batch) -> Passed:
         """A batch -> views, and detection where there is a discriminator.
@@ -78,7 +85,7 @@ class StudentModel(nn.Module):
             self.memory.refresh(gather_parts(self._quietly(batch.landmarks), len(self.memory.landmarks)))
         if self.memory is not None and batch.queue:
             self.memory.fill(gather_parts(self._quietly(batch.queue), len(self.memory.queue)))
-        views = [self._views(tokens, seed) for tokens, seed in batch.streams]
+        views = [self._through(self._views, tokens, seed) for tokens, seed in batch.streams]
         first = torch.cat([pooled[: len(pooled) // 2] for pooled in views])
         second = torch.cat([pooled[len(pooled) // 2 :] for pooled in views])
         pooled = torch.cat([first, second])
@@ -95,11 +102,23 @@ class StudentModel(nn.Module):
         for tokens, seed in streams:
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
-            both = Tokens(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
-            with noise(seed + 1, tokens.ids.device):
-                found.append(self.detector(both, torch.cat([first[rows], second[rows]])))
+            found.append(self._through(self._found, tokens, seed, torch.cat([first[rows], second[rows]])))
         total: Detection = reduce(operator.add, found)
         return total
+
+    def _found(self, tokens: Tokens, seed: int, told: Tensor) -> Detection:
+        assert self.detector is not None
+        both = Tokens(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
+        with noise(seed + 1, tokens.ids.device):
+            found: Detection = self.detector(both, told)
+        return found
+
+    def _through(self, part: Callable[..., T], *inputs: Any) -> T:
+        """One stream's pass. Its noise comes from its seed, so a second pass for the gradient draws what the first one drew."""
+        if not self.forgets:
+            return part(*inputs)
+        found: T = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return found
 
     @torch.no_grad()
     def _quietly(self, parts: Sequence[Tokens]) -> Tensor:
@@ -132,6 +151,7 @@ def build_encoder(section: StudentSection) -> StudentModel:
 def build_student(recipe: Recipe) -> StudentModel:
     """The student of a recipe; projection and discriminator's head fresh from the current random state."""
     student, objective = build_encoder(recipe.student), recipe.objective
+    student.forgets = recipe.training.chunk is not None
     if (longer := objective.memory) is not None:
         queued = longer.batches * recipe.training.batch_size
         student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)

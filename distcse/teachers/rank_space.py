@@ -15,11 +15,12 @@ class RankSpaceTeacher:
     Args:
         table: Unit vectors of the corpus.
         references: Row ids of the reference sentences.
+        ranks: `sort` or `histogram` (see `RankSpace`).
     """
 
-    def __init__(self, table: EmbeddingTable, references: NDArray[np.int64]) -> None:
+    def __init__(self, table: EmbeddingTable, references: NDArray[np.int64], ranks: str = "sort") -> None:
         self._table = table
-        self._space = RankSpace(table.vectors(references))
+        self._space = RankSpace(table.vectors(references), ranks)
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """(B, C) row ids of B steps' batches -> (B, R, C) rank-space similarities in [-1, 1]."""

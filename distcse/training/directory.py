@@ -48,6 +48,7 @@ _MAY_CHANGE = (
     "training.zero_stage",
     "training.deepspeed",
     "training.dropout_streams",
+    "training.chunk",
     "training.max_failures",
     "training.nodes",
     "training.log_every",

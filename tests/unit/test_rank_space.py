@@ -16,6 +16,7 @@ from distcse.errors import EncoderError, RecipeError
 from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
 from distcse.events import Steps, Watch
 from distcse.ranks import RankSpace, RankSpaceEncoder, inner_products, pair_similarities, rank_vectors
+from distcse.ranks.space import counted_rank_vectors
 from distcse.student.run import run
 from distcse.teachers import serving
 from tests.jobs import make_job, make_recipe
@@ -46,6 +47,22 @@ def test_a_hundred_thousand_references_fit_in_a_gibibyte() -> None:
     assert np.diagonal(found) == pytest.approx(1, abs=1e-6)
     expected = spearmanr(vectors[0] @ references.T, vectors[1] @ references.T).statistic
     assert found[0, 1] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("references", [300, 5000, 40_000])
+def test_counted_ranks_give_the_similarities_of_sorted_ones(references: int) -> None:
+    """Few references are sorted, many are counted; a far reference that spoils the bins, and equal ones, are sorted too."""
+    vectors, others = unit(12, 16, seed=1), unit(references, 16)
+    similarities = vectors @ others.T
+    similarities[0, 7] = 1e6
+    similarities[1] = 0.5
+    similarities[2] = similarities[2].round(2)
+    found, expected = counted_rank_vectors(similarities), rank_vectors(similarities)
+    assert np.abs(inner_products(found) - inner_products(expected)).max() <= 1e-5
+    assert np.array_equal(found[:3], expected[:3])
+    assert np.array_equal(found[3:], expected[3:]) == (references == 300)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    assert np.array_equal(RankSpace(others, "histogram").ranks(vectors)[3:], found[3:])
 
 
 def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:

@@ -1,0 +1,151 @@
+"""The last layer at one token of each text, where nothing reads the others: its keys and values are those of all tokens; query,
+attention's output and feed-forward are that token's alone. Exact, and a tenth of a six-layer step.
+
+Known are the layers of BERT (and what is shaped like it: MiniLM, BGE, E5), RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT,
+MPNet and ModernBERT. Any other backbone computes all of its last layer. With dropout, the last layer's noise is another than that
+of a whole layer, drawn for one token instead of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from distcse.encoder.layers import layers_of
+
+_ATTENTIONS = ("eager", "sdpa")
+
+
+def can_stop_at_one(backbone: nn.Module) -> bool:
+    """Whether a backbone's last layer is one that is known here."""
+    config: Any = backbone.config
+    both_ways = config._attn_implementation in _ATTENTIONS and not getattr(config, "is_decoder", False)
+    return both_ways and type(layers_of(backbone)[-1]).__name__ in _KNOWN
+
+
+@contextmanager
+def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
+    """Inside, a backbone's last hidden state is (B, 1, H): its last layer's output at these (B,) places.
+
+    For a backbone that `can_stop_at_one`. The layer's `forward` is replaced on the object, so that hooks, ZeRO's among them, run
+    as ever.
+    """
+    layer = layers_of(backbone)[-1]
+    before = layer.__dict__.get("forward")
+    layer.forward = partial(_KNOWN[type(layer).__name__], layer, places)
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
+
+
+def _bert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+    attention, one = layer.attention.self, _at(hidden, places)
+    parts = attention.query(one), attention.key(hidden), attention.value(hidden)
+    query, key, value = _split(parts, attention.num_attention_heads)
+    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
+    met = layer.attention.output(seen, one)
+    found: Tensor = layer.output(layer.intermediate(met), met)
+    return found
+
+
+def _distilbert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+    attention, one = layer.attention, _at(hidden, places)
+    parts = attention.q_lin(one), attention.k_lin(hidden), attention.v_lin(hidden)
+    query, key, value = _split(parts, attention.n_heads)
+    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
+    met = layer.sa_layer_norm(attention.out_lin(seen) + one)
+    found: Tensor = layer.output_layer_norm(layer.ffn(met) + met)
+    return found
+
+
+def _mpnet(
+    layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
+) -> tuple[Tensor]:
+    attention, one = layer.attention.attn, _at(hidden, places)
+    parts = attention.q(one), attention.k(hidden), attention.v(hidden)
+    query, key, value = _split(parts, attention.num_attention_heads)
+    added = _row(bias, places) if mask is None else _row(bias, places) + _row(mask, places)
+    seen = _attended(query, key, value, added, attention.dropout.p, layer.training)
+    met = layer.attention.LayerNorm(layer.attention.dropout(attention.o(seen)) + one)
+    return (layer.output(layer.intermediate(met), met),)
+
+
+def _modernbert(
+    layer: Any,
+    places: Tensor,
+    hidden: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **more: Any,
+) -> Tensor:
+    from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
+
+    assert position_embeddings is not None
+    attention = layer.attn
+    mixed = attention.Wqkv(layer.attn_norm(hidden))
+    query, key, value = mixed.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    query, mask = _row(query, places), _mask_at(attention_mask, places)
+    seen = _attended(query, key, value, mask, attention.attention_dropout, layer.training)
+    met = _at(hidden, places) + attention.out_drop(attention.Wo(seen))
+    found: Tensor = met + layer.mlp(layer.mlp_norm(met))
+    return found
+
+
+_KNOWN: dict[str, Callable[..., Any]] = {
+    "BertLayer": _bert,
+    "RobertaLayer": _bert,
+    "XLMRobertaLayer": _bert,
+    "CamembertLayer": _bert,
+    "ElectraLayer": _bert,
+    "TransformerBlock": _distilbert,
+    "MPNetLayer": _mpnet,
+    "ModernBertEncoderLayer": _modernbert,
+}
+
+
+def _at(hidden: Tensor, places: Tensor) -> Tensor:
+    """(B, L, H) and (B,) -> (B, 1, H)."""
+    return hidden.gather(1, places[:, None, None].expand(-1, -1, hidden.shape[2]))
+
+
+def _row(table: Tensor, places: Tensor) -> Tensor:
+    """(B, heads, L, …) of all queries -> (B, heads, 1, …) of one; a table of one row is that of every query."""
+    if table.shape[2] == 1:
+        return table
+    wide = table.expand(len(places), -1, -1, -1)
+    return wide.gather(2, places[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
+
+
+def _mask_at(mask: Tensor | None, places: Tensor) -> Tensor | None:
+    return None if mask is None else _row(mask, places)
+
+
+def _split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
+    """(B, L, H) each -> (B, heads, L, H / heads)."""
+    return (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: float, training: bool) -> Tensor:
+    """(B, heads, 1, d) queries among (B, heads, L, d) keys and values -> (B, 1, heads · d).
+
+    Masks are added, or true where a token is seen, as transformers makes them for `eager` and for `sdpa`.
+    """
+    scores = query @ key.transpose(2, 3) * query.shape[3] ** -0.5
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = dropout(scores.softmax(dim=3), noise, training)
+    seen: Tensor = weights.to(value.dtype) @ value
+    return seen.transpose(1, 2).flatten(2)

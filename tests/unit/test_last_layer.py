@@ -1,0 +1,171 @@
+"""A last layer at one token against all of it: the same vectors, the same loss, the same gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from benchmarks.counting import NumbersRead
+from distcse.encoder import CrossEncoder, Encoder, pool
+from distcse.encoder.last_layer import can_stop_at_one
+from distcse.objectives import gather_views
+from tests.models import make_cross_encoder
+
+FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet", "modernbert")
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+    "pad_token_id": 1,
+}
+DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64, "vocab_size": 60, "max_position_embeddings": 40}
+MODERN = {
+    "local_attention": 4,
+    "global_attn_every_n_layers": 5,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+}
+"""Its last layer looks at four neighbours of a token alone."""
+
+
+class Marks:
+    """All that an encoder asks of its tokenizer in a pass."""
+
+    mask_token_id = 5
+
+
+def backbone_of(family: str, attention: str = "eager", **others: Any) -> nn.Module:
+    told = DISTIL if family == "distilbert" else {**SMALL, **(MODERN if family == "modernbert" else {})}
+    config = AutoConfig.for_model(family, **told, **others, attn_implementation=attention)
+    torch.manual_seed(0)
+    model: nn.Module = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)  # far from 0, so that attention differs from token to token
+    return model
+
+
+def batch(left: bool = False) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(6, 60, (6, 11))
+    mask = (torch.arange(11) < torch.tensor([11, 3, 7, 5, 11, 2])[:, None]).long()
+    ids[:, 1] = Marks.mask_token_id
+    return (ids.flip(1), mask.flip(1)) if left else (ids, mask)
+
+
+def whole(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
+    """The plain path: every token through every layer, then pooling."""
+    hidden = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+    return pool(encoder.pooling, [hidden], mask, ids == Marks.mask_token_id)
+
+
+def told(encoder: Encoder, vectors: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A contrastive loss of vectors, and its gradient."""
+    loss = -(gather_views(vectors, vectors.flip(0)).similarities / 0.05).log_softmax(dim=1).diagonal().mean()
+    parameters = [p for n, p in encoder.backbone.named_parameters() if "pooler" not in n]
+    return loss.detach(), [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+
+
+def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(ids, mask), whole(encoder, ids, mask), atol=1e-6, rtol=1e-5)
+    (loss, gradient), (plain, expected) = told(encoder, encoder(ids, mask)), told(encoder, whole(encoder, ids, mask))
+    torch.testing.assert_close(loss, plain, atol=1e-6, rtol=1e-6)
+    assert len(gradient) == len(expected) >= 20
+    apart = torch.cat([(a - b).flatten() for a, b in zip(gradient, expected, strict=True)]).norm()
+    assert apart <= 5e-6 * torch.cat([b.flatten() for b in expected]).norm()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradient_are_those_of_a_whole_layer(family: str, attention: str) -> None:
+    noiseless = {"dropout": 0.0, "attention_dropout": 0.0}
+    if family not in ("distilbert", "modernbert"):
+        noiseless = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if family == "mpnet" and attention == "sdpa":
+        pytest.skip("transformers' MPNet has no such attention")
+    encoder = Encoder(backbone_of(family, attention, **noiseless), Marks(), "cls", 11).train()
+    assert can_stop_at_one(encoder.backbone)
+    rows: list[tuple[int, ...]] = []
+    encoder.backbone.register_forward_hook(lambda _, given, found: rows.append(tuple(found.last_hidden_state.shape)))
+    assert_equal(encoder, *batch())
+    assert rows[0] == (6, 1, 32) and rows[1] == (6, 11, 32)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("pooling", ["cls", "last_token", "mask"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_wherever_the_token_stands(family: str, pooling: Any, left: bool) -> None:
+    encoder = Encoder(backbone_of(family, "sdpa"), Marks(), pooling, 11).eval()
+    assert_equal(encoder, *batch(left))
+
+
+def test_other_poolings_and_other_layers_take_the_plain_path() -> None:
+    passed: list[int] = []
+    for encoder in (
+        Encoder(backbone_of("bert"), Marks(), "mean", 11),
+        Encoder(backbone_of("deberta-v2", relative_attention=True), Marks(), "cls", 11),
+    ):
+        encoder.backbone.register_forward_hook(lambda _, given, found: passed.append(found.last_hidden_state.shape[1]))
+        assert_equal(encoder.eval(), *batch())
+    assert not can_stop_at_one(backbone_of("bert", is_decoder=True))
+    assert set(passed) == {11}
+
+
+def test_noise_is_the_last_layers_alone_and_the_layer_is_left_as_it_was() -> None:
+    encoder = Encoder(backbone_of("bert"), Marks(), "cls", 11).train()
+    seen: list[Tensor] = []
+    encoder.backbone.encoder.layer[1].register_forward_hook(lambda _, given, found: seen.append(found))
+    ids, mask = batch()
+    torch.manual_seed(3)
+    one = encoder(ids, mask)
+    torch.manual_seed(3)
+    whole(encoder, ids, mask)
+    assert torch.equal(seen[0], seen[1])
+    torch.manual_seed(3)
+    assert torch.equal(encoder(ids, mask), one)
+    assert all("forward" not in module.__dict__ for module in encoder.modules())
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
+def test_a_cross_encoder_scores_as_its_plain_model(kind: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    encoder = CrossEncoder.load(make_cross_encoder(tmp_path, tiny(kind))).eval()
+    shapes: list[int] = []
+    encoder.model.base_model.register_forward_hook(
+        lambda _, given, found: shapes.append(found.last_hidden_state.shape[1])
+    )
+    ids, mask = batch()
+    ids = ids.clamp(max=50)
+    found, plain = encoder(ids, mask), encoder.model(input_ids=ids, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-5)
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), parameters) for x in (found, plain)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    # ModernBERT's head reads as its config says: it takes the plain path.
+    assert shapes == [11 if kind == "modernbert" else 1, 11]
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.num_labels == 1
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet"])
+def test_a_mask_made_once_hides_what_transformers_own_hides(family: str, attention: str) -> None:
+    if family == "mpnet" and attention == "sdpa":
+        pytest.skip("transformers' MPNet has no such attention")
+    encoder = Encoder(backbone_of(family, attention), Marks(), "mean", 11).eval()
+    ids, mask = batch()
+    with NumbersRead() as read, torch.no_grad():
+        found = encoder(ids, mask)
+    torch.testing.assert_close(found, whole(encoder, ids, mask), atol=1e-6, rtol=1e-5)
+    assert not read.names
