@@ -114,10 +114,15 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
+        return self.tokens_and_pooled(ids, mask)[1]
+
+    def tokens_and_pooled(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, H) float32 pooled ones."""
         all_layers = self.pooling in NEEDS_ALL_LAYERS
         output = self.backbone(input_ids=ids, attention_mask=mask, output_hidden_states=all_layers)
         marked = ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
-        return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask, marked)
+        last = output.last_hidden_state
+        return last, pool(self.pooling, output.hidden_states if all_layers else [last], mask, marked)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text in its prompt, cut to `max_length`."""

@@ -43,7 +43,8 @@ def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, marked: T
         chosen = places.masked_fill(mask == 0, mask.shape[1]).amin(dim=1)
     else:
         chosen = places.masked_fill(mask == 0, -1).amax(dim=1)
-    return tokens[torch.arange(len(tokens), device=tokens.device), chosen.clamp(0, mask.shape[1] - 1)]
+    # Not len(tokens): an exported graph would take this batch's size for every batch's.
+    return tokens[torch.arange(tokens.shape[0], device=tokens.device), chosen.clamp(0, mask.shape[1] - 1)]
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:

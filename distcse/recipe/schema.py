@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from distcse.recipe.encoders import StudentSection, TeachersSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.section import Name, Section
+from distcse.recipe.track import TrackSection
 from distcse.recipe.training import TrainingSection
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
@@ -25,6 +26,8 @@ class CorpusSection(Section):
     """The data set's configuration name, where it has several."""
     split: str = "train"
     """Split of `dataset`."""
+    streaming: bool = False
+    """Fetch the first `limit` rows of `dataset` and no more, instead of all its files. They are kept as any corpus is."""
     docstrings: list[str] | None = None
     """Names of installed packages whose documentation strings are the corpus (the quickstart's source)."""
     column: str = "text"
@@ -41,6 +44,8 @@ class CorpusSection(Section):
         given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"gives {' and '.join(given)}, but a corpus has one source; keep one of them")
+        if self.streaming and (self.dataset is None or self.limit is None):
+            raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
         if self.domain is not None and self.docstrings is not None:
             raise ValueError("domain names a column, and docstrings have none; leave it null")
         return self
@@ -99,6 +104,8 @@ class Recipe(Section):
     """What is measured."""
     storage: StorageSection = StorageSection()
     """Where results and tables live."""
+    track: TrackSection = TrackSection()
+    """Who else is told of the run."""
 
     @property
     def dev_score(self) -> Literal["stsb", "agreement", "none"]:

@@ -17,6 +17,7 @@ from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
 from distcse.student.material import Text, prepare_tables
 from distcse.student.model import encoder_weights
+from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
@@ -60,15 +61,18 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
     house, surroundings = (house, nullcontext()) if house else house_of(recipe)
-    with surroundings:
-        watch = house.metered(watch, directory.path.name)
-        tables = prepare_tables(recipe, text.corpus, house, watch)
-        job = text.job(directory.path, tables, watch, claim)
-        outcome = house.train(job, text.corpus, tables, watch)
-    student = _export(recipe, directory)
-    evaluation = None
-    if not outcome.interrupted:
-        evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
+    with tracking(recipe, directory.path, watch.post) as tracked:
+        watch = tracked.heard(watch)
+        with surroundings:
+            watch = house.metered(watch, directory.path.name)
+            tables = prepare_tables(recipe, text.corpus, house, watch)
+            job = text.job(directory.path, tables, watch, claim)
+            outcome = house.train(job, text.corpus, tables, watch)
+        student = _export(recipe, directory)
+        evaluation = None
+        if not outcome.interrupted:
+            evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
+        tracked.end(outcome.interrupted, evaluation)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
     return Result(recipe, directory, outcome, evaluation, len(text.corpus))

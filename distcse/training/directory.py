@@ -54,6 +54,7 @@ _MAY_CHANGE = (
     "teachers.tokens_per_batch",
     "evaluation.final",
     "storage.cache",
+    "track",
 )
 """Knobs that a resumed run may set anew: none of them changes what is learned."""
 
@@ -74,6 +75,7 @@ _MAY_CHANGE_IN_GROUPS = (
     "mutual.max_failures",
     "evaluation.final",
     "storage.cache",
+    "track",
 )
 _PLACE = re.compile(r"\.\d+\.")
 
