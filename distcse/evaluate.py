@@ -30,7 +30,7 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
-    if options.out is not None:
+    if options.out is not None and not options.dry_run:
         _make(options.out)
     reading = Reading(
         pooling=options.pooling,
