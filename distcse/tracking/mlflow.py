@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from distcse.tracking.tracker import Ending, Tracked
 
 _NOTED = "mlflow.run"
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_UNUSUAL = re.compile(r"[^/\w.\- :]")
+"""Signs that no name there may have, such as the @ of recall@10."""
 _MOST_PARAMS, _LONGEST = 100, 500
 """Of one request; characters of a value that every version takes."""
 
@@ -35,7 +38,7 @@ class MLflow:
 
     def figures(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(name, float(value), now, step) for name, value in values.items()]
+        metrics = [Metric(_UNUSUAL.sub("_", name), float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def end(self, ending: Ending) -> None:
@@ -50,7 +53,7 @@ class MLflow:
 
     def _begun(self, experiment: str, run: Tracked, noted: Path) -> str:
         begun = self._client.create_run(self._experiment(experiment), run_name=run.name)
-        params = [Param(name, str(value)[:_LONGEST]) for name, value in run.knobs.items()]
+        params = [Param(_UNUSUAL.sub("_", name), str(value)[:_LONGEST]) for name, value in run.knobs.items()]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(begun.info.run_id, params=params[first : first + _MOST_PARAMS])
         put(noted, begun.info.run_id)

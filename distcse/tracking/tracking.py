@@ -81,7 +81,8 @@ class Tracking:
         self._warn()
 
     def _place(self, group: str) -> str:
-        return f"{group}/{self._phases.get(group, '')}/" if group else ""
+        parts = [group, self._phases.get(group, "")] if group else []
+        return "".join(f"{part}/" for part in parts if part)
 
     def _tell(self, place: str, figures: Mapping[str, float], step: int) -> None:
         named = {place + name: value for name, value in figures.items()}

@@ -19,6 +19,8 @@ class Wandb:
     """A run of a project; a run that is resumed goes on in the same one."""
 
     def __init__(self, section: WandbSection, run: Tracked) -> None:
+        if section.mode == "online" and not wandb.login(prompt=False):
+            raise PermissionError("nobody is logged in; set WANDB_API_KEY, or run wandb login")
         noted = run.folder / _NOTED
         if not noted.exists():
             put(noted, secrets.token_hex(4))

