@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 STAMP := $(VENV)/.installed
 
-.PHONY: help quickstart test unit lint types bench clean
+.PHONY: help quickstart test unit lint types bench release-notes clean
 
 help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ types: $(STAMP) ## set up, then mypy
 
 bench: $(STAMP) ## set up, then measure all CPU rows of benchmarks/README.md and print what moved (DISTCSE_DATA=FOLDER)
 	$(BIN)/python -m benchmarks.bench
+
+release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or unreleased)
+	@$(PYTHON) release_notes.py '$(VERSION)'
 
 clean: ## remove the environment
 	rm -rf $(VENV)

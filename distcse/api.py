@@ -259,21 +259,13 @@ def measure(
     """
     if mteb is not None:
         _check_mteb(data)
-    if isinstance(models, str):
-        models = [models]
-    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else named(models)
     folder = None if data is None else Path(data)
     reading = reading or Reading(device="cuda" if torch.cuda.is_available() else "cpu")
-    own = [OwnSet.parse(text) for text in add]
-    chosen = suites_named(list(suites)) if folder else []
     with _heard_by(listen) as post:
         protocol = Protocol(
             aggregate, transfer, reading.device, lambda name, done: post(Stage(f"{name} fits", done, None, "done"))
         )
-        tasks = collect(folder, chosen, own, protocol)
-        candidates = [_candidate(name, source, reading, post) for name, source in sources.items()]
-        if documents is not None:
-            _search_in_index_of(documents, reading, tasks, candidates)
+        candidates, tasks = _opened(models, folder, suites, add, documents, protocol, reading, post)
         settings = {
             "STS": aggregate,
             "transfer": transfer,
@@ -286,6 +278,74 @@ def measure(
 
         write_results(candidates, folder, Path(mteb))
     return Measured(evaluation)
+
+
+def check_measurement(
+    models: Mapping[str, Model] | Sequence[str] | str,
+    data: str | Path | None = None,
+    suites: Iterable[str] = ("sts",),
+    add: Iterable[str] = (),
+    *,
+    documents: str | None = None,
+    mteb: str | Path | None = None,
+    reading: Reading | None = None,
+    listen: Listener | None = None,
+) -> None:
+    """Load the models and read the sets, as `python -m distcse.evaluate --dry-run` does; measure nothing.
+
+    Args:
+        models: As for `measure`, and so are the others.
+        data: Folder with the published sets.
+        suites: Taken from `data`.
+        add: Sets of your own.
+        documents: A model for documents alone.
+        mteb: Where MTEB's results would be written.
+        reading: How models are loaded.
+        listen: Hears of each model and set, and of what is missing.
+
+    Raises:
+        DistcseError: What `measure` would have ended with.
+    """
+    if mteb is not None:
+        _check_mteb(data)
+    folder = None if data is None else Path(data)
+    with _heard_by(listen) as post:
+        candidates, tasks = _opened(models, folder, suites, add, documents, Protocol(), reading or Reading(), post)
+        for candidate in candidates:
+            about = candidate.about
+            told = f"{about.kind}, pooling {about.pooling}, {about.parameters / 1e6:.1f} M weights"
+            post(Stage(about.name, 1, 1, "", finished=True, note=told))
+        for task in tasks.tasks:
+            texts = sum(1 for _ in task.sentences())
+            post(
+                Stage(
+                    f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} different texts"
+                )
+            )
+        for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
+            post(Note(line, warning=True))
+
+
+def _opened(
+    models: Mapping[str, Model] | Sequence[str] | str,
+    folder: Path | None,
+    suites: Iterable[str],
+    add: Iterable[str],
+    documents: str | None,
+    protocol: Protocol,
+    reading: Reading,
+    post: Listener,
+) -> tuple[list[Candidate], Tasks]:
+    """Who is measured, and on what."""
+    if isinstance(models, str):
+        models = [models]
+    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else named(models)
+    own = [OwnSet.parse(text) for text in add]
+    tasks = collect(folder, suites_named(list(suites)) if folder else [], own, protocol)
+    candidates = [_candidate(name, source, reading, post) for name, source in sources.items()]
+    if documents is not None:
+        _search_in_index_of(documents, reading, tasks, candidates)
+    return candidates, tasks
 
 
 def _candidate(name: str, source: Model, reading: Reading, post: Listener) -> Candidate:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, look, print. Returns the exit status: 0 nothing failed, 1 something did, 2 a mistake in the recipe."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing was written")
 
 
@@ -68,7 +68,8 @@ def _storage(recipe: Recipe | MutualRecipe | None) -> tuple[Path, Path]:
     return place(section.runs).expanduser().absolute(), place(cache).expanduser().absolute()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.doctor",
         description="Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",

@@ -14,12 +14,14 @@ from distcse.storage import address
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, embed or compare, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
     return exit_status(lambda: _main(options), kept="whole shards are kept", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
+    if options.dry_run:
+        return _check(recipe, options)
     return _compare(recipe, options) if options.compare else _embed(recipe, options)
 
 
@@ -37,6 +39,22 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
         print_json([{"event": "Finished", "tables": folders}])
     else:
         print_lines(["", *(f"table   {folder}" for folder in folders if folder is not None)])
+    return 0
+
+
+def _check(recipe: Recipe, options: argparse.Namespace) -> int:
+    """`--dry-run`."""
+    from distcse.events import Watch
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_json, print_lines
+    from distcse.student.check import check_embedding
+
+    with open_view(options.quiet, options.json) as view:
+        check_embedding(recipe, Watch(view.show))
+    if options.json:
+        print_json([{"event": "Checked", "recipe": options.recipe}])
+    else:
+        print_lines(["nothing stands in the way of this pass; leave out --dry-run to begin it"])
     return 0
 
 
@@ -62,7 +80,8 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.embed",
         description="Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
@@ -77,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read the text, ask each teacher once, count the rows that are not embedded yet; embed nothing",
     )
     add_output_options(parser)
     return parser

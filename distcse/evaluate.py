@@ -6,14 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationError
 
+if TYPE_CHECKING:
+    from distcse.evaluation import Reading
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
@@ -26,7 +30,7 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
-    if options.out is not None:
+    if options.out is not None and not options.dry_run:
         _make(options.out)
     reading = Reading(
         pooling=options.pooling,
@@ -36,6 +40,8 @@ def _main(options: argparse.Namespace) -> int:
         trust_remote_code=options.trust_remote_code,
         prompt=options.prompt,
     )
+    if options.dry_run:
+        return _check(options, reading)
     with open_view(options.quiet, options.json) as view:
         measured = measure(
             options.models,
@@ -61,6 +67,30 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check(options: argparse.Namespace, reading: Reading) -> int:
+    """`--dry-run`."""
+    from distcse.api import check_measurement
+    from distcse.report.progress import open_view
+    from distcse.report.terminal import print_json, print_lines
+
+    with open_view(options.quiet, options.json) as view:
+        check_measurement(
+            options.models,
+            options.data,
+            options.suite.split(","),
+            options.add,
+            documents=options.documents,
+            mteb=options.mteb,
+            reading=reading,
+            listen=view.show,
+        )
+    if options.json:
+        print_json([{"event": "Checked", "models": options.models}])
+    else:
+        print_lines(["nothing stands in the way of this measurement; leave out --dry-run to begin it"])
+    return 0
+
+
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +98,8 @@ def _make(folder: Path) -> None:
         raise EvaluationError(f"cannot write to {folder}: {refused.strerror}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.evaluate",
         description="Measure sentence encoders by the protocols of the papers, side by side.",
@@ -118,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model folder brings")
+    parser.add_argument("--dry-run", action="store_true", help="load the models and read the sets; measure nothing")
     add_output_options(parser)
     return parser
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, reckon, print. Returns the exit status: 0 it fits, 1 it cannot be done, 2 a mistake in what was asked."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing was written")
 
 
@@ -92,7 +92,8 @@ def _row(row: Any) -> dict[str, Any]:
     return {**vars(row), **parts}
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.plan",
         description="What a recipe costs on given machines: time, memory, disk, network, what binds; nothing is run.",

@@ -15,7 +15,7 @@ from distcse.storage import place
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, look through the folder, upload, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing or all was uploaded", as_json=options.json)
 
 
@@ -41,7 +41,8 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.push",
         description="Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",

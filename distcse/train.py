@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
     return exit_status(lambda: _main(options), kept="the last checkpoint is kept", as_json=options.json)
 
 
@@ -154,7 +154,8 @@ def _finished(done: Run) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.train",
         description="Distil a student sentence encoder from frozen teachers.",

@@ -22,7 +22,7 @@ _EXTRA = ("optuna", "simpleeval")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = build_parser().parse_intermixed_args(arguments)
     return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
 
 
@@ -149,7 +149,8 @@ def _status(result: SweepResult) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.tune",
         description="Search a recipe's knobs with Ray Tune: many trials, one teacher pass.",

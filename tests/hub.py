@@ -71,7 +71,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts[0] == "api":
                 name = "/".join(parts[2:4])
-                if name not in hub.models:
+                stranger = self.headers.get("Authorization") != f"Bearer {TOKEN}"
+                if name not in hub.models or (hub.private[name] and stranger):
                     return self._json({"error": "Repository not found"}, 401, {"X-Error-Code": "RepoNotFound"})
                 files = [
                     {"type": "file", "path": f, "rfilename": f, "oid": sha1(c).hexdigest(), "size": len(c)}

@@ -148,9 +148,10 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
             lambda column: _rows_of(files, column, may_be_blank=column != section.column),
         )
     if section.dataset is not None:
-        dataset = open_dataset(section)
-        mark = str(dataset._fingerprint)
-        return _Source("dataset", [section.dataset], [mark], lambda column: read_dataset(dataset, column))
+        opened = open_dataset(section)
+        return _Source(
+            "dataset", [section.dataset], [opened.fingerprint], lambda column: read_dataset(opened.rows, column)
+        )
     if section.docstrings is not None:
         packages = section.docstrings
         marks = packages_fingerprint(packages)

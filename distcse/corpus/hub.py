@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,28 @@ from distcse.corpus.readers import Row, clean, no_column
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 
+_BATCH = 1024  # rows asked for at a time: what a stream fetches beyond `limit` at most
 
-def open_dataset(section: CorpusSection) -> Any:
-    """The split of `section.dataset`, memory-mapped. A folder, of data files or from `save_to_disk`, needs no hub.
+
+@dataclass(frozen=True)
+class Opened:
+    """A split of a data set, memory-mapped or streamed."""
+
+    rows: Any
+    fingerprint: str
+    """Of its content; of a stream, of its files' names, versions and dates."""
+
+
+def open_dataset(section: CorpusSection) -> Opened:
+    """The split of `section.dataset`. A folder, of data files or from `save_to_disk`, needs no hub.
 
     Raises:
         CorpusError: Not to be had, or without the split or column.
     """
     name = str(section.dataset)
     try:
-        loaded = _load(name, section)
+        opened = _open(name, section)
+        there = opened.rows.column_names or list(next(iter(opened.rows), {}))
     except CorpusError:
         raise
     except Exception as refused:  # the library raises many kinds; each means the data set is not to be had as asked
@@ -28,14 +41,14 @@ def open_dataset(section: CorpusSection) -> Any:
             f"{_reason(refused)}"
         ) from refused
     for column in (section.column, section.domain or section.column):
-        if column not in loaded.column_names:
-            raise CorpusError(f"data set {name} has {no_column(column, loaded.column_names)}")
-    return loaded
+        if column not in there:
+            raise CorpusError(f"data set {name} has {no_column(column, there)}")
+    return opened
 
 
 def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
     """Its rows' texts; None for a blank row. `CorpusError` for a value that is not text."""
-    batches = dataset.select_columns([column]).iter(batch_size=8192)
+    batches = dataset.select_columns([column]).iter(batch_size=_BATCH)
     for row, value in enumerate((value for batch in batches for value in batch[column]), start=1):
         if value is not None and not isinstance(value, str):
             found = f"{type(value).__name__} {value!r:.60}"
@@ -43,18 +56,30 @@ def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
         yield clean(value)
 
 
-def _load(name: str, section: CorpusSection) -> Any:
+def _open(name: str, section: CorpusSection) -> Opened:
     import datasets  # takes two seconds, and few corpora want it
 
     folder = Path(name)
-    if not (folder / "state.json").exists() and not (folder / "dataset_dict.json").exists():
-        return datasets.load_dataset(name, section.dataset_config, split=section.split)
-    saved = datasets.load_from_disk(name)
-    if not isinstance(saved, datasets.DatasetDict):
-        return saved
-    if section.split not in saved:
-        raise CorpusError(f"data set {name} has no split {section.split!r}; splits there: {', '.join(saved)}")
-    return saved[section.split]
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():  # mapped: nothing to be streamed
+        saved = _split_of(datasets.load_from_disk(name), section)
+        return Opened(saved, str(saved._fingerprint))
+    if section.streaming:
+        builder = datasets.load_dataset_builder(name, section.dataset_config)
+        stream = _split_of(builder.as_streaming_dataset(), section)
+        return Opened(stream, f"{builder.config_id} {builder.hash} {section.split}")
+    loaded = datasets.load_dataset(name, section.dataset_config, split=section.split)
+    return Opened(loaded, str(loaded._fingerprint))
+
+
+def _split_of(loaded: Any, section: CorpusSection) -> Any:
+    """A split of several; what has none is the split."""
+    if not isinstance(loaded, dict):
+        return loaded
+    if section.split not in loaded:
+        raise CorpusError(
+            f"data set {section.dataset} has no split {section.split!r}; splits there: {', '.join(map(str, loaded))}"
+        )
+    return loaded[section.split]
 
 
 def _reason(refused: Exception) -> str:

@@ -115,15 +115,22 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
-        made = made_mask(self.backbone, mask)
-        marked = ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
-            with last_layer_at(self.backbone, place_of(self.pooling, mask, marked)):
+            with last_layer_at(self.backbone, place_of(self.pooling, mask, self._marked(ids))):
+                made = made_mask(self.backbone, mask)
                 token: Tensor = self.backbone(input_ids=ids, attention_mask=made).last_hidden_state[:, 0]
             return token.float()
-        all_layers = self.pooling in NEEDS_ALL_LAYERS
+        return self.tokens_and_pooled(ids, mask)[1]
+
+    def tokens_and_pooled(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, H) float32 pooled ones."""
+        made, all_layers = made_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
         output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
-        return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask, marked)
+        last = output.last_hidden_state
+        return last, pool(self.pooling, output.hidden_states if all_layers else [last], mask, self._marked(ids))
+
+    def _marked(self, ids: Tensor) -> Tensor | None:
+        return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text in its prompt, cut to `max_length`."""

@@ -36,7 +36,8 @@ def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, marked: T
         return _mean(tokens, mask)
     if kind == "max":
         return tokens.masked_fill(mask[..., None] == 0, torch.finfo(tokens.dtype).min).amax(dim=1)
-    return tokens[torch.arange(len(tokens), device=tokens.device), place_of(kind, mask, marked)]
+    # Not len(tokens): an exported graph would take this batch's size for every batch's.
+    return tokens[torch.arange(tokens.shape[0], device=tokens.device), place_of(kind, mask, marked)]
 
 
 def place_of(kind: Pooling, mask: Tensor, marked: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from distcse.mutual.finals import wanted_tasks
 from distcse.mutual.pairs import read_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import place
+from distcse.tracking import require_packages
 from distcse.training.cluster import cluster
 from distcse.training.directory import check_storage
 from distcse.training.engines import uses_deepspeed
@@ -20,6 +21,7 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
 
     Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
     """
+    require_packages(recipe.track)
     uses_deepspeed(recipe.bi)
     uses_deepspeed(recipe.cross)
     check_storage(recipe.storage)

@@ -24,6 +24,7 @@ from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import address, fetch, fetch_folder, publish
+from distcse.tracking import require_packages, tracking
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
@@ -61,6 +62,7 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
     labels. Raises a `DistcseError` that names what to mend.
     """
+    require_packages(recipe.track)
     tasks = checked_tasks(recipe)
     dropped = Ledger(resume.path).dropped if resume else {}
     at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
@@ -87,14 +89,17 @@ def _run(
     ledger = Ledger(directory.path, claim)
     ledger.begin(pairs.fingerprint)
     benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
-    with _groups(recipe, benches, watch) as (groups, watch):
-        interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), watch)
     best, evaluation = [], None
-    if not interrupted:
-        best = _best(recipe, benches, ledger)
-        evaluation = final_scores(recipe, tasks, pairs, [(one.group, one.kind, one.model) for one in best], watch.post)
-        if evaluation is not None:
-            evaluation.write(directory.evaluation)
+    with tracking(recipe, directory.path, watch.post) as tracked:
+        with _groups(recipe, benches, tracked.heard(watch)) as (groups, heard):
+            interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), heard)
+        if not interrupted:
+            best = _best(recipe, benches, ledger)
+            models = [(one.group, one.kind, one.model) for one in best]
+            evaluation = final_scores(recipe, tasks, pairs, models, watch.post)
+        tracked.end(interrupted, evaluation)
+    if evaluation is not None:
+        evaluation.write(directory.evaluation)
     directory.store_events()
     return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
 

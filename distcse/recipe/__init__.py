@@ -42,6 +42,7 @@ from distcse.recipe.objective import (
 )
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
+from distcse.recipe.track import MLflowSection, TrackSection, WandbSection
 from distcse.recipe.training import LoopSection, NeighboursSection, TrainingSection
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "InfoNCESection",
     "KnobSection",
     "LoopSection",
+    "MLflowSection",
     "MemorySection",
     "MiningSection",
     "MutualRecipe",
@@ -79,8 +81,10 @@ __all__ = [
     "Sweep",
     "TeacherSection",
     "TeachersSection",
+    "TrackSection",
     "TrainedSection",
     "TrainingSection",
+    "WandbSection",
     "WinnerSection",
     "load_recipe",
     "packaged_recipes",

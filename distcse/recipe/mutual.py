@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
 from distcse.recipe.section import Labels, Name, Section, Weight
+from distcse.recipe.track import TrackSection
 from distcse.recipe.training import LoopSection
 
 
@@ -204,6 +205,8 @@ class MutualRecipe(Section):
     """What is measured."""
     storage: StorageSection = StorageSection()
     """Where results live."""
+    track: TrackSection = TrackSection()
+    """Who else is told of the run."""
     ray: bool = True
     """Run the groups side by side as actors; false runs them in this process, in turns."""
 

@@ -10,6 +10,7 @@ from distcse.errors import StorageError
 from distcse.recipe.encoders import StudentSection, TeachersSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.section import Name, Section
+from distcse.recipe.track import TrackSection
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_address, place
 
@@ -27,6 +28,8 @@ class CorpusSection(Section):
     """The data set's configuration name, where it has several."""
     split: str = "train"
     """Split of `dataset`."""
+    streaming: bool = False
+    """Fetch the first `limit` rows of `dataset` and no more, instead of all its files. They are kept as any corpus is."""
     docstrings: list[str] | None = None
     """Names of installed packages whose documentation strings are the corpus (the quickstart's source)."""
     column: str = "text"
@@ -43,6 +46,8 @@ class CorpusSection(Section):
         given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"gives {' and '.join(given)}, but a corpus has one source; keep one of them")
+        if self.streaming and (self.dataset is None or self.limit is None):
+            raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
         if self.domain is not None and self.docstrings is not None:
             raise ValueError("domain names a column, and docstrings have none; leave it null")
         return self
@@ -113,6 +118,8 @@ class Recipe(Section):
     """What is measured."""
     storage: StorageSection = StorageSection()
     """Where results and tables live."""
+    track: TrackSection = TrackSection()
+    """Who else is told of the run."""
 
     @property
     def dev_score(self) -> Literal["stsb", "agreement", "none"]:

@@ -133,11 +133,6 @@ class TrainingSection(LoopSection):
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
 
-    @property
-    def streams(self) -> int:
-        """Parts of a batch with dropout noise of their own, over all workers."""
-        return self.batch_size // self.chunk if self.chunk else self.dropout_streams or self.workers or 1
-
     @model_validator(mode="after")
     def _chunks_divide(self) -> Self:
         if self.chunk is None:
@@ -175,10 +170,14 @@ class TrainingSection(LoopSection):
     @property
     def worker_counts(self) -> list[int]:
         """Numbers of workers that the run may have, ascending: those that cut its batch and its streams into whole parts."""
-        whole = math.gcd(self.batch_size, self.dropout_streams or self.batch_size)
+        whole = math.gcd(self.batch_size, self._named_streams or self.batch_size)
         return [n for n in range(self.least_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
 
     @property
     def streams(self) -> int:
         """Parts of a batch with dropout noise of their own, the same for all numbers of workers that the run may have."""
-        return self.dropout_streams or math.lcm(*(n or 1 for n in self.worker_counts))
+        return self._named_streams or math.lcm(*(n or 1 for n in self.worker_counts))
+
+    @property
+    def _named_streams(self) -> int | None:
+        return self.batch_size // self.chunk if self.chunk else self.dropout_streams

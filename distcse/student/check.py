@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from distcse.corpus import BatchSampler, split_held_out
+from distcse.corpus import BatchSampler, Corpus, split_held_out
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Note, Stage, Watch
@@ -15,8 +17,9 @@ from distcse.student.finals import labelled_tasks
 from distcse.student.houses import house_of, room_for
 from distcse.student.material import read_corpus
 from distcse.student.model import build_student
-from distcse.teachers import Alphas, live
+from distcse.teachers import Alphas, live, table_of, uses_table
 from distcse.teachers.nearest import require_faiss
+from distcse.tracking import require_packages
 from distcse.training.directory import check_storage
 from distcse.training.engines import uses_deepspeed
 from distcse.training.schedule import total_steps
@@ -29,6 +32,7 @@ def check_recipe(recipe: Recipe) -> None:
     """
     if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
         raise RecipeError("a term of objective.own needs the teachers' lists; add teachers.encoders, or take it away")
+    require_packages(recipe.track)
     uses_deepspeed(recipe.training)
     if recipe.training.neighbours is not None:
         require_faiss("training.neighbours")
@@ -55,14 +59,36 @@ def check_run(recipe: Recipe, watch: Watch) -> None:
     _told(watch, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
     encoder = build_student(_with_all_layers(recipe)).encoder
     _told(watch, "student", _described(encoder))
-    for number, teacher in enumerate(recipe.teachers.encoders):
-        answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
-        if not np.isfinite(answer).all():
-            raise TeacherError(f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32")
-        _told(watch, f"teacher {number}", f"{teacher.backbone} answers")
+    for number in range(len(recipe.teachers.encoders)):
+        _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
     _, surroundings = house_of(recipe)
     with surroundings:
         _told(watch, "cluster", room_for(recipe))
+
+
+def check_embedding(recipe: Recipe, watch: Watch) -> None:
+    """Read the text, ask each teacher once, and count the rows that its table lacks; embed nothing.
+
+    The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
+    """
+    check_storage(recipe.storage)
+    corpus = read_corpus(recipe, watch)
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        answers = _asked(recipe, corpus, number)
+        if uses_table(recipe.teachers, teacher):
+            table = table_of(teacher, corpus, Path(recipe.storage.cache), recipe.teachers.shard_rows)
+            rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
+            answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
+        _told(watch, f"teacher {number}", answers)
+
+
+def _asked(recipe: Recipe, corpus: Corpus, number: int) -> str:
+    """That a teacher answers. `TeacherError` where what it says is no number."""
+    teacher = recipe.teachers.encoders[number]
+    answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
+    if not np.isfinite(answer).all():
+        raise TeacherError(f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32")
+    return f"{teacher.backbone} answers"
 
 
 def _with_all_layers(recipe: Recipe) -> Recipe:

@@ -18,6 +18,7 @@ from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
 from distcse.student.material import Text, prepare_tables
 from distcse.student.model import encoder_weights
+from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
@@ -68,15 +69,18 @@ def _run(
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
     house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path)
-    with surroundings:
-        watch = house.metered(watch, directory.path.name)
-        tables = prepare_tables(recipe, text.corpus, house, watch)
-        job = text.job(directory.path, tables, watch, claim)
-        outcome = house.train(job, text.corpus, tables, watch)
-    student = _export(recipe, directory)
-    evaluation = None
-    if not outcome.interrupted:
-        evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
+    with tracking(recipe, directory.path, watch.post) as tracked:
+        watch = tracked.heard(watch)
+        with surroundings:
+            watch = house.metered(watch, directory.path.name)
+            tables = prepare_tables(recipe, text.corpus, house, watch)
+            job = text.job(directory.path, tables, watch, claim)
+            outcome = house.train(job, text.corpus, tables, watch)
+        student = _export(recipe, directory)
+        evaluation = None
+        if not outcome.interrupted:
+            evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
+        tracked.end(outcome.interrupted, evaluation)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
     directory.store_events()

@@ -61,6 +61,7 @@ _MAY_CHANGE = (
     "teachers.deadline",
     "evaluation.final",
     "storage.cache",
+    "track",
 )
 """Knobs that a resumed run may set anew: none of them changes what is learned."""
 
@@ -81,6 +82,7 @@ _MAY_CHANGE_IN_GROUPS = (
     "mutual.max_failures",
     "evaluation.final",
     "storage.cache",
+    "track",
 )
 _PLACE = re.compile(r"\.\d+\.")
 

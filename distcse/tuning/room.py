@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import ray
 
 from distcse.errors import RunError
-from distcse.recipe import MutualRecipe, Recipe, Sweep
+from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
 from distcse.teachers import uses_table
 
 _AROUND_A_TRAINER = 0.01
@@ -72,12 +72,12 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Room:
 
 
 def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
-    """The recipe as trials run it: with their share of the cluster, and nothing measured at their end."""
-    evaluation = recipe.evaluation.model_copy(update={"final": []})
+    """The recipe as trials run it: with a share of the cluster, nothing measured at their end, no trackers but the sweep's."""
+    alike = {"evaluation": recipe.evaluation.model_copy(update={"final": []}), "track": TrackSection()}
     if isinstance(recipe, MutualRecipe):
-        return recipe.model_copy(update={"evaluation": evaluation, "ray": False})
+        return recipe.model_copy(update={**alike, "ray": False})
     share = {"cpus_per_worker": room.cpus, "gpus_per_worker": room.gpus}
-    return recipe.model_copy(update={"evaluation": evaluation, "training": recipe.training.model_copy(update=share)})
+    return recipe.model_copy(update={**alike, "training": recipe.training.model_copy(update=share)})
 
 
 def _times(there: float, each: float) -> int:

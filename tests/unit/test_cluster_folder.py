@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from distcse.recipe import read_recipe
-from distcse.train import _parser
+from distcse.train import build_parser
 from tests.conftest import ROOT
 from tests.kuberay import DOCUMENTS
 
@@ -118,7 +118,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_ones_that_the_recipe_reader_takes(command: str) -> None:
-    options = _parser().parse_intermixed_args(shlex.split(command, comments=True))
+    options = build_parser().parse_intermixed_args(shlex.split(command, comments=True))
     if options.resume is None:
         read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
 

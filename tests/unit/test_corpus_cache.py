@@ -183,11 +183,44 @@ def test_a_folder_of_data_files_needs_no_hub(tmp_path: Path, monkeypatch: pytest
         prepare(tmp_path, dataset=str(folder), column="txet")
 
 
+def test_a_stream_is_read_as_far_as_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"sentence {number}", "source": "ab"[number % 2]}) for number in range(5000)]
+    (folder / "part-1.jsonl").write_text("\n".join(lines[:3000]) + "\n")
+    (folder / "part-2.jsonl").write_text("\n".join(lines[3000:]) + "\n")
+    (folder / "part-3.jsonl").write_text("no JSON, and never met\n")
+    knobs: dict[str, Any] = {"dataset": str(folder), "limit": 3500, "domain": "source"}
+    streamed = prepare(tmp_path, streaming=True, **knobs)
+    assert streamed.texts([0, 3499]) == ["sentence 0", "sentence 3499"] and streamed.domains == ["a", "b"]
+    assert prepare(tmp_path, streaming=True, **knobs).reused
+    assert not list((tmp_path / "hub").rglob("*.arrow")), "a stream converts nothing"
+    (tmp_path / "same.jsonl").write_text("\n".join(lines))
+    same = prepare(tmp_path, path=str(tmp_path / "same.jsonl"), limit=3500, domain="source")
+    assert same.content == streamed.content, "what is resumed from is the content, however it came"
+    (folder / "part-1.jsonl").write_text("\n".join(reversed(lines[:3000])) + "\n")
+    changed = prepare(tmp_path, streaming=True, **knobs)
+    assert not changed.reused and changed.texts([0]) == ["sentence 2999"]
+    for wrong, told in (
+        ({"split": "dev"}, "no split 'dev'; splits there: train"),
+        ({"column": "txet"}, "did you mean"),
+    ):
+        with pytest.raises(CorpusError, match=told):
+            prepare(tmp_path, streaming=True, **{**knobs, **wrong})
+
+
+def test_a_stream_has_a_limit_and_a_data_set() -> None:
+    for knobs in ({"dataset": "somebody/something"}, {"path": "a.txt", "limit": 5}):
+        with pytest.raises(ValueError, match="write dataset: NAME and limit: N"):
+            CorpusSection(streaming=True, **knobs)
+
+
 def test_no_network_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str, section: CorpusSection) -> Any:
         raise ConnectionError(f"Couldn't reach {name} on the Hub")
 
-    monkeypatch.setattr(hub_module, "_load", unreachable)
+    monkeypatch.setattr(hub_module, "_open", unreachable)
     with pytest.raises(CorpusError, match=r"ConnectionError: .*; without a network, write corpus\.dataset=FOLDER"):
         prepare(tmp_path, dataset="somebody/something")
 

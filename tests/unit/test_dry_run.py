@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from distcse import train, tune
+from distcse import embed, evaluate, train, tune
 from distcse.recipe import Recipe, recipe_yaml
+from tests.pairs import make_mutual_recipe
 
 
 @pytest.fixture
@@ -58,3 +59,64 @@ def test_a_sweep_tries_its_space_too(file: Path, tmp_path: Path, capsys: pytest.
     space.write_text("knobs: {objective.rank.tau2: {values: [0.05, 0.1]}}\nsearch: {algorithm: grid}\n")
     assert tune.main([str(file), "--space", str(space), "--dry-run", "--quiet"]) == 0
     assert "nothing stands in the way of this sweep" in capsys.readouterr().out
+
+
+@pytest.fixture
+def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Path:
+    """A recipe of two groups, and the pairs and dev pairs it names."""
+    models = {"thin": tiny("bert"), "other": tiny("roberta")}
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "groups.0.layers=[0, 2]")
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    return tmp_path / "recipe.yaml"
+
+
+def test_groups_are_tried_too(groups: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([str(groups), "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.out == "nothing stands in the way of this run; leave out --dry-run to begin it\n"
+    for words in ("60 different pairs", "thin", "other", "both of its models load"):
+        assert words in told.err
+    assert not list((groups.parent / "runs").iterdir())
+    corpus = groups.parent / "text.txt"
+    corpus.write_text("One sentence.\nAnother.\nA third one.\n")
+    mined = ["pairs.path=null", f"pairs.mine.corpus.path={corpus}"]
+    assert train.main([str(groups), *mined, "--dry-run"]) == 0
+    assert "to be mined from 3 sentences" in capsys.readouterr().err
+
+
+def test_groups_end_as_their_run_would(groups: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for override, told in (
+        ("groups.1.backbone=./nowhere", "no model folder"),
+        ("groups.1.cross_backbone=./nowhere", "no model folder"),
+        ("groups.0.layers=[0, 9]", "layers asks for layer 9"),
+        (f"pairs.path={groups.parent}/nothing.tsv", "nothing.tsv"),
+        (f"evaluation.dev={groups.parent}/nothing.tsv", "nothing.tsv"),
+    ):
+        assert train.main([str(groups), override, "--dry-run", "--quiet"]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_a_teachers_pass_says_what_is_left_of_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert embed.main([str(file), "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.out == "nothing stands in the way of this pass; leave out --dry-run to begin it\n"
+    assert told.err.count("answers, 384 of 384 rows are to be embedded") == 2
+    assert not list((file.parent / "cache").rglob("shard-*"))
+    assert embed.main([str(file), "--quiet"]) == 0
+    assert embed.main([str(file), "--dry-run", "corpus.limit=384"]) == 0
+    assert capsys.readouterr().err.count("answers, 0 of 384 rows are to be embedded") == 2
+    assert embed.main([str(file), "--dry-run", "--quiet", "teachers.encoders.1.backbone=./nowhere"]) == 1
+
+
+def test_a_measurement_names_models_and_sets(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"mine={tiny('bert')}", "--suite", "sts,pairs", "--data", str(labelled), "--dry-run"]
+    assert evaluate.main([*asked, "--pooling", "mean", "--out", str(tmp_path / "report")]) == 0
+    told = capsys.readouterr()
+    assert told.out == "nothing stands in the way of this measurement; leave out --dry-run to begin it\n"
+    for words in ("mine", "bi-encoder, pooling mean", "sts STS-B", "pairs MRPC", "different texts", "missing: STS13"):
+        assert words in told.err
+    assert not (tmp_path / "report").exists()
+    assert evaluate.main(asked) == 1
+    assert "does not say how it pools" in capsys.readouterr().err

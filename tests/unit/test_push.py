@@ -98,7 +98,9 @@ def test_pushed_and_loaded_again(done: Run, tmp_path: Path, sentences: list[str]
         assert pushed.stdout == f"model   {hub.url}/me/mine\n" and hub.private["me/mine"]
         assert hub.models["me/mine"]["model.safetensors"] == (done.model / "model.safetensors").read_bytes()
         hub.models["me/mine"]["pytorch_model.bin"] = b"a pickle"
-        loaded = ask(load, tmp_path, HF_ENDPOINT=hub.url)
+        stranger = ask(load, tmp_path, HF_ENDPOINT=hub.url)
+        assert stranger.returncode == 1 and "a private model wants HF_TOKEN" in stranger.stderr
+        loaded = ask(load, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         assert loaded.returncode == 0, loaded.stderr
         assert not [path for path in hub.asked if path.endswith(".bin")], "pickles are not even fetched"
     expected = Encoder.load(done.model).encode(sentences[:4])
