@@ -28,7 +28,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
 
     Args:
         job: The run.
-        servers: For each teacher, its server actors; worker r asks server r modulo their number.
+        servers: For each teacher, its server actors; workers share them evenly (`server_of`).
         watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
     """
     resources = resources_per_worker(job.recipe)
@@ -73,7 +73,7 @@ def fit_on_ray(job: Job, servers: Sequence[Sequence[Any]], watch: Watch) -> Outc
 
 def _worker(config: dict[str, Any]) -> Outcome | RunError:
     """Ray Train's loop function."""
-    from distcse.teachers.actors import RemoteSource, use_assigned_threads
+    from distcse.teachers.actors import RemoteSource, server_of, use_assigned_threads
     from distcse.training.metrics import Queue
 
     _quiet()
@@ -81,7 +81,7 @@ def _worker(config: dict[str, Any]) -> Outcome | RunError:
     rank = ray.train.get_context().get_world_rank()
     run = config["job"].run.name
     sources = [
-        RemoteSource(pool[rank % len(pool)], Queue(run, number, rank).watch)
+        RemoteSource(server_of(pool, run, rank), Queue(run, number, rank).watch)
         for number, pool in enumerate(config["servers"])
     ]
     try:

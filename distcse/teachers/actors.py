@@ -6,9 +6,11 @@ never vectors, tokens or weights.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,8 @@ from distcse.teachers.teacher import Teacher
 
 _OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
 """An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""
+_UNDER_WAY = 2
+"""Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
 
 
 class ShardBuilder:
@@ -68,6 +72,9 @@ class TeacherServer:
 class RemoteSource:
     """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
 
+    A third question waits for the first one's answer, so that the queue of a server that is slower than its workers ends at
+    two blocks a worker.
+
     Args:
         server: A `TeacherServer` actor.
         asked: Told of every question, by its answer to come.
@@ -76,11 +83,20 @@ class RemoteSource:
     def __init__(self, server: Any, asked: Callable[[Future[NDArray[np.float32]]], None]) -> None:
         self._server = server
         self._asked = asked
+        self._room = BoundedSemaphore(_UNDER_WAY)
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
+        self._room.acquire()
         answer: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
         self._asked(answer)
+        answer.add_done_callback(lambda _: self._room.release())
         return answer
+
+
+def server_of(pool: Sequence[Any], run: str, worker: int) -> Any:
+    """The server of a pool that a worker asks. A run's workers take turns; where they begin is drawn by the run's name, so
+    that trials of one worker share a pool too."""
+    return pool[(zlib.crc32(run.encode()) + worker) % len(pool)]
 
 
 def build_shards(

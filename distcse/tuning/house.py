@@ -52,14 +52,14 @@ class Shared:
             from distcse.student.ray_train import fit_on_ray
 
             return fit_on_ray(job, self._servers, watch)
-        from distcse.teachers.actors import RemoteSource
+        from distcse.teachers.actors import RemoteSource, server_of
         from distcse.training.metrics import Queue
 
         teachers = job.recipe.teachers.encoders
         sources = [
             LocalSource(serving(teacher, table, job.recipe.seed))
             if table is not None
-            else RemoteSource(pool[0], Queue(job.run.name, number, worker=0).watch)
+            else RemoteSource(server_of(pool, job.run.name, 0), Queue(job.run.name, number, worker=0).watch)
             for number, (teacher, table, pool) in enumerate(zip(teachers, tables, self._servers, strict=True))
         ]
         return fit(job, sources, watch)
