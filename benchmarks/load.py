@@ -5,7 +5,8 @@
 
 Tables are written by the run's own writer (random unit vectors of a run's shape: no text was embedded), served by its own
 server actors, and asked by its own client: a block of steps' row ids at a time, one block ahead. A trial does nothing with its
-lists, so servers are asked as fast as answers can be taken. Ends with status 1 where an answer was wrong or something grew.
+lists, so servers are asked as fast as answers can be taken. Ends with status 1 where an answer was wrong, a queue longer than two
+blocks a trial, or memory not flat.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from distcse.training.cluster import cluster
 
 CLOSE = 1e-6
 """Largest difference between a served list and the table's own cosines: sums in another order."""
-FLAT_SHARE, FLAT_BYTES = 0.01, 2 * MIB
-"""Memory is flat where its second half gains less than this share of its mean, or than these bytes."""
+KEPT, KEPT_BYTES = 0.01, 2 * MIB
+"""Memory is flat where its second half gains less than this share of the answers that passed in that time, or than these bytes:
+whoever keeps one answer in a hundred is found."""
 _OF_RAY = ("raylet", "gcs_server")
 
 
@@ -154,8 +156,9 @@ class Trial:
         return Asked(times, max(differences), len(differences), ensemble.waited)
 
     def _own(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """(T, R, R) cosines of what the tables hold."""
-        vectors = [torch.from_numpy(table.vectors(rows)) for table in self._tables]
+        """(T, R, R) cosines of what the tables hold. They are opened anew each time: pages of tables are the servers' to hold."""
+        tables = [EmbeddingTable(table.directory, table.identity) for table in self._tables]
+        vectors = [torch.from_numpy(table.vectors(rows)) for table in tables]
         return torch.stack([own @ own.T for own in vectors])
 
 
@@ -245,15 +248,30 @@ class Found:
         together = np.concatenate([trial.times for trial in self.asked], axis=2)
         return max(deepest(times) for times in together.transpose(1, 0, 2))
 
+    @property
+    def answer_bytes(self) -> int:
+        """Of the lists of one block."""
+        return self.load.block_steps * self.load.batch**2 * np.dtype(np.float32).itemsize
+
+    def allowance(self, name: str) -> float:
+        """Bytes that a process or the object store may gain in the second half and be flat."""
+        servers = self.load.teachers * self.load.servers
+        among = servers if name.startswith("server") else self.load.trials if name.startswith("trial") else 1
+        passed = self.answer_bytes * len(self.latencies) / among
+        return max(KEPT_BYTES, KEPT * passed / 2)
+
     def grown(self) -> dict[str, float]:
-        """What was not flat: growth in bytes by name and kind. Ray's GCS keeps what tasks did, and is shown, not judged."""
+        """What was not flat: growth in bytes by name and kind.
+
+        Shared pages are those of the object store, which is judged itself. Ray's GCS remembers what the last 100,000 tasks did.
+        """
         judged = {
-            f"{name}, {kind}": course
+            f"{name}, {kind}": (course.growth(), self.allowance(name))
             for name, kinds in self.courses.items()
             for kind, course in kinds.items()
-            if name != "gcs_server"
+            if name != "gcs_server" and kind != "shared"
         }
-        return {name: course.growth() for name, course in judged.items() if course.growth() > allowance(course)}
+        return {name: growth for name, (growth, allowed) in judged.items() if growth > allowed}
 
     def wrong(self) -> list[str]:
         """What was not as promised, in words."""
@@ -273,6 +291,7 @@ class Found:
             "machine": machine(),
             "load": asdict(self.load),
             "requests": len(latencies),
+            "answers MiB": round(len(latencies) * self.answer_bytes / MIB),
             "seconds": round(self.seconds, 1),
             "requests a second": round(len(latencies) / self.seconds, 1),
             "latency ms": {
@@ -293,11 +312,6 @@ class Found:
         }
 
 
-def allowance(course: Course) -> float:
-    """Bytes that the second half may gain and be flat."""
-    return max(FLAT_BYTES, FLAT_SHARE * float(np.mean(course.amounts)))
-
-
 def deepest(times: NDArray[np.float64]) -> int:
     """(2, n) moments of asking and answering -> most questions that were open at a time."""
     asked, answered = times
@@ -312,14 +326,15 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{load['rows']:,} rows of {load['width']}, {load['teachers']} teachers, {load['servers']} server(s) each, "
         f"{load['trials']} trials, blocks of {load['block_steps']} steps of {load['batch']} rows",
-        f"{found['requests']:,} requests in {found['seconds']:.0f} s, {found['requests a second']:.0f} a second",
+        f"{found['requests']:,} requests in {found['seconds']:.0f} s, {found['requests a second']:.0f} a second, "
+        f"{found['answers MiB']:,} MiB of answers",
         "latency " + ", ".join(f"{name} {value:.0f} ms" for name, value in latency.items()),
         f"unanswered at most: {most['of a trial at a teacher']} of a trial at a teacher, {most['at a teacher']} at a teacher",
         f"{found['lists compared']:,} lists compared, largest difference {found['largest difference']:.1e}",
-        f"{'memory, MiB':<28}{'largest':>10}{'growth in the second half':>28}",
+        f"{'memory, MiB':<28}{'largest':>10}{'gain of the second half':>28}",
     ]
     lines += [
-        f"  {f'{name}, {kind}':<26}{course['largest MiB']:>10.1f}{course['growth MiB']:>28.2f}"
+        f"  {f'{name}, {kind}':<26}{course['largest MiB']:>10.1f}{course['gain MiB']:>28.2f}"
         for name, kinds in found["memory"].items()
         for kind, course in kinds.items()
     ]

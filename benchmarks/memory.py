@@ -37,7 +37,7 @@ class Course:
             "seconds": [round(second, 1) for second in self.seconds[::every]],
             "MiB": [round(amount / MIB, 2) for amount in self.amounts[::every]],
             "largest MiB": round(max(self.amounts) / MIB, 2),
-            "growth MiB": round(self.growth() / MIB, 3),
+            "gain MiB": round(self.growth() / MIB, 3),
         }
 
 

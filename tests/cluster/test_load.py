@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.mark.slow
 def test_trials_that_share_servers_get_their_lists_and_nothing_grows(cluster: None, tmp_path: Path) -> None:
-    load = Load(rows=20_000, width=64, teachers=2, trials=3, requests=600, batch=32, block_steps=16, seconds=120)
+    load = Load(rows=20_000, width=64, teachers=2, trials=3, requests=600, batch=32, block_steps=16, seconds=300)
     found = measured(load, tmp_path)
     assert len(found.latencies) == 600 and (found.latencies > 0).all()
     assert sum(trial.compared for trial in found.asked) == 300

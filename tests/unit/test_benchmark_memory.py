@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.load import allowance, deepest
+from benchmarks.load import Asked, Found, Load, deepest
 from benchmarks.memory import MIB, Course, MemoryWatch
 
 
@@ -20,11 +20,28 @@ def course(late: float, early: float = 0.0) -> Course:
     return Course(seconds.tolist(), (MIB * (100 + gained + noise)).tolist())
 
 
-def test_only_the_second_half_counts() -> None:
-    for late, early, flat in ((0, 0, True), (0, 80, True), (6, 0, False), (-6, 0, True), (1, 0, True)):
-        grown = course(late, early)
-        assert grown.growth() / MIB == pytest.approx(late, abs=0.5)
-        assert (grown.growth() <= allowance(grown)) == flat
+def found(server: Course, trial: Course, store: Course) -> Found:
+    """1,000 answers of 256 KiB, 250 MiB in all, given by two servers to two trials; what they weighed meanwhile."""
+    times = np.tile(np.linspace(0, 60, 250), (2, 2, 1))
+    load = Load(teachers=2, trials=2, batch=64, block_steps=16)
+    asked = [Asked(times + np.array([0, 0.1])[:, None, None], 0.0, 250, 1.0)] * 2
+    courses = {"server 0.0": {"private": server}, "trial 1": {"private": trial}, "object store": {"used": store}}
+    return Found(load, asked, 60.0, courses)
+
+
+@pytest.mark.parametrize(("late", "early"), [(0, 0), (0, 80), (6, 0), (-6, 0), (1, 0)])
+def test_only_the_second_half_counts(late: float, early: float) -> None:
+    assert course(late, early).growth() / MIB == pytest.approx(late, abs=0.5)
+
+
+def test_who_keeps_more_than_one_answer_in_a_hundred_is_named() -> None:
+    flat = course(0, early=80)
+    assert found(flat, flat, flat).wrong() == []
+    # The second half passes 125 MiB, 62 of them by each server and trial; 2 MiB are free.
+    assert found(course(1), course(1.5), course(1)).wrong() == []
+    told = found(course(3), flat, course(30)).wrong()
+    assert [line.split(" grew by ")[0] for line in told] == ["server 0.0, private", "object store, used"]
+    assert found(flat, course(5), flat).wrong()[0].startswith("trial 1, private grew by ")
 
 
 def test_a_process_that_keeps_what_it_is_given_is_seen() -> None:
