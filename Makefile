@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Torch first and alone: asked for by another package, pip would take the newest build and its CUDA libraries.
 TORCH := $(shell grep '^torch==' constraints.txt)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/.installed
 
-.PHONY: help quickstart test unit lint types bench release-notes clean
+.PHONY: help quickstart test unit lint types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -39,6 +40,14 @@ bench: $(STAMP) ## set up, then measure all CPU rows of benchmarks/README.md and
 
 release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or unreleased)
 	@$(PYTHON) release_notes.py '$(VERSION)'
+
+# Of torch the CPU build alone: those of CUDA bring libraries of their own, another set for every build.
+lock: $(STAMP) ## set up, then write requirements.lock anew: the versions of constraints.txt with the hashes of their files
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile constraints.txt --no-deps --no-emit-package torch --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file requirements.lock
+	$(BIN)/pip download --quiet --no-deps --extra-index-url $(TORCH_CPU) --dest build/torch $(TORCH)
+	{ echo '$(TORCH) \'; $(BIN)/pip hash build/torch/torch-*+cpu-*.whl | sed -n 's/^--hash/    --hash/p'; } >> requirements.lock
 
 clean: ## remove the environment
 	rm -rf $(VENV)

@@ -117,7 +117,7 @@ def refuse_impossible(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
 
 
 def lacking(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
-    """What nodes have no room for at the same time, in words; None where they have room for all. Each goes where it first fits."""
+    """What nodes have no room for at the same time, in words; None where they have room for all. Each is put where it fits."""
     left = [(node, dict(node.resources)) for node in nodes]
     for demand in demands:
         for placed in range(demand.number):

@@ -160,7 +160,7 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     rank = ray.train.get_context().get_world_rank()
     job: Job = config["job"]
     try:
-        mine = servers_beside(config["servers"], job.recipe.teachers, rank)
+        mine = servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank)
     except DistcseError as mistake:
         return mistake
     sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]

@@ -6,12 +6,14 @@ lists the other way: never vectors, tokens or weights.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from threading import BoundedSemaphore
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -32,9 +34,13 @@ from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder, Teacher
 
+T = TypeVar("T")
+
 _OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 """An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""
 _LOOK = 1.0
+_UNDER_WAY = 2
+"""Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
 
 
 class ShardBuilder(Pulse):
@@ -79,6 +85,12 @@ class TeacherServer(Pulse):
         return self._teacher is not None
 
 
+def server_of(pool: Sequence[T], run: str, worker: int) -> T:
+    """The server of a pool that a worker asks. A run's workers take turns; where they begin is drawn by the run's name, so
+    that trials of one worker share a pool too."""
+    return pool[(zlib.crc32(run.encode()) + worker) % len(pool)]
+
+
 class Servers:
     """The server actors of a run, each started beside the worker that first asks for it; itself an actor, and they end with it.
 
@@ -97,9 +109,9 @@ class Servers:
         self._makes, self._section, self._job = makes, section, job
         self._running: dict[tuple[int, int], Any] = {}
 
-    def beside(self, rank: int, node: str) -> dict[int, Any]:
-        """For each teacher, by its number, the server that worker `rank`, on a node of this id, shall ask."""
-        copy = rank % self._section.servers
+    def beside(self, run: str, worker: int, node: str) -> dict[int, Any]:
+        """For each teacher, by its number, the server that a run's worker, on a node of this id, shall ask."""
+        copy = server_of(range(self._section.servers), run, worker)
         for number, (make, resources) in self._makes.items():
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
@@ -129,6 +141,9 @@ def _near(node: str, labels: dict[str, str] | None) -> dict[str, Any]:
 class RemoteSource:
     """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
 
+    A third question waits for the first one's answer, so that the queue of a server that is slower than its workers ends at
+    two blocks a worker.
+
     Args:
         server: A `TeacherServer` actor.
         asked: Told of every question, by its answer to come.
@@ -137,10 +152,13 @@ class RemoteSource:
     def __init__(self, server: Any, asked: Callable[[Future[NDArray[np.float32]]], None]) -> None:
         self._server = server
         self._asked = asked
+        self._room = BoundedSemaphore(_UNDER_WAY)
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
+        self._room.acquire()
         answer: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
         self._asked(answer)
+        answer.add_done_callback(lambda _: self._room.release())
         return answer
 
 
@@ -244,10 +262,10 @@ def _guarded(section: TeachersSection, watch: Watch, find: Callable[[], Mapping[
     return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)), find)
 
 
-def servers_beside(servers: Any, section: TeachersSection, rank: int) -> dict[int, Any]:
+def servers_beside(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
     """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
     node = ray.get_runtime_context().get_node_id()
-    mine: dict[int, Any] = ray.get(servers.beside.remote(rank, node))
+    mine: dict[int, Any] = ray.get(servers.beside.remote(run, worker, node))
     for number, server in mine.items():
         teacher = section.encoders[number]
         try:

@@ -58,7 +58,7 @@ class Shared:
         from distcse.training.metrics import Queue
 
         section = job.recipe.teachers
-        mine = servers_beside(self._servers, section, rank=0) if self._servers is not None else {}
+        mine = servers_beside(self._servers, section, job.run.name, 0) if self._servers is not None else {}
         sources = [
             LocalSource(serving(teacher, table, job.recipe.seed))
             if table is not None
