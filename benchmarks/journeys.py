@@ -1,0 +1,101 @@
+"""The journeys of docs/journeys, walked again: each command of a page is run, and what it prints takes the place of what is there.
+
+A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder in
+which `data` is the folder of labelled sets; what follows, up to the next such line, is what it printed, and `[12 s]` the time it took.
+
+    DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/journeys/research.md
+
+A command that fails ends the walk; the page then stays as it was. Times are of this machine, whatever else it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+_MOST, _FIRST = 36, 14
+"""Lines kept of what a command prints, and how many of them are its first."""
+
+
+class Shell:
+    """One bash: what a command exports or puts into the background is there for those after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bash = subprocess.Popen(
+            ["bash", "--norc"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self, command: str) -> tuple[list[str], float]:
+        """What a command prints, and its seconds. `SystemExit` where it fails."""
+        assert self._bash.stdin is not None and self._bash.stdout is not None
+        mark = f"=== {time.time_ns()}"
+        begun = time.perf_counter()
+        self._bash.stdin.write(f"{command}\nprintf '\\n%s %s\\n' '{mark}' $?\n")
+        self._bash.stdin.flush()
+        printed: list[str] = []
+        for line in self._bash.stdout:
+            if line.startswith(mark):
+                if line.split()[-1] != "0":
+                    raise SystemExit(f"`{command}` failed:\n{''.join(printed)}")
+                return self._shown(printed), time.perf_counter() - begun
+            printed.append(line)
+            sys.stderr.write(line)
+        raise SystemExit(f"`{command}` ended the shell")
+
+    def close(self) -> None:
+        """End it, and what it left in the background."""
+        assert self._bash.stdin is not None
+        self._bash.stdin.write("kill $(jobs -p) 2>/dev/null\nexit\n")
+        self._bash.stdin.close()
+        self._bash.wait(timeout=60)
+
+    def _shown(self, printed: list[str]) -> list[str]:
+        told = [line.rstrip().replace(f"{self._folder}/", "") for line in printed]
+        while told and not told[-1]:
+            told.pop()
+        if len(told) > _MOST:
+            told[_FIRST : len(told) - (_MOST - _FIRST)] = ["…"]
+        return told
+
+
+def walk(page: str, shell: Shell) -> str:
+    """The page with what its commands print now."""
+
+    def again(block: re.Match[str]) -> str:
+        lines = []
+        for typed in re.findall(r"^\$ (.*(?:\\\n.*)*)", block[0], re.MULTILINE):
+            printed, seconds = shell.run(typed)
+            lines += [f"$ {typed}", *printed, f"[{seconds:.0f} s]"]
+        return "\n".join(lines) + "\n"
+
+    begun = time.perf_counter()
+    walked = _BLOCK.sub(again, page)
+    minutes = f"{(time.perf_counter() - begun) / 60:.0f} minutes"
+    return re.sub(r"(?<=<!-- all -->)[^<]*(?=<!-- / -->)", minutes, walked)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", type=Path, nargs="+")
+    pages = parser.parse_args().pages
+    data = Path(os.environ.get("DISTCSE_DATA", "../shared/data")).resolve(strict=True)
+    for page in pages:
+        with tempfile.TemporaryDirectory(prefix="journey") as folder:
+            (Path(folder) / "data").symlink_to(data)
+            shell = Shell(Path(folder))
+            try:
+                page.write_text(walk(page.read_text(encoding="utf-8"), shell), encoding="utf-8")
+            finally:
+                shell.close()
+
+
+if __name__ == "__main__":
+    main()
