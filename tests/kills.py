@@ -113,11 +113,12 @@ class Nodes:
 
     def __enter__(self) -> Nodes:
         port, dashboard = _free_port(), _free_port()
-        self._address = f"127.0.0.1:{port}"
-        self._api = f"http://127.0.0.1:{dashboard}"
-        head = self._start("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1")
-        self._all.append(head)
-        head.wait_until_up()
+        self._address, self._api = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        try:
+            self._start("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -132,11 +133,8 @@ class Nodes:
     def ensure(self, number: int) -> None:
         """Start as many nodes for the work as are lacking."""
         self.work = [node for node in self.work if node.is_up]
-        new = [self._start(f"--address={self._address}", "--labels=role=work") for _ in range(number - len(self.work))]
-        self._all += new
-        for node in new:
-            node.wait_until_up()
-        self.work += new
+        for _ in range(number - len(self.work)):
+            self.work.append(self._start(f"--address={self._address}", "--labels=role=work"))
 
     def _start(self, *options: str) -> Node:
         log = self._folder / f"node-{secrets.token_hex(3)}.log"
@@ -145,7 +143,10 @@ class Nodes:
         ports = [f"--{agent}-port={_free_port()}" for agent in _AGENTS]
         command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *ports, *options]
         with open(log, "wb") as told:
-            return Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
+            node = Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
+        self._all.append(node)
+        node.wait_until_up()
+        return node
 
 
 def _free_port() -> int:
