@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+_AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
+
 
 def kill_actor(kind: str) -> bool:
     """Kill the process of one live actor whose class name holds `kind`; whether there was one.
@@ -101,20 +103,22 @@ class Nodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_health_check_period_ms": "1000",  # a node that is gone is missed after 5 s instead of 15
+            # The machine may be busy with other things.
             "RAY_raylet_start_wait_time_s": "120",
+            "RAY_agent_register_timeout_ms": "120000",
             "NO_COLOR": "1",
         }
         self._all: list[Node] = []
         self.work: list[Node] = []
 
     def __enter__(self) -> Nodes:
-        port, dashboard, agent = (_free_port() for _ in range(3))
-        self._address = f"127.0.0.1:{port}"
-        self._api = f"http://127.0.0.1:{dashboard}"
-        ports = [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-        head = self._start("--head", *ports, "--dashboard-host=127.0.0.1")
-        self._all.append(head)
-        head.wait_until_up()
+        port, dashboard = _free_port(), _free_port()
+        self._address, self._api = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+        try:
+            self._start("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -129,18 +133,20 @@ class Nodes:
     def ensure(self, number: int) -> None:
         """Start as many nodes for the work as are lacking."""
         self.work = [node for node in self.work if node.is_up]
-        new = [self._start(f"--address={self._address}", "--labels=role=work") for _ in range(number - len(self.work))]
-        self._all += new
-        for node in new:
-            node.wait_until_up()
-        self.work += new
+        for _ in range(number - len(self.work)):
+            self.work.append(self._start(f"--address={self._address}", "--labels=role=work"))
 
     def _start(self, *options: str) -> Node:
         log = self._folder / f"node-{secrets.token_hex(3)}.log"
         ray = str(Path(sys.executable).with_name("ray"))
-        command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *options]
+        # Left to choose its agents' ports, a raylet waits for their word, and on a busy machine gives up.
+        ports = [f"--{agent}-port={_free_port()}" for agent in _AGENTS]
+        command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *ports, *options]
         with open(log, "wb") as told:
-            return Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
+            node = Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
+        self._all.append(node)
+        node.wait_until_up()
+        return node
 
 
 def _free_port() -> int:

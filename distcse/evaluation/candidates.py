@@ -126,6 +126,8 @@ def _model_of(source: str) -> str:
     )
     if several:
         raise EvaluationError(f"{source} holds several models; name one of them: {', '.join(several)}")
+    if not os.path.isdir(run / "model"):
+        raise EvaluationError(f"{source} has no model: its run has not come to an end; wait for it, or --resume it")
     return str(run / "model")
 
 
