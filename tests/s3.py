@@ -50,9 +50,9 @@ class Server:
 
     def objects(self) -> dict[str, bytes]:
         """All that is stored, by key, as the storage's own interface tells it."""
-        return {key: self.read(key) for key in self.keys()}
+        return {key: self.read(key) for key in self.stored()}
 
-    def keys(self) -> list[str]:
+    def stored(self) -> list[str]:
         """Keys of all objects, markers of empty folders apart."""
         from pyarrow import fs
 

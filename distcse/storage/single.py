@@ -15,7 +15,8 @@ from distcse.storage.places import Mirror, address
 
 @contextmanager
 def whole(file: Path) -> Iterator[Path]:
-    """As `files.whole`; what is a mirror is uploaded when it is whole."""
+    """As `files.whole`; what is a mirror is uploaded when it is whole, and has its folders made."""
+    _make_room(file)
     with files.whole(file) as beside:
         yield beside
     upload(file)
@@ -44,8 +45,7 @@ def fetch(file: Path) -> bool:
     content = objects.read(address(file))
     if content is None:
         return False
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    _make_room(file)
     with files.whole(file) as beside:
         beside.write_bytes(content)
     return True
@@ -63,3 +63,10 @@ def names(folder: Path) -> set[str]:
     if isinstance(folder, Mirror):
         return {name.rpartition("/")[2] for name in objects.listed(address(folder))}
     return {inside.name for inside in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _make_room(file: Path) -> None:
+    """Each machine has mirrors of its own: what one has made, the others have not."""
+    if isinstance(file, Mirror):
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)

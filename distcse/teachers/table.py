@@ -111,6 +111,8 @@ class EmbeddingTable:
         if len(vectors) != len(rows):
             raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
         units = directions(vectors, rows)
+        with writing(self.directory):
+            self.directory.mkdir(exist_ok=True, parents=True)  # a mirror of this machine may not have it yet
         with files.whole(self._payload(shard)) as beside:
             with open(beside, "wb") as file:
                 np.save(file, units.astype(np.float16))

@@ -57,7 +57,7 @@ def killed_after(key: str, server: Server, command: list[str], log: Path, mirror
     with open(log, "w") as out:
         driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + 240
-        while not any(known.endswith(key) for known in server.keys()) and time.monotonic() < deadline:
+        while not any(known.endswith(key) for known in server.stored()) and time.monotonic() < deadline:
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         driver.send_signal(signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     file.write_text(recipe_yaml(recipe))
     command = [sys.executable, "-m", "distcse.train", str(file), *IN_THE_BUCKET, "--quiet"]
     killed_after("checkpoints/step-000006/record.json", server, command, tmp_path / "log", tmp_path / "first")
-    (name,) = {key.split("/")[1] for key in server.keys() if key.startswith("runs/")}
+    (name,) = {key.split("/")[1] for key in server.stored() if key.startswith("runs/")}
     where = f"{RUNS}/{name}"
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
@@ -88,7 +88,8 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     assert evaluate.main([f"student={where}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
     assert "student" in capsys.readouterr().out
-    assert fetch_folder(model := place(f"{where}/model"))
+    model = place(f"{where}/model")
+    assert fetch_folder(model)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
     assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
     stored = server.objects()
@@ -111,9 +112,9 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     file.write_text(recipe_yaml(recipe))
     more = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
     command = [sys.executable, "-m", "distcse.tune", str(file), "--space", str(space), *more, "--quiet"]
-    known = set(server.keys())
+    known = set(server.stored())
     killed_after("trials/trials.json", server, command, tmp_path / "log", tmp_path / "first")
-    (name,) = {key.split("/")[1] for key in set(server.keys()) - known if key.startswith("runs/")}
+    (name,) = {key.split("/")[1] for key in set(server.stored()) - known if key.startswith("runs/")}
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
     where = place(f"{RUNS}/{name}")
@@ -121,5 +122,5 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     trials = read_trials(place(f"{RUNS}/{name}") / "trials")
     assert [trial.status for trial in trials] == ["finished"] * 2
-    assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(server.keys())
-    assert not [key for key in server.keys() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]
+    assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(server.stored())
+    assert not [key for key in server.stored() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]

@@ -153,14 +153,13 @@ def test_folders_are_stored_and_fetched_whole(bucket: str, machine: Callable[[st
     assert fetch_folder(there) and content_of(there) == {"config": "1", "weights": "w", "sub/deep": "d"}
     filled(there, config="2", weights="w")
     publish(there)
-    assert (
-        len([key for key in server.keys() if key.startswith(key_of(bucket))]) == 3
-    )  # what is not named any more is deleted
+    # What is not named any more is deleted.
+    assert len([key for key in server.stored() if key.startswith(key_of(bucket))]) == 3
     machine("mirror")
     assert fetch_folder(model) and content_of(model) == {"config": "2", "weights": "w"}
     withdraw(model)
     assert not is_stored(model) and not model.exists()
-    assert not [key for key in server.keys() if key.startswith(key_of(bucket))]
+    assert not [key for key in server.stored() if key.startswith(key_of(bucket))]
 
 
 def test_what_has_not_changed_is_not_uploaded_again(bucket: str, gate: Gate) -> None:
@@ -186,7 +185,7 @@ def test_a_folder_that_all_share_is_left_alone(tmp_path: Path) -> None:
 
 def test_damage_in_the_storage_is_told(bucket: str, machine: Callable[[str], None], server: Server) -> None:
     publish(filled(place(f"{bucket}/x"), a="1"))
-    (data,) = [key for key in server.keys() if key.startswith(key_of(bucket)) and key.endswith("/a")]
+    (data,) = [key for key in server.stored() if key.startswith(key_of(bucket)) and key.endswith("/a")]
     machine("other")
     server.write(data, b"2")
     with pytest.raises(RunError, match="not what was stored: its checksum differs"):
@@ -399,7 +398,7 @@ def test_a_run_ends_where_storage_goes_away_and_goes_on_from_its_own_copy(
             gate.refuses = lambda method, path: (0, "")
 
     with pytest.raises(
-        StorageError, match="was not reached, tried again and again; .* --resume goes on from it"
+        StorageError, match=r"was not reached, tried again and again; .* --resume goes on from it"
     ) as lost:
         run(recipe, Watch(hear))
     assert "Sentinel" not in str(lost.value)
