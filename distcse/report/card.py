@@ -12,7 +12,7 @@ from distcse.evaluation import Evaluation
 from distcse.files import put
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
-from distcse.storage import publish
+from distcse.storage import is_address, publish
 from distcse.student.run import Result
 
 
@@ -41,7 +41,11 @@ def card(result: Result) -> str:
             "distcse",
             f"dataset_size:{result.rows}",
         ],
-        **({"base_model": recipe.student.backbone} if not os.path.isabs(recipe.student.backbone) else {}),
+        **(
+            {"base_model": recipe.student.backbone}
+            if not (os.path.isabs(recipe.student.backbone) or is_address(recipe.student.backbone))
+            else {}
+        ),
     }
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",

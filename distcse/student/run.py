@@ -11,7 +11,7 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, Note, Watch
 from distcse.recipe import Recipe
-from distcse.storage import address, publish
+from distcse.storage import address
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
@@ -89,7 +89,6 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     encoder = Encoder.from_section(recipe.student)
     encoder.load_state_dict(encoder_weights(load_state(folder).weights))
     encoder.eval().save(directory.model)
-    publish(directory.model)
     return encoder
 
 
