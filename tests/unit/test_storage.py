@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from distcse import train
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
 from distcse.events import Event, Note, Steps, Watch
 from distcse.files import text_checksum
+from distcse.health.storage import kept
 from distcse.recipe import Recipe
 from distcse.storage import (
     Mirror,
@@ -196,6 +198,28 @@ def test_damage_in_the_storage_is_told(bucket: str, machine: Callable[[str], Non
     server.write(f"{key_of(bucket)}/x/record.json", b"{}")
     with pytest.raises(RunError, match=r"record.json is not what was written"):
         fetch_folder(place(f"{bucket}/x"))
+
+
+def test_a_model_is_saved_at_an_address_and_loaded_from_it(
+    bucket: str, machine: Callable[[str], None], tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    encoder.save(f"{bucket}/model")
+    machine("other")
+    loaded = Encoder.load(f"{bucket}/model")
+    assert (loaded.encode(["A man."]) == encoder.encode(["A man."])).all()
+    assert train.main(["--resume", "s3://KEY:SECRET@bucket/x"]) == 1
+    told = capsys.readouterr().err
+    assert "that is no address of object storage" in told and "SECRET" not in told
+
+
+def test_the_doctor_tries_to_write(bucket: str, gate: Gate) -> None:
+    checks = kept("storage.runs", place(f"{bucket}/runs"))
+    assert [check.name for check in checks] == ["storage.runs", "DISTCSE_MIRROR"]
+    assert checks[0].line.endswith(f"{bucket}/runs: written, read and deleted")
+    gate.refuse_from(0)
+    (refused,) = kept("storage.runs", place(f"{bucket}/runs"))
+    assert refused.verdict == "fail" and "lack the permission" in refused.found
 
 
 def test_damage_of_a_mirror_is_mended(bucket: str) -> None:
