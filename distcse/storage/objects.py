@@ -116,20 +116,22 @@ def _system(scheme: str, bucket: str, endpoint: str | None, attempts: str | None
     """Credentials, endpoint and region are the environment's."""
     from pyarrow import fs
 
+    protocol, _, host = (endpoint or "").rpartition("://")
+    server = {"scheme": protocol or "https", "endpoint_override": host or None}
     if scheme == "gs":
-        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
+        # An emulator knows nobody.
+        patience = timedelta(seconds=_GCS_SECONDS)
+        return fs.GcsFileSystem(anonymous=endpoint is not None, retry_time_limit=patience, **server)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None and endpoint is None:
         region = fs.resolve_s3_region(bucket)
-    protocol, _, host = (endpoint or "").rpartition("://")
     return fs.S3FileSystem(
         region=region,
-        scheme=protocol or "https",
-        endpoint_override=host or None,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=int(attempts or _ATTEMPTS)),
         connect_timeout=5,
         request_timeout=30,
         allow_delayed_open=True,
+        **server,
     )
 
 
