@@ -40,7 +40,7 @@ from distcse.training.checkpoint import Checkpoints, Position, TrainingState
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
-from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, environment, gated, serving
+from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
 
 
 @pytest.fixture(scope="module")
@@ -458,6 +458,29 @@ def test_the_copy_of_a_start_that_was_overtaken_is_passed_over(bucket: str, mach
     assert found is not None and found[0].step == 10
 
 
+# Google Cloud
+
+
+def test_google_clouds_protocol_is_spoken_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[[str], None]
+) -> None:
+    with emulating_google(tmp_path / "log") as port:
+        monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", f"http://127.0.0.1:{port}")
+        machine("writer")
+        where = f"gs://{BUCKET}/model"
+        publish(filled(place(where), config="1", weights="old"))
+        publish(filled(place(where), config="1", weights="new"))
+        machine("reader")
+        assert fetch_folder(place(where)) and content_of(place(where)) == {"config": "1", "weights": "new"}
+        put(place(f"{where}.yaml"), "x")
+        assert read(place(f"{where}.yaml")) == b"x" and read(place(f"{where}.other")) is None
+        assert names(place(f"gs://{BUCKET}")) == {"model", "model.yaml"}
+        withdraw(place(where))
+        assert not is_stored(place(where))
+        with pytest.raises(StorageError, match=r"there is no bucket elsewhere at http://127.0.0.1"):
+            probe(place("gs://elsewhere/x"))  # type: ignore[arg-type]
+
+
 # What may be refused
 
 
@@ -481,7 +504,9 @@ def test_each_refusal_is_one_message(bucket: str, gate: Gate, monkeypatch: pytes
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        assert "was not reached, tried again and again; mend the network or AWS_ENDPOINT_URL" in told(bucket)
+        assert "was not reached, tried again and again; mend the network, or the endpoint in the environment" in told(
+            bucket
+        )
 
 
 def test_what_passes_is_tried_again(bucket: str, gate: Gate) -> None:
