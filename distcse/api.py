@@ -67,8 +67,8 @@ class Measured:
 
     def write(self, folder: str | Path) -> list[Path]:
         """report.html, report.md and evaluation.json in a folder; returns the files."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return list(write_pages(self.evaluation, Path(folder)))
+        place(folder).mkdir(parents=True, exist_ok=True)
+        return list(write_pages(self.evaluation, place(folder)))
 
     def __repr__(self) -> str:
         models = ", ".join(about.name for about in self.evaluation.models)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationError
+from distcse.storage import address, place
 
 if TYPE_CHECKING:
     from distcse.evaluation import Reading
@@ -31,7 +32,7 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
     if options.out is not None and not options.dry_run:
-        _make(options.out)
+        _make(place(options.out))
     reading = Reading(
         pooling=options.pooling,
         max_length=options.max_length,
@@ -58,12 +59,12 @@ def _main(options: argparse.Namespace) -> int:
     written = [options.mteb / "results"] if options.mteb is not None else []
     written += measured.write(options.out) if options.out is not None else []
     if options.json:
-        finished = {"event": "Finished", "written": [str(file) for file in written]}
+        finished = {"event": "Finished", "written": [address(file) for file in written]}
         print_json([*scores_as_json(measured.evaluation), finished])
         return 0
     print_remarks(measured.evaluation)
     print_evaluation(measured.evaluation)
-    print_lines(["", *(f"written {file}" for file in written)] if written else [])
+    print_lines(["", *(f"written {address(file)}" for file in written)] if written else [])
     return 0
 
 
@@ -131,9 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="measure retrieval also with documents encoded by this model and queries by each of the others (asymmetric)",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write report.html, report.md and evaluation.json there"
-    )
+    parser.add_argument("--out", metavar="DIR", help="write report.html, report.md and evaluation.json there")
     parser.add_argument(
         "--mteb", type=Path, metavar="DIR", help="also write MTEB's own results of its STS tasks there (extra: mteb)"
     )

@@ -26,7 +26,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.to.count("/") != 1 or not all(options.to.split("/")):
         raise EncoderError(f"--to {options.to} names no model on the hub; write USER/NAME")
     with tempfile.TemporaryDirectory() as beside:
-        parcel = prepare(options.model, Path(beside) / "model", options.licence)
+        parcel = prepare(place(options.model), Path(beside) / "model", options.licence)
         if not options.quiet:
             for line in parcel.remarks:
                 sys.stderr.write(f"warning   {line}\n")
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",
         epilog=f"Example: python -m distcse.push runs/my-run --to me/my-student --licence apache-2.0. {STATUSES}",
     )
-    parser.add_argument("model", type=place, metavar="RUN", help="a run's folder, or a model's; or its address")
+    parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's; or its address")
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="the model's name on the hub; made if it is new"
     )

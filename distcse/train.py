@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
@@ -58,10 +57,11 @@ def _main(options: argparse.Namespace) -> int:
     return INTERRUPTED if done.interrupted else 0
 
 
-def _stored(run: Path) -> str:
+def _stored(run: str) -> str:
     """The recipe of a run."""
-    fetch(run / "recipe.yaml")
-    return str(run / "recipe.yaml")
+    file = place(run) / "recipe.yaml"
+    fetch(file)
+    return str(file)
 
 
 def _again(options: argparse.Namespace) -> int:
@@ -172,13 +172,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rerun",
-        type=place,
         metavar="RUN",
         help="do the run in this directory, or at this address, again in a new one, on the same data; are the weights the same?",
     )
-    parser.add_argument(
-        "--resume", type=place, metavar="RUN", help="go on with the run in this directory, or at this address"
-    )
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory, or at this address")
     add_output_options(parser)
     return parser
 

@@ -39,7 +39,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if options.recipe or options.space:
             raise RecipeError("--resume takes recipe and space from the sweep's folder; name only the folder")
-        return _sweep(options, options.resume.absolute(), None, None)
+        return _sweep(options, place(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise RecipeError(
             f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
@@ -171,9 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
     )
-    parser.add_argument(
-        "--resume", type=place, metavar="SWEEP", help="go on with the sweep in this directory (or address)"
-    )
+    parser.add_argument("--resume", metavar="SWEEP", help="go on with the sweep in this directory (or address)")
     add_output_options(parser)
     return parser
 

@@ -103,15 +103,37 @@ def serving(log: Path, port: int | None = None) -> Iterator[Server]:
         process.wait()
 
 
+@contextmanager
+def emulating_google(log: Path) -> Iterator[int]:
+    """The port of an emulator of Google Cloud's storage with one bucket, until the end of the block. Skips without it."""
+    import pytest
+
+    pytest.importorskip(
+        "gcp_storage_emulator", reason="no emulator of Google Cloud's storage: pip install gcp-storage-emulator"
+    )
+    port = free_port()
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [*command, "--in-memory", "--default-bucket", BUCKET], stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        _wait(port, process)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
     for _ in range(600):
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return
         except OSError:
-            assert process.poll() is None, "moto's server ended"
+            assert process.poll() is None, "the server ended"
             time.sleep(0.05)
-    raise AssertionError("moto's server does not answer")
+    raise AssertionError("the server does not answer")
 
 
 @dataclass

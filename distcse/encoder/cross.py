@@ -22,6 +22,7 @@ from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
+from distcse.storage import place, publish
 
 _READ_FIRST = tuple(
     f"{family}ForSequenceClassification"
@@ -152,10 +153,11 @@ class CrossEncoder(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder read."""
-        with replacing(Path(path)) as folder:
+        with replacing(place(path)) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
+        publish(place(path))
 
 
 def is_cross_encoder(folder: Path) -> bool:

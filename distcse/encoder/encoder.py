@@ -25,6 +25,7 @@ from distcse.encoder.source import resolve_model
 from distcse.encoder.words import narrow_words
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+from distcse.storage import place, publish
 
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 
@@ -187,9 +188,10 @@ class Encoder(nn.Module):
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""
         if self.pooling == "mask" or is_template(self.prompt):
             raise EncoderError("a template, or pooling at [MASK], has no place in the sentence-transformers layout")
-        with replacing(Path(path)) as folder:
+        with replacing(place(path)) as folder:
             self.backbone.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
             layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
             write_layout(folder, layout, self.dimension, int(self.backbone.config.num_hidden_layers))  # type: ignore
+        publish(place(path))

@@ -8,7 +8,7 @@ from pathlib import Path
 from distcse.corpus.readers import find_files
 from distcse.encoder import resolve_model
 from distcse.encoder.folder import refuse_pickled_weights
-from distcse.errors import CorpusError, EncoderError
+from distcse.errors import CorpusError, EncoderError, StorageError
 from distcse.health.check import Check, fail, ok, warn
 from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe
 
@@ -42,6 +42,8 @@ def model(name: str) -> list[Check]:
     try:
         folder = resolve_model(name, only_local=True)
         refuse_pickled_weights(folder)
+    except StorageError as refused:
+        return [fail("model", str(refused), "or name a folder")]
     except EncoderError as refused:
         return [_on_hub(name, str(refused))]
     if not any((folder / tokenizer).exists() for tokenizer in _TOKENIZERS):

@@ -19,7 +19,7 @@ from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
-from distcse.storage import fetch, publish, put, remove
+from distcse.storage import fetch, put, remove
 from distcse.training.checkpoint import Checkpoints, load_position, load_state
 from distcse.training.claim import Claim
 from distcse.training.loop import learn
@@ -200,7 +200,6 @@ def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder
     weights = load_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
-    publish(folder / "model")
     dev = dict(position.scores).get(position.step)
     told = Trained(str(folder / "model"), position.step, dev, steps)
     put(folder / "trained.json", sealed(asdict(told)))

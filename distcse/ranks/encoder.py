@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError
 from distcse.ranks.space import RankSpace, pair_similarities
+from distcse.storage import fetch_folder, place, publish
 
 _ABOUT = Path("distcse") / "ranks.json"
 _REFERENCES = Path("distcse") / "references.safetensors"
@@ -60,7 +61,8 @@ class RankSpaceEncoder:
     @classmethod
     def load(cls, path: str | Path) -> RankSpaceEncoder:
         """What `save` wrote. Raises `EncoderError` where a folder has no references."""
-        folder = Path(path)
+        folder = place(path)
+        fetch_folder(folder)
         if not is_rank_space(folder):
             raise EncoderError(f"{folder} has no {_ABOUT}; make it with RankSpaceEncoder.over(encoder, sentences).save")
         about = json.loads((folder / _ABOUT).read_text())
@@ -69,11 +71,12 @@ class RankSpaceEncoder:
 
     def save(self, path: str | Path) -> None:
         """Write encoder and references; other tools read the folder as the encoder alone."""
-        folder = Path(path)
+        folder = place(path)
         self.encoder.save(folder)
         (folder / "distcse").mkdir(exist_ok=True)
         save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
         (folder / _ABOUT).write_text(json.dumps({"weight": self.weight, "normalize": self.normalize}))
+        publish(folder)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """(p,) scores of p pairs of sentences; each different sentence is encoded and ranked once."""

@@ -12,7 +12,7 @@ from distcse.evaluation import Evaluation
 from distcse.files import put
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
-from distcse.storage import publish
+from distcse.storage import is_address, publish
 from distcse.student.run import Result
 
 
@@ -30,6 +30,7 @@ def write_card(result: Result) -> None:
 def card(result: Result) -> str:
     """Markdown with the hub's metadata in its front matter."""
     recipe = result.recipe
+    start = recipe.student.backbone
     metadata = {
         "library_name": "sentence-transformers",
         "pipeline_tag": "sentence-similarity",
@@ -41,7 +42,7 @@ def card(result: Result) -> str:
             "distcse",
             f"dataset_size:{result.rows}",
         ],
-        **({"base_model": recipe.student.backbone} if not os.path.isabs(recipe.student.backbone) else {}),
+        **({} if os.path.isabs(start) or is_address(start) else {"base_model": start}),
     }
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",

@@ -11,7 +11,7 @@ from distcse.files import put
 from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
 from distcse.report.card import scores_told
-from distcse.storage import publish
+from distcse.storage import is_address, publish
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
 
@@ -42,7 +42,7 @@ def group_card(result: MutualResult, best: Best) -> str:
         "library_name": "sentence-transformers",
         "pipeline_tag": "text-ranking" if cross else "sentence-similarity",
         "tags": ["sentence-transformers", *tags, "distillation", "distcse", f"dataset_size:{result.pairs}"],
-        **({"base_model": group.backbone} if not os.path.isabs(group.backbone) else {}),
+        **({"base_model": group.backbone} if not (os.path.isabs(group.backbone) or is_address(group.backbone)) else {}),
     }
     start = (group.cross_backbone or group.backbone) if cross else group.backbone
     dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."

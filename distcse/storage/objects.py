@@ -57,16 +57,15 @@ def write(address: str, content: bytes | Path) -> None:
     """
     import pyarrow
 
+    if isinstance(content, Path) and content.stat().st_size:
+        with pyarrow.memory_map(str(content)) as file:
+            whole = file.read_buffer()
+    else:
+        whole = content.read_bytes() if isinstance(content, Path) else content
     system, key = _open(address)
-    with _told(address, "written"):
-        if isinstance(content, Path) and content.stat().st_size:
-            with pyarrow.memory_map(str(content)) as file:
-                whole = file.read_buffer()
-        else:
-            whole = content.read_bytes() if isinstance(content, Path) else content
-        # In one call: a stream that was left in the middle is closed, and what was written of it would be an object.
-        with system.open_output_stream(key) as out:
-            out.write(whole)
+    # In one call: a stream that was left in the middle is closed, and what was written of it would be an object.
+    with _told(address, "written"), system.open_output_stream(key) as out:
+        out.write(whole)
 
 
 def copy(source: str, target: str) -> bool:
@@ -116,33 +115,35 @@ def _system(scheme: str, bucket: str, endpoint: str | None, attempts: str | None
     """Credentials, endpoint and region are the environment's."""
     from pyarrow import fs
 
+    protocol, _, host = (endpoint or "").rpartition("://")
+    server = {"scheme": protocol or "https", "endpoint_override": host or None}
     if scheme == "gs":
-        return fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
+        # An emulator knows nobody.
+        patience = timedelta(seconds=_GCS_SECONDS)
+        return fs.GcsFileSystem(anonymous=endpoint is not None, retry_time_limit=patience, **server)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None and endpoint is None:
         region = fs.resolve_s3_region(bucket)
-    protocol, _, host = (endpoint or "").rpartition("://")
     return fs.S3FileSystem(
         region=region,
-        scheme=protocol or "https",
-        endpoint_override=host or None,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=int(attempts or _ATTEMPTS)),
         connect_timeout=5,
         request_timeout=30,
         allow_delayed_open=True,
+        **server,
     )
 
 
 @contextmanager
 def _told(address: str, done: str) -> Iterator[None]:
-    """Around a request: a refusal is told as `StorageError`. Absence is not one."""
+    """Around a request: a refusal is told as `StorageError`. Absence is not one, but of the bucket that is written to."""
     import pyarrow
 
     try:
         yield
-    except FileNotFoundError:
-        raise
     except (OSError, ValueError, pyarrow.ArrowException) as refused:
+        if isinstance(refused, FileNotFoundError) and done != "written":
+            raise
         raise StorageError(
             f"{address} cannot be {done}: {_reason(address, ' '.join(str(refused).split()))}. Nothing there is half written; "
             "what this machine has is kept, and --resume goes on from it"
@@ -156,10 +157,10 @@ def _reason(address: str, told: str) -> str:
     server = re.sub(r"//[^/@]*@", "//", server)
     found = _CODE.search(told)
     code = found[1] if found else ""
-    if code == "NO_SUCH_BUCKET" or (scheme == "gs" and "bucket does not exist" in told):
+    if code == "NO_SUCH_BUCKET" or "NOT_FOUND" in told:
         return f"there is no bucket {bucket} at {server}; make it, or mend the address"
     if code == "NETWORK_CONNECTION" or "curlCode" in told or "UNAVAILABLE" in told:
-        return f"{server} was not reached, tried again and again; mend the network or AWS_ENDPOINT_URL"
+        return f"{server} was not reached, tried again and again; mend the network, or the endpoint in the environment"
     if code in ("INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"):
         return f"{server} does not know these credentials ({code}); mend AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if code == "ACCESS_DENIED" or "PERMISSION_DENIED" in told or "UNAUTHENTICATED" in told:

@@ -10,7 +10,7 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation, Tasks
 from distcse.events import Note, Watch, one_by_one
 from distcse.recipe import Recipe
-from distcse.storage import address, publish
+from distcse.storage import address
 from distcse.student.averaging import Start
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
@@ -102,5 +102,4 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     start = Start(encoder, recipe.student.start_share)
     encoder.load_state_dict(start.mixed(encoder_weights(load_state(folder).weights)))
     encoder.eval().save(directory.model)
-    publish(directory.model)
     return encoder

@@ -25,7 +25,7 @@ from torch import Tensor
 from distcse.errors import RunError, StorageError
 from distcse.events import Event, Note, ignore
 from distcse.files import checksum, flush, put, sealed, unsealed, whole, writing
-from distcse.storage import Mirror, address, fetch, fetch_folder, names, publish, remove, upload, withdraw
+from distcse.storage import Mirror, address, fetch, fetch_folder, is_stored, names, publish, remove, upload, withdraw
 from distcse.training.claim import Claim
 
 _STATE, _POSITION = "state.safetensors", "position.json"
@@ -236,7 +236,8 @@ class Checkpoints:
 
     def _remove_unneeded(self, before: Path | None) -> None:
         latest, best = self._named("latest"), self._named("best")
-        needed = {latest, best} if best is not None and best != latest else {latest, before}
+        apart = best is not None and best != latest and is_stored(best)
+        needed = {latest, best} if apart else {latest, before}
         for folder in {*self._steps(), *self._root.glob("step-*")} - needed:
             withdraw(folder)
         for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote

@@ -18,6 +18,9 @@ SECRETS = {
     "OPENAI_API_KEY": "sk-SentinelOfTheEndpoint",
     "DISTCSE_PASSWORD": "SentinelOfOurOwn",
     "RAY_AUTH_TOKEN": "SentinelOfRay",
+    "AWS_ACCESS_KEY_ID": "SentinelOfTheBucket",
+    "AWS_SECRET_ACCESS_KEY": "SentinelOfItsSecret",
+    "GOOGLE_APPLICATION_CREDENTIALS": "SentinelOfTheCloud",
 }
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from distcse import train
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
 from distcse.events import Event, Note, Steps, Watch
 from distcse.files import text_checksum
+from distcse.health.storage import kept
 from distcse.recipe import Recipe
 from distcse.storage import (
     Mirror,
@@ -38,7 +40,7 @@ from distcse.training.checkpoint import Checkpoints, Position, TrainingState
 from distcse.training.claim import Claim, was_left_here
 from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
-from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, environment, gated, serving
+from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +198,28 @@ def test_damage_in_the_storage_is_told(bucket: str, machine: Callable[[str], Non
     server.write(f"{key_of(bucket)}/x/record.json", b"{}")
     with pytest.raises(RunError, match=r"record.json is not what was written"):
         fetch_folder(place(f"{bucket}/x"))
+
+
+def test_a_model_is_saved_at_an_address_and_loaded_from_it(
+    bucket: str, machine: Callable[[str], None], tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    encoder.save(f"{bucket}/model")
+    machine("other")
+    loaded = Encoder.load(f"{bucket}/model")
+    assert (loaded.encode(["A man."]) == encoder.encode(["A man."])).all()
+    assert train.main(["--resume", "s3://KEY:SECRET@bucket/x"]) == 1
+    told = capsys.readouterr().err
+    assert "that is no address of object storage" in told and "SECRET" not in told
+
+
+def test_the_doctor_tries_to_write(bucket: str, gate: Gate) -> None:
+    checks = kept("storage.runs", place(f"{bucket}/runs"))
+    assert [check.name for check in checks] == ["storage.runs", "DISTCSE_MIRROR"]
+    assert checks[0].line.endswith(f"{bucket}/runs: written, read and deleted")
+    gate.refuse_from(0)
+    (refused,) = kept("storage.runs", place(f"{bucket}/runs"))
+    assert refused.verdict == "fail" and "lack the permission" in refused.found
 
 
 def test_damage_of_a_mirror_is_mended(bucket: str) -> None:
@@ -434,6 +458,29 @@ def test_the_copy_of_a_start_that_was_overtaken_is_passed_over(bucket: str, mach
     assert found is not None and found[0].step == 10
 
 
+# Google Cloud
+
+
+def test_google_clouds_protocol_is_spoken_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[[str], None]
+) -> None:
+    with emulating_google(tmp_path / "log") as port:
+        monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", f"http://127.0.0.1:{port}")
+        machine("writer")
+        where = f"gs://{BUCKET}/model"
+        publish(filled(place(where), config="1", weights="old"))
+        publish(filled(place(where), config="1", weights="new"))
+        machine("reader")
+        assert fetch_folder(place(where)) and content_of(place(where)) == {"config": "1", "weights": "new"}
+        put(place(f"{where}.yaml"), "x")
+        assert read(place(f"{where}.yaml")) == b"x" and read(place(f"{where}.other")) is None
+        assert names(place(f"gs://{BUCKET}")) == {"model", "model.yaml"}
+        withdraw(place(where))
+        assert not is_stored(place(where))
+        with pytest.raises(StorageError, match=r"there is no bucket elsewhere at http://127.0.0.1"):
+            probe(place("gs://elsewhere/x"))  # type: ignore[arg-type]
+
+
 # What may be refused
 
 
@@ -457,7 +504,9 @@ def test_each_refusal_is_one_message(bucket: str, gate: Gate, monkeypatch: pytes
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        assert "was not reached, tried again and again; mend the network or AWS_ENDPOINT_URL" in told(bucket)
+        assert "was not reached, tried again and again; mend the network, or the endpoint in the environment" in told(
+            bucket
+        )
 
 
 def test_what_passes_is_tried_again(bucket: str, gate: Gate) -> None:
