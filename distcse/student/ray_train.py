@@ -49,17 +49,20 @@ def fit_on_ray(job: Job, servers: Any, watch: Watch) -> Outcome:
     training, resources = job.recipe.training, resources_per_worker(job.recipe)
     if training.least_workers is None:
         return _train(job, servers, watch, training.workers, resources, training.max_failures)
-    workers = training.workers
-    for left in reversed(range(training.max_failures + 1)):
+    failures = 0
+    while True:
+        workers = _workers_now(job.recipe, resources)
+        if workers < training.workers:
+            watch.post(
+                Note(f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True)
+            )
         try:
             return _train(job, servers, watch, workers, resources, max_failures=0)
         except _Lost as lost:
-            if not left:
+            failures += 1
+            if failures > training.max_failures:
                 raise
-            workers = _workers_now(job.recipe, resources)
-            told = f"goes on from its last checkpoint with {workers} of {training.workers} workers"
-            watch.post(Note(f"{str(lost).partition(';')[0]}; {told}", warning=True))
-    raise AssertionError("the last failure is raised")
+            watch.post(Note(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True))
 
 
 class _Lost(RunError):
@@ -182,11 +185,10 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     enough = sum(int(there) for there in gpus) >= training.workers
     gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(enough)
     each = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
-    told, smaller = (
-        f"training.workers={training.workers}",
-        {kind: f"training.{kind.lower()}s_per_worker" for kind in each},
-    )
-    demand = Demand(told, training.workers, each, training.nodes, "training.workers", smaller)
+    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
+    elastic = training.least_workers is not None
+    number, fewer = min(training.worker_counts), "training.least_workers" if elastic else "training.workers"
+    demand = Demand(f"{fewer}={number}", number, each, training.nodes, fewer, smaller)
     refuse_impossible([demand, *serving], alive())
     return each
 
