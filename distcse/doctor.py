@@ -42,7 +42,7 @@ def _main(options: argparse.Namespace) -> int:
         machine.open_files,
         partial(machine.deepspeed, recipe),
         ray_cluster.driver_version,
-        partial(ray_cluster.cluster, [runs, cache]),
+        partial(ray_cluster.cluster, {"storage.runs": runs, "storage.cache": cache}),
         ray_cluster.token,
         ray_cluster.exposed_ports,
         *(partial(storage.kept, name, path) for name, path in (("storage.runs", runs), ("storage.cache", cache))),

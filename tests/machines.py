@@ -36,15 +36,20 @@ class Machine:
 
     def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """A command on it, to its end."""
+        process = self.start(*command, **environment)
+        told, complained = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(process.args, process.returncode, told, complained)
+
+    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
+        """A command on it."""
         enter = ["nsenter", f"--target={self.inside}", "--mount", "--net", "--uts", "--pid", "--"]
-        return subprocess.run(
+        return subprocess.Popen(
             [*enter, *map(str, command)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
             env={**self.environment, **environment},
             cwd=ROOT,
-            check=False,
         )
 
     def cut_power(self) -> None:
@@ -77,6 +82,7 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "100",
+        "RAY_health_check_period_ms": "1000",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "HF_HUB_OFFLINE": "1",

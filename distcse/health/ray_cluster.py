@@ -9,7 +9,6 @@ import stat
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from distcse.errors import StorageError
 from distcse.health.check import Check, fail, ok, warn
@@ -33,11 +32,11 @@ def driver_version() -> list[Check]:
     return [fail("ray", told, 'pip install "ray[default,train,tune]>=2.60,<2.62"')]
 
 
-def cluster(shared: Sequence[Path] = ()) -> list[Check]:
+def cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
     """The nodes of the cluster at RAY_ADDRESS: their Ray and Python, and whether they see the run's folders.
 
     Args:
-        shared: Folders that all nodes should see; those that exist are looked for.
+        shared: Folders that all nodes should see, by the knobs that name them; those that exist are tried.
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -51,7 +50,7 @@ def cluster(shared: Sequence[Path] = ()) -> list[Check]:
     try:
         if not was_up:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        return _nodes(address, shared)
+        return _nodes(address, shared or {})
     except (
         Exception
     ) as mistake:  # Ray raises what it likes where a cluster cannot be joined; all of it is a failed check
@@ -64,20 +63,22 @@ def cluster(shared: Sequence[Path] = ()) -> list[Check]:
             ray.shutdown()
 
 
-def _nodes(address: str, shared: Sequence[Path]) -> list[Check]:
+def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from distcse.training.shared_storage import unseen
+
     alive = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0)(_about_node)
-    folders = [folder for folder in shared if isinstance(folder, Mirror) or folder.is_dir()]
+    buckets = [folder for folder in shared.values() if isinstance(folder, Mirror)]
     asked = {
         node["NodeManagerAddress"]: ask.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(folders)
+        ).remote(buckets)
         for node in alive
     }
-    found, mine = [], _about_node(folders)
+    found, mine = [], _about_node([])
     resources = ray.cluster_resources()
     told = f"{address}: {len(alive)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
     for node, answer in asked.items():
@@ -86,15 +87,17 @@ def _nodes(address: str, shared: Sequence[Path]) -> list[Check]:
             if theirs[kind] != mine[kind]:
                 what = f"node {node} has {kind} {theirs[kind]}, this machine {mine[kind]}"
                 found.append(fail("cluster", what, f"install {kind} {mine[kind]} there"))
-        missing = [named(folder) for folder in folders if named(folder) not in theirs["sees"]]
+        missing = [named(folder) for folder in buckets if named(folder) not in theirs["sees"]]
         if missing:
-            what = f"node {node} does not see {missing[0]}"
-            fix = "put storage.runs and storage.cache on storage that all nodes share; object storage wants credentials there"
-            found.append(fail("cluster", what, fix))
+            found.append(fail("cluster", f"node {node} does not see {missing[0]}", "object storage wants credentials there"))
+    folders = {knob: folder for knob, folder in shared.items() if folder not in buckets and folder.is_dir()}
+    for node, problem in unseen(folders, {}, [None]).items():
+        what, _, fix = problem.partition("; ")
+        found.append(fail("cluster", f"node {node} {what}", fix))
     return found or [ok("cluster", f"{told}; all with ray {mine['ray']} and python {mine['python']}")]
 
 
-def _about_node(folders: Sequence[Path]) -> dict[str, Any]:
+def _about_node(buckets: Sequence[Path]) -> dict[str, Any]:
     """What a node says of itself."""
     import platform
 
@@ -108,15 +111,13 @@ def _about_node(folders: Sequence[Path]) -> dict[str, Any]:
     return {
         **versions,
         "python": platform.python_version(),
-        "sees": [named(folder) for folder in folders if _sees(folder)],
+        "sees": [named(folder) for folder in buckets if _sees(folder)],
     }
 
 
-def _sees(folder: Path) -> bool:
-    if not isinstance(folder, Mirror):
-        return folder.is_dir()
+def _sees(bucket: Path) -> bool:
     try:
-        probe(folder)
+        probe(bucket)
     except StorageError:  # why is told of this machine, by the check of its storage
         return False
     return True

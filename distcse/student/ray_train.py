@@ -54,17 +54,20 @@ def fit_on_ray(job: Job, servers: Any, watch: Watch) -> Outcome:
     training, resources = job.recipe.training, resources_per_worker(job.recipe)
     if training.least_workers is None:
         return _train(job, servers, watch, training.workers, resources, training.max_failures)
-    workers = training.workers
-    for left in reversed(range(training.max_failures + 1)):
+    failures = 0
+    while True:
+        workers = _workers_now(job.recipe, resources)
+        if workers < training.workers:
+            watch.post(
+                Note(f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True)
+            )
         try:
             return _train(job, servers, watch, workers, resources, max_failures=0)
         except _Lost as lost:
-            if not left:
+            failures += 1
+            if failures > training.max_failures:
                 raise
-            workers = _workers_now(job.recipe, resources)
-            told = f"goes on from its last checkpoint with {workers} of {training.workers} workers"
-            watch.post(Note(f"{str(lost).partition(';')[0]}; {told}", warning=True))
-    raise AssertionError("the last failure is raised")
+            watch.post(Note(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True))
 
 
 class _Lost(RunError):
@@ -189,7 +192,7 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     enough = sum(int(there) for there in gpus) >= training.workers
     gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(enough)
     each = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
-    refuse_impossible(_demands(recipe, each, training.workers), alive())
+    refuse_impossible(_demands(recipe, each, min(training.worker_counts)), alive())
     return each
 
 
@@ -197,8 +200,9 @@ def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
     """What must run at the same time: so many workers, and the servers of live teachers."""
     from distcse.teachers.actors import live_demands
 
-    told, smaller = f"training.workers={workers}", {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
-    training = Demand(told, workers, each, recipe.training.nodes, "training.workers", smaller)
+    fewer = "training.workers" if recipe.training.least_workers is None else "training.least_workers"
+    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
+    training = Demand(f"{fewer}={workers}", workers, each, recipe.training.nodes, fewer, smaller)
     return [training, *live_demands(recipe.teachers)]
 
 

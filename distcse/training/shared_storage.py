@@ -30,9 +30,15 @@ def require_shared(written: Places, read: Places, labels: Sequence[Mapping[str, 
         read: Files and folders that it reads only. What does not exist here is a name that each node resolves for itself.
         labels: Of the nodes that may work; None is any node.
     """
+    for address, problem in unseen(written, read, labels).items():
+        raise RunError(f"node {address} {problem}")
+
+
+def unseen(written: Places, read: Places, labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
+    """What nodes that may work do not see, by their addresses, in words that follow these; see `require_shared`."""
     nodes = _others(labels)
     if not nodes:
-        return
+        return {}
     token = secrets.token_hex(6)
     marks = {
         knob: folder / f".distcse-seen-{token}" for knob, folder in written.items() if not isinstance(folder, Mirror)
@@ -41,9 +47,8 @@ def require_shared(written: Places, read: Places, labels: Sequence[Mapping[str, 
     try:
         for mark in marks.values():
             put(mark, token)
-        for address, problem in _asked(nodes, marks, here, token).items():
-            if problem is not None:
-                raise RunError(f"node {address} {problem}")
+        answers = _asked(nodes, marks, here, token)
+        return {address: problem for address, problem in answers.items() if problem is not None}
     finally:
         for mark in marks.values():
             mark.unlink(missing_ok=True)
@@ -91,7 +96,7 @@ def _look(marks: Places, read: Places, token: str) -> str | None:
         beside = mark.with_name(f"{mark.name}-there")
         try:
             if mark.read_text() != token:
-                return f"reads another file than was written at {mark.parent}, {knob}: mend that file system"
+                return f"reads another file than was written at {mark.parent}, {knob}; mend that file system"
         except OSError:
             return (
                 f"does not see what is written to {mark.parent}, {knob}; set {knob} to a folder on storage that all nodes share, "
@@ -101,7 +106,7 @@ def _look(marks: Places, read: Places, token: str) -> str | None:
             beside.write_text(token)
             beside.unlink()
         except OSError as refused:
-            return f"cannot write in {mark.parent}, {knob}: {refused.strerror}; let it be written from all nodes"
+            return f"cannot write in {mark.parent}, {knob}: {refused.strerror}; let all nodes write there"
     for knob, place in read.items():
         if not place.exists():
             return f"has no {place}, {knob}; put it on storage that all nodes share, or at the same place on each"

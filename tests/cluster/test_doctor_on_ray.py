@@ -15,6 +15,6 @@ def test_nodes_say_what_they_have(cluster: None, tmp_path: Path, monkeypatch: py
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    (found,) = ray_cluster.cluster([tmp_path, tmp_path / "not made yet"])
+    (found,) = ray_cluster.cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not made yet"})
     assert found.verdict == "ok" and "1 nodes, 6 CPUs" in found.found
     assert ray.is_initialized()  # whoever had joined before stays

@@ -1,17 +1,177 @@
-"""Where actors are put: on nodes of the labels that a recipe names, or a message at once."""
+"""Several nodes for real: three machines that share a file system and nothing else, and a run that goes on when one is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distcse.errors import RunError
+from distcse.events import Watch
+from distcse.mutual import run_mutual
+from distcse.mutual.ledger import Ledger
+from distcse.mutual.phases import Phase
+from distcse.recipe import load_recipe, recipe_yaml
 from distcse.student.ray_train import resources_per_worker
+from distcse.student.run import run
+from distcse.training.checkpoint import Checkpoints, load_position
 from tests.jobs import make_recipe
+from tests.machines import RAY, Machine, machines, refused
+from tests.pairs import make_mutual_recipe
+from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
+
+TRAIN = (sys.executable, "-m", "distcse.train")
+ROLES = ("teachers", "students", "students")
+BY_ROLE = ("training.nodes={role: students}", "teachers.nodes={role: teachers}")
+
+
+@pytest.fixture(scope="module")
+def own_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is another disk on each machine."""
+    return tmp_path_factory.mktemp("own-disk")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[list[Machine]]:
+    """A head with a CPU, where teachers may work, and two machines with one each for students."""
+    if (why := refused()) is not None:
+        pytest.skip(why)
+    nodes = [["--num-cpus=1", f"--labels=role={role}"] for role in ROLES]
+    with machines(tmp_path_factory.mktemp("machines"), nodes, [own_disk]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
+    """Two workers of one CPU each: on these machines they lie on two of them."""
+    knobs = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final=[]")
+    folder = tmp_path_factory.mktemp("student")
+    make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences)
+    file = folder / "recipe.yaml"
+    file.write_text(recipe_yaml(load_recipe(str(file), knobs)))
+    return file
+
+
+def trained(head: Machine, *arguments: str | Path) -> Path:
+    """The folder of a run that the machines carried out."""
+    done = head.run(*TRAIN, *arguments, RAY_ADDRESS=joined(head))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder_of(done.stdout)
+
+
+def folder_of(told: str) -> Path:
+    return Path(next(line for line in told.splitlines() if line.startswith("run ")).split()[1])
+
+
+def joined(head: Machine) -> str:
+    return f"{head.address}:6379"
+
+
+def last_actors(head: Machine) -> dict[str, set[tuple[str, str]]]:
+    """Address and role of the nodes on which the latest run had its actors, by class; Ray's state API knows the dead ones."""
+    script = """
+import json, ray
+from ray.util.state import list_actors
+ray.init(log_to_driver=False)
+nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["Labels"].get("role")) for node in ray.nodes()}
+actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_id]
+last = max(actor.job_id for actor in actors)
+print(json.dumps([(actor.class_name, nodes[actor.node_id]) for actor in actors if actor.job_id == last]))
+"""
+    done = head.run(sys.executable, "-c", script, RAY_ADDRESS=joined(head))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, set[tuple[str, str]]] = {}
+    for kind, (ip, role) in json.loads(done.stdout.splitlines()[-1]):
+        found.setdefault(kind, set()).add((ip, role))
+    return found
+
+
+def scores_of(run: Path) -> list[tuple[int, float]]:
+    latest = Checkpoints(run).latest()
+    assert latest is not None
+    return load_position(latest).scores
+
+
+@pytest.mark.slow
+def test_one_recipe_gives_the_same_weights_here_on_three_machines_and_as_a_job(
+    recipe_file: Path, three: list[Machine], cluster: None
+) -> None:
+    """Byte for byte the same file; and servers stand beside the workers that ask them."""
+    head = three[0]
+    here = run(load_recipe(str(recipe_file)), Watch()).directory.path
+    on_three = trained(head, recipe_file)
+    actors = last_actors(head)
+    assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"] <= actors["RayTrainWorker"]
+    sent = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
+    assert sent.returncode == 0, sent.stdout[-4000:] + sent.stderr[-4000:]
+    for other in (on_three, folder_of(sent.stdout)):
+        assert other != here and scores_of(other) == scores_of(here)
+        assert_equal_weights(weights_of(here), weights_of(other))
+
+
+@pytest.mark.slow
+def test_groups_on_three_machines_make_the_labels_of_one_process(
+    three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """A group of two workers on two machines, and one of one on the third; no dropout, whose noise is drawn by worker."""
+    knobs = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *knobs)
+    here = run_mutual(recipe, Watch()).directory.path
+    places = ("groups.0.workers=2", "groups.0.nodes={role: students}", "groups.1.nodes={role: teachers}")
+    there = trained(three[0], tmp_path / "recipe.yaml", *knobs, *places, "ray=true")
+    actors = last_actors(three[0])
+    everywhere = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
+    assert actors["TrainingActor"] == actors["ScoringActor"] == everywhere
+    for number in range(3):
+        one, other = (Ledger(run).labels(Phase(number)) for run in (here, there))
+        assert one is not None and other is not None
+        np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
+
+
+def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
+    recipe_file: Path, three: list[Machine], own_disk: Path
+) -> None:
+    done = three[0].run(*TRAIN, recipe_file, f"storage.cache={own_disk}/new", "--dry-run", RAY_ADDRESS=joined(three[0]))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    told = done.stderr.splitlines()[-1]
+    assert (
+        told.startswith("distcse: node ")
+        and f" does not see what is written to {own_disk}/new, storage.cache; " in told
+    )
+    assert "set storage.cache to a folder on storage that all nodes share" in told
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
+    recipe_file: Path, three: list[Machine]
+) -> None:
+    """The last test here: a machine loses its power in the middle of a run whose parts lie where the recipe says."""
+    knobs = ("training.epochs=12", "training.log_every=2", "evaluation.every=20")
+    here = run(load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_streams=2"]), Watch())
+    elastic = ("training.least_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
+    process = three[0].start(*TRAIN, recipe_file, *knobs, *elastic, RAY_ADDRESS=joined(three[0]))
+    deadline = time.monotonic() + 200
+    while not any("Steps" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    three[2].cut_power()
+    told, complained = process.communicate(timeout=300)
+    assert process.returncode == 0, complained[-4000:]
+    assert "goes on with 1 of 2 workers: there is no room for more" in complained
+    actors = last_actors(three[0])
+    assert {role for _, role in actors["RayTrainWorker"]} == {"students"}
+    assert {role for _, role in actors["TeacherServer"]} == {"teachers"}
+    there = folder_of(told)
+    steps = [event["step"] for event in map(json.loads, (there / "events.jsonl").open()) if event["event"] == "Steps"]
+    assert steps[-1] == 264 and len(steps) > len(set(steps))  # what came after the last checkpoint was done again
+    assert_same_learning(weights_of(here.directory.path), weights_of(there))
 
 
 def test_labels_that_no_node_has_are_refused_at_once(
