@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import subprocess
@@ -11,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import requests
 
 from distcse.api import resume, run
 from distcse.errors import RecipeError
@@ -166,35 +168,41 @@ def test_no_secret_in_a_recipe(recipe_with: Callable[..., Recipe]) -> None:
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """A real MLflow server on loopback."""
-    port = free_port()
+    """A real MLflow server on loopback, which answers."""
+    uri = f"http://127.0.0.1:{(port := free_port())}"
     asked = ["--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    process = subprocess.Popen([sys.executable, "-m", "mlflow", "server", *asked, "--workers", "1"], cwd=folder)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", *asked, "--workers", "1"],
+        env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        start_new_session=True,
+    )
     try:
-        yield f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 300
+        while not answers(uri):
+            assert process.poll() is None and time.monotonic() < deadline, "the server did not come up"
+            time.sleep(0.5)
+        yield uri
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(uri: str) -> bool:
+    try:
+        return requests.get(f"{uri}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
 
 
 @pytest.mark.slow
 def test_a_real_server(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
     pytest.importorskip("flask", reason="the server is in the package mlflow; mlflow-skinny is the client alone")
-    import requests
-    from mlflow.tracking import MlflowClient
-
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    heard: list[Event] = []
     with server(tmp_path) as uri:
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            try:
-                if requests.get(f"{uri}/health", timeout=1).ok:
-                    break
-            except requests.RequestException:
-                time.sleep(0.5)
-        heard: list[Any] = []
         with tracking(recipe_with(f"track.mlflow={{uri: '{uri}'}}"), tmp_path, heard.append) as told:
             told.hear(STEPS)
             told.end(interrupted=False, evaluation=None)
-        client = MlflowClient(tracking_uri=uri)
+        client = mlflow.tracking.MlflowClient(tracking_uri=uri)
         (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
-        assert heard == [] and tracked.data.metrics["train/loss"] == 3.5 and tracked.info.status == "FINISHED"
+    assert heard == [] and tracked.data.metrics["train/loss"] == 3.5 and tracked.info.status == "FINISHED"
