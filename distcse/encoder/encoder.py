@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, 
 from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
+from distcse.encoder.packing import packed, worth_packing
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
@@ -114,21 +116,34 @@ class Encoder(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
+    def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
+        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised.
+
+        With the (T,) places of all tokens in the flat batch, ascending, the pass may leave the padding out.
+        """
+        at_one = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
-            with last_layer_at(self.backbone, place_of(self.pooling, mask, self._marked(ids))):
-                made = made_mask(self.backbone, mask)
-                token: Tensor = self.backbone(input_ids=ids, attention_mask=made).last_hidden_state[:, 0]
-            return token.float()
-        return self.tokens_and_pooled(ids, mask)[1]
+            at_one = place_of(self.pooling, mask, self._marked(ids))
+        if places is not None and self.pooling not in NEEDS_ALL_LAYERS and worth_packing(self.backbone, places, mask):
+            short_cut: AbstractContextManager[None] = packed(self.backbone, places, mask, at_one)
+        else:
+            short_cut = nullcontext() if at_one is None else last_layer_at(self.backbone, at_one)
+        with short_cut:
+            states = self._states(ids, mask)
+        if at_one is not None:
+            return states[-1][:, 0].float()
+        return pool(self.pooling, states, mask, self._marked(ids))
 
     def tokens_and_pooled(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, H) float32 pooled ones."""
+        states = self._states(ids, mask)
+        return states[-1], pool(self.pooling, states, mask, self._marked(ids))
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
+        """(B, L, H) states of all layers where pooling wants them, else of the last one."""
         made, all_layers = made_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
         output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
-        last = output.last_hidden_state
-        return last, pool(self.pooling, output.hidden_states if all_layers else [last], mask, self._marked(ids))
+        return output.hidden_states if all_layers else [output.last_hidden_state]
 
     def _marked(self, ids: Tensor) -> Tensor | None:
         return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None

@@ -77,7 +77,7 @@ def test_a_discriminators_pass_is_made_again_with_the_same_edits(
 def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> None:
     def kept(*knobs: str) -> tuple[int, int]:
         """Numbers that the encoder's pass leaves for its gradient, and its passes in a step."""
-        job, tables = make_job(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *knobs))
+        job, _ = make_job(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *knobs))
         step, sizes = OurStep(job, []), []
 
         def keep(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _train(job: Any, tables: Any) -> Any:
     return train(job, tables)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_every_stage_learns_what_one_worker_does_and_two_as_well(recipe_with: MakeRecipe, stage: int) -> None:
     """The lists span both workers' chunks."""
     alone, tables = make_job(recipe_with(*QUIET, "training.chunk=4"))
