@@ -42,12 +42,13 @@ release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or u
 	@$(PYTHON) release_notes.py '$(VERSION)'
 
 # Of torch the CPU build alone: those of CUDA bring libraries of their own, another set for every build.
-lock: $(STAMP) ## set up, then write requirements.lock anew: the versions of constraints.txt with the hashes of their files
-	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile constraints.txt --no-deps --no-emit-package torch --generate-hashes --no-annotate \
+lock: ## write requirements.lock anew: the versions of constraints.txt with the hashes of their files
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet uv
+	build/lock/bin/uv pip compile constraints.txt --no-deps --no-emit-package torch --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock
-	$(BIN)/pip download --quiet --no-deps --extra-index-url $(TORCH_CPU) --dest build/torch $(TORCH)
-	{ echo '$(TORCH) \'; $(BIN)/pip hash build/torch/torch-*+cpu-*.whl | sed -n 's/^--hash/    --hash/p'; } >> requirements.lock
+	build/lock/bin/pip download --quiet --no-deps --extra-index-url $(TORCH_CPU) --dest build/torch $(TORCH)
+	{ echo '$(TORCH) \'; build/lock/bin/pip hash build/torch/torch-*+cpu-*.whl | sed -n 's/^--hash/    --hash/p'; } >> requirements.lock
 
 clean: ## remove the environment
 	rm -rf $(VENV)

@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import ROOT
 
 PIN = re.compile(r"^([\w.-]+)==([\w.+]+)")
-HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?= \\$|$)", re.MULTILINE)
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
+ENTRY = re.compile(r"^([\w.-]+)==.*(?:\n    --hash=.*)+", re.MULTILINE)
 
 
 def pins(text: str) -> dict[str, str]:
@@ -22,10 +23,9 @@ def pins(text: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", pin[1]).lower(): pin[2] for pin in found if pin}
 
 
-def entry(name: str) -> str:
-    """A package's lines of the lock."""
-    (lines,) = re.findall(rf"^{re.escape(name)}==.*(?:\n    --hash=.*)+", lock(), re.MULTILINE)
-    return str(lines)
+def entries() -> dict[str, str]:
+    """Each package's lines of the lock, by name."""
+    return {found[1]: found[0] for found in ENTRY.finditer(lock())}
 
 
 def lock() -> str:
@@ -33,12 +33,12 @@ def lock() -> str:
 
 
 def test_it_holds_the_pins_of_the_constraints_and_a_hash_of_each() -> None:
-    text = lock()
-    assert pins(text) == pins((ROOT / "constraints.txt").read_text())
-    for name in pins(text):
-        assert HASH.search(entry(name)), name
+    text, found = lock(), entries()
+    assert pins(text) == pins((ROOT / "constraints.txt").read_text()), "make lock"
+    assert found.keys() == pins(text).keys()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert all(PIN.match(line) or HASH.search(line) for line in lines), "make lock"
+    assert "\n".join(lines) == "\n".join(found.values())
+    assert all(PIN.match(line) or HASH.fullmatch(line) for line in lines)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def impostor(tmp_path: Path) -> Path:
 
 def test_a_file_of_other_content_is_not_installed(impostor: Path) -> None:
     asked, there = impostor / "asked.txt", impostor / "site"
-    asked.write_text(entry("mdurl") + "\n")
+    asked.write_text(entries()["mdurl"] + "\n")
 
     def install(*how: str) -> subprocess.CompletedProcess[str]:
         pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--no-deps", "--target", str(there)]
