@@ -1,7 +1,8 @@
-"""The journeys of docs/journeys, walked again: each command of a page is run, and what it prints takes the place of what is there.
+"""The journeys of docs/journeys, walked again: each command of a page is run, what it prints takes the place of what is there.
 
-A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder in
-which `data` is the folder of labelled sets; what follows, up to the next such line, is what it printed, and `[12 s]` the time it took.
+A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
+in which `data` is the folder of labelled sets. What follows, up to the next such line, is what it printed, and `[12 s]` how long
+it took.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/journeys/research.md
 
@@ -30,7 +31,12 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bash = subprocess.Popen(
-            ["bash", "--norc"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ["bash", "--norc"],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def run(self, command: str) -> tuple[list[str], float]:

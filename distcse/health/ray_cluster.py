@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from distcse.errors import StorageError
 from distcse.health.check import Check, fail, ok, warn
@@ -89,7 +90,9 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
                 found.append(fail("cluster", what, f"install {kind} {mine[kind]} there"))
         missing = [named(folder) for folder in buckets if named(folder) not in theirs["sees"]]
         if missing:
-            found.append(fail("cluster", f"node {node} does not see {missing[0]}", "object storage wants credentials there"))
+            found.append(
+                fail("cluster", f"node {node} does not see {missing[0]}", "object storage wants credentials there")
+            )
     folders = {knob: folder for knob, folder in shared.items() if folder not in buckets and folder.is_dir()}
     for node, problem in unseen(folders, {}, [None]).items():
         what, _, fix = problem.partition("; ")
@@ -97,7 +100,7 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     return found or [ok("cluster", f"{told}; all with ray {mine['ray']} and python {mine['python']}")]
 
 
-def _about_node(buckets: Sequence[Path]) -> dict[str, Any]:
+def _about_node(buckets: Sequence[Mirror]) -> dict[str, Any]:
     """What a node says of itself."""
     import platform
 
@@ -115,7 +118,7 @@ def _about_node(buckets: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _sees(bucket: Path) -> bool:
+def _sees(bucket: Mirror) -> bool:
     try:
         probe(bucket)
     except StorageError:  # why is told of this machine, by the check of its storage
