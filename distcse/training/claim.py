@@ -49,6 +49,8 @@ _BEAT_STORED = 15.0
 """The same in object storage, where each is a request; `SILENCE` is several of them."""
 _LOOK = 1.0
 _LOOK_STORED = 5.0
+_held_here: set[str] = set()
+"""Tokens of the claims that this process works by: of others that name it, it could not say that it gave them back."""
 
 
 class InUseError(RunError):
@@ -91,6 +93,7 @@ class Claim:
     def stake(cls, folder: Path) -> Claim:
         """Take a folder over: claims before this one no longer hold."""
         claim = cls(folder / "claim", secrets.token_hex(8), was_left_here(folder))
+        _held_here.add(claim.token)
         put(claim.file, json.dumps({"token": claim.token, "holder": asdict(Holder.here())}))
         return claim
 
@@ -114,6 +117,7 @@ class Claim:
             yield claim
         finally:
             ended.set()
+            _held_here.discard(claim.token)
             claim._give_back()
 
     def check(self) -> None:
@@ -177,10 +181,13 @@ class Claim:
 def who_works_in(folder: Path, watch: Watch) -> Holder | None:
     """Who works in a folder now; None where nobody does. Takes up to a minute where only another machine could know."""
     file = folder / "claim"
+    claim = _read(file)
     try:
-        holder = Holder(**_read(file)["holder"])
+        holder = Holder(**claim["holder"])
     except (KeyError, TypeError):  # no claim, given back, or of a version that named nobody
         return None
+    if holder == Holder.here():
+        return holder if claim["token"] in _held_here else None
     if holder.kernel == _kernel():
         return holder if _lives(holder) else None
     return None if _is_silent(file, holder, watch) else holder
