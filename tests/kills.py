@@ -33,6 +33,24 @@ def kill_actor(kind: str) -> bool:
     return False
 
 
+def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:
+    """Live processes below a process that are raylets, or actors of a class, the oldest first.
+
+    While an actor works, its process has the name of what it does as a title: a builder's is `ray::embed shard 3`.
+    """
+    words = ("ShardBuilder", "embed shard") if kind == "ShardBuilder" else (kind,)
+    found = []
+    for process in parent.children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+            is_one = process.name() == kind or (title.startswith("ray::") and any(word in title for word in words))
+            if is_one and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), process))
+        except psutil.NoSuchProcess:
+            continue
+    return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+
 class Node:
     """One node of a cluster, as `ray start --block` starts it.
 
@@ -60,16 +78,8 @@ class Node:
         raise TimeoutError(f"a node did not start: {self._log.read_text()[-2000:]}")
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Its live processes whose title holds a word, such as the class of an actor; the oldest first."""
-        found = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            try:
-                titled = process.name() == kind or any(kind in part for part in process.cmdline()[:1])
-                if titled and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((process.create_time(), process))
-            except psutil.NoSuchProcess:
-                continue
-        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+        """Its live processes of a kind, the oldest first; see `processes_of`."""
+        return processes_of(psutil.Process(self._process.pid), kind)
 
     def kill(self) -> None:
         """SIGKILL to its raylet, as if the machine had lost its power: what the raylet had started ends by itself."""

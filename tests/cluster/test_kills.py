@@ -24,7 +24,7 @@ from distcse.student.material import prepare_tables, read_corpus
 from distcse.teachers import serving
 from distcse.teachers.actors import RemoteSource, served
 from tests.jobs import make_recipe
-from tests.kills import Nodes
+from tests.kills import Nodes, processes_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], clus
 
 def stop(kind: str) -> None:
     """SIGSTOP for this cluster's one process of a class: alive, and silent."""
-    (process,) = (child for child in psutil.Process().children(recursive=True) if kind in "".join(child.cmdline()[:1]))
+    (process,) = processes_of(psutil.Process(), kind)
     os.kill(process.pid, signal.SIGSTOP)
 
 
