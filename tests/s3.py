@@ -79,7 +79,8 @@ def _system(port: int):  # type: ignore[no-untyped-def]
     from pyarrow import fs
 
     keys = {"access_key": "other", "secret_key": "other", "region": "us-east-1"}
-    return fs.S3FileSystem(endpoint_override=f"http://127.0.0.1:{port}", **keys)
+    patience = {"connect_timeout": 60, "request_timeout": 60}
+    return fs.S3FileSystem(endpoint_override=f"http://127.0.0.1:{port}", **keys, **patience)
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def serving(log: Path, port: int | None = None) -> Iterator[Server]:
     try:
         _wait(port, process)
         bucket = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(bucket, timeout=10).close()
+        urllib.request.urlopen(bucket, timeout=60).close()
         yield Server(port, process)
     finally:
         process.kill()

@@ -137,7 +137,7 @@ def withdraw(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove all that is below a folder, what others are reached by before the others."""
     if isinstance(folder, Mirror):
-        for stored in sorted(objects.listed(address(folder), recursive=True), key=lambda name: (name.count("/"), name)):
+        for stored in sorted(objects.listed(address(folder)), key=lambda name: (name.count("/"), name)):
             objects.delete(stored)
     shutil.rmtree(folder, ignore_errors=True)
 

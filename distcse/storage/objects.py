@@ -91,15 +91,15 @@ def delete(address: str) -> None:
             return
 
 
-def listed(address: str, recursive: bool = False) -> list[str]:
-    """Addresses of what is below one, as the storage lists it."""
+def listed(address: str) -> list[str]:
+    """Addresses of all objects below one, as the storage lists them."""
     from pyarrow.fs import FileSelector, FileType
 
     system, key = _open(address)
     scheme = parts(address)[0]
     with _told(address, "read"):
-        found = system.get_file_info(FileSelector(key, allow_not_found=True, recursive=recursive))
-    return [f"{scheme}://{entry.path}" for entry in found if not recursive or entry.type == FileType.File]
+        found = system.get_file_info(FileSelector(key, allow_not_found=True, recursive=True))
+    return [f"{scheme}://{entry.path}" for entry in found if entry.type == FileType.File]
 
 
 def _open(address: str) -> tuple[Any, str]:

@@ -61,7 +61,8 @@ def read(file: Path) -> bytes | None:
 def names(folder: Path) -> set[str]:
     """Names of what is in a folder, as the storage lists them."""
     if isinstance(folder, Mirror):
-        return {name.rpartition("/")[2] for name in objects.listed(address(folder))}
+        above = f"{address(folder)}/"
+        return {name.removeprefix(above).partition("/")[0] for name in objects.listed(address(folder))}
     return {inside.name for inside in folder.iterdir()} if folder.is_dir() else set()
 
 

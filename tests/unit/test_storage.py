@@ -206,8 +206,8 @@ def test_a_model_is_saved_at_an_address_and_loaded_from_it(
     encoder = Encoder.load(tiny("bert"), pooling="mean")
     encoder.save(f"{bucket}/model")
     machine("other")
-    loaded = Encoder.load(f"{bucket}/model")
-    assert loaded.encode(["A man."]) == pytest.approx(encoder.encode(["A man."]), abs=1e-6)
+    loaded = Encoder.load(f"{bucket}/model").state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in encoder.state_dict().items())
     assert train.main(["--resume", "s3://KEY:SECRET@bucket/x"]) == 1
     told = capsys.readouterr().err
     assert "that is no address of object storage" in told and "SECRET" not in told
