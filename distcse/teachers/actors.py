@@ -115,7 +115,8 @@ class Servers:
         for number, (make, resources) in self._makes.items():
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
-                    name=f"teacher-{number}-{copy}-{self._job}", **_near(node, self._section.nodes)
+                    name=f"teacher-{number}-{copy}-{self._job}",
+                    **_near(node, self._section.nodes, takes_room=any(resources.values())),
                 )
                 self._running[number, copy] = server.remote(make)
         return {number: self._running[number, copy] for number in self._makes}
@@ -129,13 +130,13 @@ class Servers:
         }
 
 
-def _near(node: str, labels: dict[str, str] | None) -> dict[str, Any]:
-    """Ray's options for an actor near a node, among the nodes of some labels."""
+def _near(node: str, labels: dict[str, str] | None, takes_room: bool) -> dict[str, Any]:
+    """Ray's options for an actor near a node, among the nodes of some labels; elsewhere where it takes room and there is none."""
     has = next(there["Labels"] for there in ray.nodes() if there["NodeID"] == node)
     if labels and not labels.items() <= has.items():
         return {"label_selector": labels}
     # A node that is full may stay so: its own workers fill it. Ray's switch for spilling is private, and there is no other.
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=takes_room)}
 
 
 class RemoteSource:
