@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,23 @@ from benchmarks.protocol import (
     of_spread,
 )
 from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss
+from benchmarks.step import whole_last_layer
 from benchmarks.targets import ROWS
+from distcse.corpus import Tokens
+from distcse.encoder import Encoder, build_projection
 from distcse.encoder.batching import by_length
-from distcse.encoder.projection import build_projection
 from distcse.objectives import Taught, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.objectives import list_mle as our_list_mle
 from distcse.recipe import LoopSection, ObjectiveSection
+from distcse.recipe.section import Precision
+from distcse.student.model import Batch, StudentModel
+from distcse.training.engines import PlainEngine
 from distcse.training.engines.engine import make_adamw
-from distcse.training.noise import noise
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
+SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 PEAK = 790e12
 """bf16 operations a second of an H200, what others measured (performance.md §1): the unit of MFU here."""
 SENTENCES, EPOCHS = 1_000_000, 4
@@ -129,60 +135,60 @@ class Bench:
 
 
 class Student:
-    """distcse's step on this device: one forward of both views, losses in float32, clipping, fused AdamW.
+    """distcse's own model and engine on this device, with teachers' vectors that lie there too.
 
     Args:
         bench: Where.
         shape: Of the student.
         objective: Its terms.
-        dtype: Of autocast; None is float32.
+        precision: Of the engine.
         tables: The teachers' unit vectors of some rows, on the device; none for SimCSE.
     """
 
     def __init__(
-        self, bench: Bench, shape: str, objective: dict[str, Any], dtype: torch.dtype | None, tables: list[Tensor]
+        self, bench: Bench, shape: str, objective: dict[str, Any], precision: Precision, tables: list[Tensor]
     ) -> None:
-        self.bench, self.dtype, self.tables = bench, dtype, tables
-        self.model = bench.model(shape, seed=1)
-        self.projection = build_projection("tanh_mlp", bench.shape(shape)[1]).to(bench.device)
+        self.tables = tables
+        encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
+        self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
+        self.engine = PlainEngine(self.model, LoopSection(precision=precision), None)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
-        self.parameters = [*self.model.parameters(), *self.projection.parameters()]
-        self.optimizer = make_adamw(self.parameters, LoopSection())
         self.batches = [bench.batch(bench.n) for _ in range(8)]
-        self.step = 0
+        self.step, self.parts = 0, 1
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""
         self.model.train()
         loss = self.loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.backward(loss)
+        self.engine.step(3e-5)
         self.step += 1
         return loss.detach()
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""
         ids, mask = self.batches[self.step % 8]
-        with self.bench.autocast(self.dtype), noise(self.step, self.bench.device):
-            both = self.model(input_ids=ids.repeat(2, 1), attention_mask=mask.repeat(2, 1)).last_hidden_state[:, 0]
-            z1, z2 = self.projection(both).float().chunk(2)
+        streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
+        views = self.engine.forward(
+            Batch([(Tokens(*tokens), 8 * self.step + number) for number, tokens in enumerate(streams)])
+        )
         lists = None
         if self.tables:
             rows = [table[self.step % 8 * len(ids) : (self.step % 8 + 1) * len(ids)].float() for table in self.tables]
             lists = mix_lists(torch.stack([vectors @ vectors.T for vectors in rows]), [1.0, 2.0])
-        return self.objective(gather_views(z1, z2), Taught(lists))[0]
+        return self.objective(gather_views(views.z1, views.z2), Taught(lists))[0]
 
 
 class Reference(PublicLoop):
     """The reference style's step on this device, over the same batches."""
 
     def __init__(
-        self, student: Student, shapes: tuple[str, str], dtype: torch.dtype | None, half_teachers: bool
+        self, bench: Bench, student: Student, shapes: tuple[str, str], dtype: torch.dtype | None, half_teachers: bool
     ) -> None:
-        self._bench, self._dtype, self._batches = student.bench, dtype, student.batches
-        self.model, self.projection = copy.deepcopy(student.model), copy.deepcopy(student.projection)
+        self._bench = bench
+        self._dtype, self._batches = dtype, student.batches
+        self.model = copy.deepcopy(student.model.encoder.backbone)
+        self.projection = copy.deepcopy(student.model.projection)
         kinds = zip(shapes, (2, 3), (1.0, 2.0), strict=True)
         self.teachers = [FrozenTeacher(self._bench.model(s, seed).eval(), "cls", alpha) for s, seed, alpha in kinds]
         self._teacher_dtype = dtype if half_teachers else None
@@ -214,13 +220,13 @@ def tables_of(reference: Reference, half: bool = True) -> list[Tensor]:
 
 def steps(bench: Bench) -> Iterator[Figure]:
     """Rows 1 to 3, 5 and 6."""
-    student = Student(bench, "base", RANKCSE, torch.bfloat16, [])
-    live = Reference(student, ("base", "large"), torch.bfloat16, half_teachers=True)
-    verbatim = Reference(student, ("base", "large"), None, half_teachers=False)
+    student = Student(bench, "base", RANKCSE, "bf16", [])
+    live = Reference(bench, student, ("base", "large"), torch.bfloat16, half_teachers=True)
+    verbatim = Reference(bench, student, ("base", "large"), None, half_teachers=False)
     verbatim.teachers = live.teachers
     check(bench, live)
     student.tables = tables_of(live)
-    simcse = Student(bench, "base", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    simcse = Student(bench, "base", SIMCSE, "bf16", [])
     ways = {"ours": student, "SimCSE": simcse, "live": live, "verbatim": verbatim}
     few = {"live": bench.steps // 4 or 1, "verbatim": bench.steps // 8 or 1}
     samplers = {name: bench.sampler(way, few.get(name)) for name, way in ways.items()}  # type: ignore[arg-type]
@@ -247,10 +253,10 @@ def steps(bench: Bench) -> Iterator[Figure]:
 
 def check(bench: Bench, reference: Reference) -> None:
     """Losses of both steps on one batch, float32, without dropout, live lists; `SystemExit` where they differ."""
-    student = Student(bench, "base", RANKCSE, None, [])
+    student = Student(bench, "base", RANKCSE, "fp32", [])
     student.batches = reference._batches
-    student.model.load_state_dict(reference.model.state_dict())
-    student.projection.load_state_dict(reference.projection.state_dict())
+    student.model.encoder.backbone.load_state_dict(reference.model.state_dict())
+    student.model.projection.load_state_dict(reference.projection.state_dict())
     dtypes = reference._dtype, reference._teacher_dtype
     reference._dtype = reference._teacher_dtype = None
     student.tables = tables_of(reference, half=False)
@@ -265,7 +271,7 @@ def check(bench: Bench, reference: Reference) -> None:
 
 def large(bench: Bench) -> Iterator[Figure]:
     """Row 6's second part."""
-    student = Student(bench, "large", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    student = Student(bench, "large", SIMCSE, "bf16", [])
     rounds = interleave({"ours": bench.sampler(student, bench.steps // 2 or 1)}, bench.effort, again="ours")
     tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("large")
     work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
@@ -273,11 +279,30 @@ def large(bench: Bench) -> Iterator[Figure]:
     yield of_spread(6, "MFU large, N = 128", mfu, f"N = {bench.n}, SimCSE", rounds.noise("wall"))
 
 
+def last_layers(bench: Bench) -> Iterator[Figure]:
+    """Row 13: all of the last layer over [CLS] alone."""
+    ways = {name: Student(bench, "base", SIMCSE, "bf16", []) for name in ("one token", "whole")}
+    encoder = ways["whole"].model.encoder
+    encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
+    rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="one token")
+    yield of_ratio(13, "base", rounds, "whole", "one token", f"N = {bench.n}, SimCSE, bf16", "wall")
+
+
+def gradient_cache(bench: Bench) -> Iterator[Figure]:
+    """Row 33: eight chunks against eight streams that are kept."""
+    ways = {name: Student(bench, "base", SIMCSE, "bf16", []) for name in ("plain", "chunks")}
+    ways["chunks"].model.forgets = True
+    for way in ways.values():
+        way.parts = 8
+    rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="plain")
+    yield of_ratio(33, "cost", rounds, "chunks", "plain", f"base, N = {bench.n}, eight chunks", "wall")
+
+
 def dispatch(bench: Bench) -> Iterator[Figure]:
     """Rows 7 and 34: the eager step as it is."""
     if bench.device.type != "cuda":
         return
-    student = Student(bench, "base", {"tau1": 0.05, "consistency": None, "rank": None}, torch.bfloat16, [])
+    student = Student(bench, "base", SIMCSE, "bf16", [])
     for _ in range(5):
         student()
     torch.cuda.synchronize()
@@ -414,6 +439,8 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
 PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (1, 2, 3, 5, 6): steps,
     (7, 34): dispatch,
+    (13,): last_layers,
+    (33,): gradient_cache,
     (14,): losses,
     (15,): optimiser,
     (11, 12): encoding,

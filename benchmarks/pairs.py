@@ -133,6 +133,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     ways: dict[str, Any] = {
         "bi scores": lambda: VectorModel.of(bi_start).similarities(*sides),
         "cross scores": lambda: PairScores(cross_start).similarities(*sides),
+        "cross scores, bf16": lambda: PairScores(cross_start, precision="bf16").similarities(*sides),
         "bi step": ours["bi"],
         "cross step": ours["cross"],
         "bi scores, reference": lambda: score_bi(plain_bi, tokenizer, scored),
@@ -150,6 +151,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     at = f"MiniLM, {len(scored)} pairs"
     for kind in ("bi", "cross"):
         found.append(of_ratio(20, f"{kind}, fp32", rounds, f"{kind} scores, reference", f"{kind} scores", at))
+    found.append(of_ratio(20, "bf16", rounds, "cross scores, reference", "cross scores, bf16", f"cross, {at}"))
     for kind, size in zip(("bi", "cross"), sizes, strict=True):
         found.append(
             of_ratio(21, f"{kind} step", rounds, f"{kind} step, reference", f"{kind} step", f"MiniLM, {size} pairs")
@@ -218,16 +220,37 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     detection = {"weight": 0.005, "generator": generator, "masking_ratio": 0.3}
     objective = {"tau1": 0.05, "consistency": None, "rank": None, "detection": detection}
     told: dict[str, Any] = {"student": {"projection": "batch_norm_mlp"}}
-    file = wiki_file(options.data)
-    job, _ = prepared(list_recipe(folder / "diffcse", file, student, [], objective, n, 3 * n, **told))
-    ours = OurStep(job, [])
+    ways = {}
+    for name, section in (("ours", detection), ("masked only", {**detection, "replace": "masked_only"})):
+        wanted = {**objective, "detection": section}
+        job, _ = prepared(list_recipe(folder / name, wiki_file(options.data), student, [], wanted, n, 3 * n, **told))
+        ways[name] = OurStep(job, [])
+    ours = ways["ours"]
     theirs = reference_diffcse(ours, generator, student)
-    rounds = interleave({"ours": timed(ours), "reference": timed(theirs)}, effort, again="ours")
-    words = len(ours.lesson.model.encoder.tokenizer)
-    logits = 2 * n * 32 * words * 4 / 2**20
+    logits = largest_logits(ours)
+    rounds = interleave(
+        {**{name: timed(way) for name, way in ways.items()}, "reference": timed(theirs)}, effort, "ours"
+    )
     at = f"{size} size, N = {n}"
-    print(f"logits of the generator at every position: {logits:.0f} MB in fp32")
-    return [of_ratio(23, "identical semantics", rounds, "reference", "ours", at)]
+    return [
+        of_ratio(23, "identical semantics", rounds, "reference", "ours", at),
+        of_ratio(23, "masked positions only", rounds, "reference", "masked only", at),
+        counted(23, "largest logits", logits, at),
+    ]
+
+
+def largest_logits(ours: OurStep) -> float:
+    """MB of the generator's logits that are there at a time, in a step."""
+    assert (detector := ours.lesson.model.detector) is not None
+    sizes: list[float] = []
+
+    def note(module: torch.nn.Module, given: Any, found: Any) -> None:
+        sizes.append(found.logits.nbytes / 2**20)
+
+    hook = detector._generator[0].register_forward_hook(note)
+    ours()
+    hook.remove()
+    return max(sizes)
 
 
 def reference_diffcse(ours: OurStep, generator: str, student: str) -> ContrastiveLoop:

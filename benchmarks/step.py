@@ -1,4 +1,4 @@
-"""Rows 1 to 4, 6, 7, 12 (training), 14, 15, 31 (share) and 34: the student's step against the public loops'.
+"""Rows 1 to 4, 6, 7, 12 (training), 13, 14, 15, 31 (share), 33 and 34: the student's step against the public loops'.
 
     python -m benchmarks.step --data ../shared/data [--quick] [--rows 2 3]
 
@@ -9,10 +9,15 @@ compared with ours on one batch, without dropout and with live lists, before any
 from __future__ import annotations
 
 import copy
+import importlib
+import multiprocessing
+import resource
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -34,10 +39,12 @@ from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, encode, rankcse, simcse
 from distcse.corpus import Corpus
-from distcse.encoder import resolve_model
+from distcse.encoder import Encoder, pool, resolve_model
+from distcse.encoder.attention import made_mask
 from distcse.evaluation import VectorModel, labelled_dev, read_table
 from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
 from distcse.recipe import Recipe
+from distcse.student.plan import Job
 from distcse.training.engines.engine import make_adamw
 
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
@@ -159,6 +166,10 @@ def measure(options: Options) -> Report:
             figures += steps(bench, options, effort)
         if options.wants(12, 34):
             figures += counts(bench)
+        if options.wants(13):
+            figures += last_layers(Path(folder) / "last", options, effort)
+        if options.wants(33):
+            figures += gradient_cache(Path(folder) / "cache", options, effort)
         if options.wants(14):
             figures += losses(effort, (16, 32) if options.quick else (128, 1024))
         if options.wants(15):
@@ -289,6 +300,83 @@ def counts(bench: Bench) -> list[Figure]:
         counted(12, "training, as it is", round(real / processed, 4), bench.setting),
         counted(34, "numbers read from tensors a step", read.count / 3, bench.setting),
     ]
+
+
+def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 13: a SimCSE step with all of the last layer over one with [CLS] alone, from the same weights."""
+    found = []
+    for name, size, n in (("MiniLM", "minilm", 64), ("base", "base", 8)):
+        student = MINILM if size == "minilm" and not options.quick else None
+        size, n = ("tiny", 8) if options.quick else (size, n)
+        student = student or str(stand_in(folder / size, size))
+        recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, n, 3 * n)
+        ways = {way: OurStep(prepared(recipe)[0], []) for way in ("one token", "whole")}
+        encoder = ways["whole"].lesson.model.encoder
+        encoder.forward = partial(whole_last_layer, encoder)
+        same_or_stop(ways["one token"], ways["whole"])
+        rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
+        found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
+    return found
+
+
+def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
+    """The plain path: every token through every layer, then pooling."""
+    hidden = encoder.backbone(input_ids=ids, attention_mask=made_mask(encoder.backbone, mask)).last_hidden_state
+    return pool(encoder.pooling, [hidden], mask)
+
+
+def same_or_stop(one: OurStep, other: OurStep) -> None:
+    """Compare two ways of distcse's own step on one batch without dropout; `SystemExit` where they differ."""
+    told = []
+    for step in (one, other):
+        step.lesson.model.eval()
+        loss = step.loss()[0]
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None])
+        step.lesson.model.zero_grad(set_to_none=True)
+        told.append((loss.item(), gradient))
+    (mine, first), (plain, second) = told
+    apart = abs(mine - plain) / abs(plain), float((first - second).norm() / second.norm())
+    print(f"both ways: loss {mine:.6f}, apart by {apart[0]:.1e}; gradient by {apart[1]:.1e}", flush=True)
+    if max(apart) > TOLERANCE:
+        raise SystemExit("the two ways do not compute the same; nothing is timed")
+
+
+def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 33: what chunks cost beside one pass, and what a step holds at two lengths of lists."""
+    n, chunk, lists = (16, 4, (16, 32)) if options.quick else (64, 8, (256, 2048))
+    size = "tiny" if options.quick else "minilm"
+    student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
+    file = wiki_file(options.data)
+
+    def job(name: str, length: int, **training: Any) -> Job:
+        recipe = list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, training=training)
+        return prepared(recipe)[0]
+
+    ways = {"plain": OurStep(job("plain", n), []), "chunks": OurStep(job("chunks", n, chunk=chunk), [])}
+    same_or_stop(ways["chunks"], ways["plain"])
+    rounds = interleave({way: timed(step) for way, step in ways.items()}, effort, again="plain")
+    context, held = multiprocessing.get_context("spawn"), []
+    for length in lists:
+        with context.Pool(1) as pool_of_one:
+            held.append(pool_of_one.apply(_held, (job(f"lists of {length}", length, chunk=32 if n == 64 else chunk),)))
+    at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, held, strict=True)}
+    grown = held[1] / held[0]
+    return [
+        of_ratio(33, "cost", rounds, "chunks", "plain", f"{at}, N = {n}, chunks of {chunk}"),
+        Figure(33, "memory, N = 2048 / N = 256", *(grown,) * 3, setting=f"{at}, SimCSE", terms=terms),
+    ]
+
+
+def _held(job: Job) -> int:
+    """Most bytes that two steps hold beyond the imports."""
+    torch.set_num_threads(1)
+    importlib.import_module("transformers.models.bert.modeling_bert")
+    before = psutil.Process().memory_info().rss
+    step = OurStep(job, [])
+    for _ in range(2):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def losses(effort: Effort, sizes: tuple[int, ...]) -> list[Figure]:

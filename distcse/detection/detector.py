@@ -15,14 +15,18 @@ from torch import Tensor, nn
 from distcse.corpus.collate import Tokens
 from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
 from distcse.encoder import Encoder, resolve_model
+from distcse.encoder.attention import made_mask
 from distcse.encoder.loading import load_tokenizer
 from distcse.errors import EncoderError
 from distcse.objectives.detection import Detection, detection
 from distcse.recipe import DetectionSection
 
+_LOGITS = 64 * 2**20
+"""Bytes of the generator's logits at a time: at all positions of a batch they would be hundreds of MB."""
+
 
 class EditDetector(nn.Module):
-    """Generator, discriminator and its head.
+    """Generator, discriminator and its head. The generator's head sees only the positions whose word is asked for.
 
     Args:
         backbone: The discriminator, a BERT- or RoBERTa-shaped encoder (one with an `embeddings` module).
@@ -60,11 +64,13 @@ class EditDetector(nn.Module):
             masked_only = section.replace == "masked_only"
             return replace(ids, mask, section.masking_ratio, words, self._fill, masked_only)
 
-    def _fill(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
         generator = self._generator[0].to(ids.device)
         generator.train(self.training and self._section.generator_dropout)
-        filled: Tensor = generator(input_ids=ids, attention_mask=mask).logits.argmax(dim=2)
-        return filled
+        hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
+        at_a_time = max(1, _LOGITS // (4 * self._words.size))
+        best = [_best_words(generator, part) for part in hidden[wanted].split(at_a_time)]
+        return ids.masked_scatter(wanted, torch.cat(best))
 
     def _conditioned(self, edited: Edited, vectors: Tensor) -> Tensor:
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
@@ -74,10 +80,27 @@ class EditDetector(nn.Module):
         embeddings = getattr(self.backbone, "embeddings_project", self.backbone.embeddings)
         hook = embeddings.register_forward_hook(put)  # type: ignore[union-attr]
         try:
-            hidden: Tensor = self.backbone(input_ids=edited.ids, attention_mask=edited.mask).last_hidden_state
+            made = made_mask(self.backbone, edited.mask)
+            hidden: Tensor = self.backbone(input_ids=edited.ids, attention_mask=made).last_hidden_state
         finally:
             hook.remove()
         return hidden
+
+
+def _best_words(generator: Any, hidden: Tensor) -> Tensor:
+    """(M, H) last hidden states -> (M,) best tokens: the model's head alone, whatever its family calls it.
+
+    The model is asked with its body's answer put in its place.
+    """
+    from transformers.modeling_outputs import BaseModelOutput
+
+    body = generator.base_model
+    body.forward = lambda *inputs, **named: BaseModelOutput(last_hidden_state=hidden[None])
+    try:
+        best: Tensor = generator(input_ids=hidden.new_zeros(1, 1, dtype=torch.long)).logits[0].argmax(dim=1)
+    finally:
+        del body.forward
+    return best
 
 
 def build_detector(section: DetectionSection, student: Encoder, fresh: Encoder) -> EditDetector:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Fill = Callable[[Tensor, Tensor], Tensor]
-"""(B, L) ids and mask -> (B, L) the generator's best token at every position."""
+Fill = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(B, L) ids, mask and wanted positions -> (B, L) the generator's best token at those, what was there elsewhere."""
 
 _RANDOM, _KEPT = 0.1, 0.1
 """Of the chosen tokens one in ten becomes a random one and one in ten stays, as in BERT."""
@@ -39,9 +39,10 @@ def replace(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fi
     """Mask tokens, let the generator fill every position (or the masked ones alone); what differs is replaced."""
     chosen = _choose(ids, mask, ratio, words)
     masked = _masked(ids, chosen, words)
-    return replaced(
-        ids, mask, torch.where(chosen, fill(masked, mask), ids) if masked_only else fill(masked, mask), words
-    )
+    if masked_only:
+        return replaced(ids, mask, torch.where(chosen, fill(masked, mask, chosen), ids), words)
+    wanted = mask.bool().index_fill(1, torch.zeros(1, dtype=torch.long, device=mask.device), False)
+    return replaced(ids, mask, fill(masked, mask, wanted), words)
 
 
 def replaced(ids: Tensor, mask: Tensor, filled: Tensor, words: Vocabulary) -> Edited:
@@ -64,7 +65,7 @@ def insert(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fil
     both = torch.cat([torch.where(mask.bool(), ids, words.pad), torch.where(chosen, words.mask, words.pad)], dim=1)
     longer, seen = both.gather(1, order), (keys.gather(1, order) < beyond).to(mask.dtype)
     inserted = (order >= length) & seen.bool()
-    return Edited(torch.where(inserted, fill(longer, seen), longer), seen, inserted.long())
+    return Edited(fill(longer, seen, inserted), seen, inserted.long())
 
 
 def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited:

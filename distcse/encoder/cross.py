@@ -19,6 +19,7 @@ from distcse.encoder.folder import check_weights, refuse_pickled_weights, replac
 from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
+from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
 
@@ -123,16 +124,20 @@ class CrossEncoder(nn.Module):
         pairs: Sequence[tuple[str, str]],
         *,
         batch_tokens: int = 4096,
+        precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float64]:
-        """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient."""
+        """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient.
+
+        `precision` is `fp32`, or `bf16` / `fp16` autocast.
+        """
         if not pairs:
             return np.empty(0)
         ids, kinds = self.token_ids(pairs)
         logits, done = np.empty(len(pairs)), 0
         was_training = self.training
         self.eval()
-        with torch.no_grad():
+        with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
                 tokens, mask = padded([ids[place] for place in places], self.tokenizer.pad_token_id or 0, self.device)
                 sides = None

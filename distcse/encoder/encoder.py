@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
+from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
 from distcse.encoder.source import resolve_model
 from distcse.encoder.words import narrow_words
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 
 
@@ -166,8 +165,7 @@ class Encoder(nn.Module):
         vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
         was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
         self.eval()
-        half = torch.autocast(self.device.type, _HALF[precision]) if precision in _HALF else nullcontext()
-        with torch.no_grad(), half:
+        with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
                 pooled = self(*padded([ids[place] for place in places], pad, self.device)).float()
                 pooled = unit(pooled, dim=1) if (self.normalize if normalize is None else normalize) else pooled

@@ -63,7 +63,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     folder = resolve_model(_model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
-        return scorer_of(name, source, scorer, Exposure.read(folder), on_progress)
+        return scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
     if is_rank_space(folder):
         ranker = RankSpaceEncoder.load(folder)
         ranker.encoder.to(reading.device)
@@ -100,11 +100,16 @@ def candidate_of(
 
 
 def scorer_of(
-    name: str, source: str, encoder: CrossEncoder, exposure: Exposure, on_progress: Progress | None = None
+    name: str,
+    source: str,
+    encoder: CrossEncoder,
+    exposure: Exposure,
+    precision: str = "fp32",
+    on_progress: Progress | None = None,
 ) -> Candidate:
     """A candidate of a cross-encoder that is loaded already."""
     about = About(name, source, "cross-encoder", "pair", encoder.max_length, _parameters(encoder))
-    return Candidate(about, PairScores(encoder, on_progress), exposure)
+    return Candidate(about, PairScores(encoder, on_progress, precision), exposure)
 
 
 def _parameters(model: Any) -> int:

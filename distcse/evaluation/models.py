@@ -122,11 +122,12 @@ class RankSpaceModel(VectorModel):
 class PairScores:
     """A cross-encoder: each pair is scored once, however many suites ask for it."""
 
-    def __init__(self, encoder: CrossEncoder, on_progress: Progress | None = None) -> None:
+    def __init__(self, encoder: CrossEncoder, on_progress: Progress | None = None, precision: str = "fp32") -> None:
         self.seconds = 0.0
         """Spent scoring."""
         self._encoder = encoder
         self._on_progress = on_progress
+        self._precision = precision
         self._known: dict[tuple[str, str], float] = {}
 
     def prepare(self, pairs: Iterable[tuple[str, str]]) -> None:
@@ -134,7 +135,8 @@ class PairScores:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
         told = self._on_progress
         begun = perf_counter()
-        scores = self._encoder.score(new, on_progress=None if told is None else lambda done: told(done, len(new)))
+        progress = None if told is None else lambda done: told(done, len(new))
+        scores = self._encoder.score(new, precision=self._precision, on_progress=progress)
         self.seconds += perf_counter() - begun
         self._known.update(zip(new, scores.tolist(), strict=True))
 

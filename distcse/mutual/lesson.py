@@ -233,6 +233,8 @@ class PairLesson:
         return self._sampler.batch(step)[self._rank * self.rows : (self._rank + 1) * self.rows]
 
 
-def pair_model(encoder: Encoder | CrossEncoder) -> PairModel:
+def pair_model(encoder: Encoder | CrossEncoder, precision: str = "fp32") -> PairModel:
     """An encoder as something that scores pairs: raw cosines, or sigmoid outputs."""
-    return VectorModel.of(encoder) if isinstance(encoder, Encoder) else PairScores(encoder)
+    if isinstance(encoder, Encoder):
+        return VectorModel.of(encoder, precision)
+    return PairScores(encoder, precision=precision)

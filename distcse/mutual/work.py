@@ -175,7 +175,7 @@ class Scorer:
         scores = np.empty(end - begin, dtype=np.float32)
         for here in range(begin, end, _SLICE):
             mine = self._pairs[here : min(end, here + _SLICE)]
-            found = pair_model(model).similarities(mine.first, mine.second)
+            found = pair_model(model, self._bench.recipe.mutual.precision).similarities(mine.first, mine.second)
             scores[here - begin : here - begin + len(mine)] = found
         if broken := int((~np.isfinite(scores)).sum()):
             group = self._bench.group.name

@@ -154,6 +154,8 @@ class MutualSection(Section):
     """How the groups' scores of a pair become its label: of raw cosines, or of sigmoid outputs; never of logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
     """Share of scores that a trimmed mean leaves out at either end, at least one where there are three groups."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic in which pairs are scored for their labels. bf16 moves a score by up to 1e-2."""
     clamp: bool = False
     """Cut cosines at 0 and 1 before they are labels; the paper's code leaves them as they are."""
     patience: Annotated[int, Field(ge=1)] | None = None

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForMaskedLM
 
 from distcse.corpus.collate import Tokens
-from distcse.detection import Vocabulary, build_detector, delete, insert, replace
+from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Steps, Watch
@@ -29,18 +29,18 @@ IDS = torch.tensor([[2, 10, 11, 12, 13, 3], [2, 20, 21, 3, 0, 0]]).repeat(200, 1
 MASK = (IDS != 0).long()
 
 
-def sevens(ids: Tensor, mask: Tensor) -> Tensor:
+def sevens(ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
     """A generator that knows one word."""
-    return torch.full_like(ids, 7)
+    return ids.masked_fill(wanted, 7)
 
 
 def test_replacement_masks_words_alone_and_labels_what_differs() -> None:
     torch.manual_seed(0)
     seen: list[Tensor] = []
 
-    def fill(ids: Tensor, mask: Tensor) -> Tensor:
+    def fill(ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
         seen.append(ids)
-        return sevens(ids, mask)
+        return sevens(ids, mask, wanted)
 
     edited = replace(IDS, MASK, 0.4, WORDS, fill, masked_only=True)
     (masked,) = seen
@@ -107,6 +107,33 @@ def test_the_vector_gets_a_gradient_and_the_generator_none(tiny: Callable[..., P
     assert vectors.grad is not None and vectors.grad.norm() > 0
     assert not any("generator" in name for name in detector.state_dict())
     assert all(0 <= value <= 1 for value in accuracies.values())
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "modernbert"])
+def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_words(
+    kind: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, encoder = make_masked_lm(tmp_path, tiny(kind)), Encoder.load(tiny(kind), pooling="cls")
+    size = len(encoder.tokenizer)
+    generator = AutoModelForMaskedLM.from_pretrained(folder)
+    words = Vocabulary(size, encoder.tokenizer.cls_token_id, 0, encoder.tokenizer.mask_token_id, ())
+    detector = EditDetector(encoder.backbone, generator, words, DetectionSection(generator=str(folder))).train()
+    monkeypatch.setattr("distcse.detection.detector._LOGITS", 3 * 4 * size)
+    at_a_time: list[int] = []
+    generator.register_forward_hook(lambda _, given, found: at_a_time.append(found.logits.shape[1]))
+    ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing."], padding=True, return_tensors="pt")
+    tokens = ids["input_ids"], ids["attention_mask"]
+    wanted = (torch.rand(tokens[0].shape, generator=torch.Generator().manual_seed(0)) < 0.6) & tokens[1].bool()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = detector._fill(*tokens, wanted)
+    whole = AutoModelForMaskedLM.from_pretrained(folder).train()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = whole(input_ids=tokens[0], attention_mask=tokens[1]).logits.argmax(dim=2)
+    assert torch.equal(found, torch.where(wanted, expected, tokens[0])) and wanted.sum() > 3
+    assert max(at_a_time) == 3 and sum(at_a_time) == wanted.sum()
+    assert "forward" not in generator.base_model.__dict__
 
 
 def test_generators_that_do_not_fit_are_refused(
