@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from benchmarks.plain import whole_last_layer
 from benchmarks.protocol import (
     Duration,
     Effort,
@@ -39,7 +40,6 @@ from benchmarks.protocol import (
     of_spread,
 )
 from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss
-from benchmarks.step import whole_last_layer
 from benchmarks.targets import ROWS
 from distcse.corpus import Tokens
 from distcse.encoder import Encoder, build_projection

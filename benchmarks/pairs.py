@@ -241,7 +241,8 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
 
 def largest_logits(ours: OurStep) -> float:
     """MB of the generator's logits that are there at a time, in a step."""
-    assert (detector := ours.lesson.model.detector) is not None
+    detector = ours.lesson.model.detector
+    assert detector is not None
     sizes: list[float] = []
 
     def note(module: torch.nn.Module, given: Any, found: Any) -> None:

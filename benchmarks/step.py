@@ -36,11 +36,11 @@ from benchmarks.material import (
     wiki_file,
 )
 from benchmarks.options import Options, script
+from benchmarks.plain import whole_last_layer
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, encode, rankcse, simcse
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder, pool, resolve_model
-from distcse.encoder.attention import made_mask
+from distcse.encoder import resolve_model
 from distcse.evaluation import VectorModel, labelled_dev, read_table
 from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
 from distcse.recipe import Recipe
@@ -317,12 +317,6 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
         found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
     return found
-
-
-def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
-    """The plain path: every token through every layer, then pooling."""
-    hidden = encoder.backbone(input_ids=ids, attention_mask=made_mask(encoder.backbone, mask)).last_hidden_state
-    return pool(encoder.pooling, [hidden], mask)
 
 
 def same_or_stop(one: OurStep, other: OurStep) -> None:

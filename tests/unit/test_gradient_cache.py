@@ -77,7 +77,7 @@ def test_a_discriminators_pass_is_made_again_with_the_same_edits(
 def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> None:
     def kept(*knobs: str) -> tuple[int, int]:
         """Numbers that the encoder's pass leaves for its gradient, and its passes in a step."""
-        job, tables = make_job(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *knobs))
+        job, _ = make_job(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *knobs))
         step, sizes = OurStep(job, []), []
 
         def keep(tensor: Tensor) -> Tensor:
