@@ -312,7 +312,7 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, n, 3 * n)
         ways = {way: OurStep(prepared(recipe)[0], []) for way in ("one token", "whole")}
         encoder = ways["whole"].lesson.model.encoder
-        encoder.forward = partial(whole_last_layer, encoder)
+        encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
         same_or_stop(ways["one token"], ways["whole"])
         rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
         found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))

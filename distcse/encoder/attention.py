@@ -20,7 +20,8 @@ def made_mask(model: nn.Module, mask: Tensor) -> Tensor:
     Families that are not named here, and other kinds of attention, get the mask as it is and make their own of it.
     """
     config: Any = model.config
-    if config.model_type not in _TAKES_IT_MADE or getattr(config, "is_decoder", False):
+    of_transformers = type(model).__module__.startswith("transformers.")  # a model's own code may want another mask
+    if config.model_type not in _TAKES_IT_MADE or not of_transformers or getattr(config, "is_decoder", False):
         return mask
     seen = mask[:, None, None, :].bool()
     if config._attn_implementation == "sdpa":

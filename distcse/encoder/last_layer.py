@@ -25,8 +25,10 @@ _ATTENTIONS = ("eager", "sdpa")
 def can_stop_at_one(backbone: nn.Module) -> bool:
     """Whether a backbone's last layer is one that is known here."""
     config: Any = backbone.config
-    both_ways = config._attn_implementation in _ATTENTIONS and not getattr(config, "is_decoder", False)
-    return both_ways and type(layers_of(backbone)[-1]).__name__ in _KNOWN
+    if config._attn_implementation not in _ATTENTIONS or getattr(config, "is_decoder", False):
+        return False
+    kind = type(layers_of(backbone)[-1])
+    return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")  # a model's own code may differ
 
 
 @contextmanager

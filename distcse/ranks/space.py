@@ -55,7 +55,8 @@ def counted_rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float
             continue
         bins = ((row - low) * ((_BINS - 1) / (high - low))).astype(np.intp)
         counts = np.bincount(bins, minlength=_BINS)
-        lost = (counts.astype(np.float64) ** 3).sum() - n
+        full = counts.astype(np.float64)
+        lost = full @ (full * full) - n
         if lost > _LOST * n * (n**3 - n):
             found[:] = rank_vectors(row[None])[0]
             continue

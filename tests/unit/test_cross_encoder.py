@@ -11,6 +11,7 @@ import pytest
 from distcse.encoder import CrossEncoder, is_cross_encoder
 from distcse.errors import EncoderError
 from distcse.evaluation import PairScores
+from distcse.mutual.lesson import pair_model
 from tests.models import make_cross_encoder
 
 
@@ -29,6 +30,13 @@ def test_scores_are_sentence_transformers(
     assert is_cross_encoder(folder) and not is_cross_encoder(tiny(kind))
     ours.save(tmp_path / "saved")
     np.testing.assert_allclose(CrossEncoder.load(tmp_path / "saved").score(pairs), ours.score(pairs), atol=1e-6)
+
+
+def test_half_precision_moves_scores_by_little(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    encoder = CrossEncoder.load(make_cross_encoder(tmp_path, tiny()))
+    sides = sentences[:40], sentences[40:80]
+    exact, half = (pair_model(encoder, precision).similarities(*sides) for precision in ("fp32", "bf16"))
+    assert 0 < np.abs(exact - half).max() < 0.02 and np.isfinite(half).all()
 
 
 def test_each_pair_is_scored_once(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:

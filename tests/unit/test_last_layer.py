@@ -121,6 +121,11 @@ def test_other_poolings_and_other_layers_take_the_plain_path() -> None:
         encoder.backbone.register_forward_hook(lambda _, given, found: passed.append(found.last_hidden_state.shape[1]))
         assert_equal(encoder.eval(), *batch())
     assert not can_stop_at_one(backbone_of("bert", is_decoder=True))
+    theirs = backbone_of("bert")
+    theirs.encoder.layer[-1].__class__ = type(
+        "BertLayer", (type(theirs.encoder.layer[-1]),), {}
+    )  # of a model's own code
+    assert not can_stop_at_one(theirs)
     assert set(passed) == {11}
 
 
