@@ -13,14 +13,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tokens:
-    """(B, L) token ids and mask (1 at tokens, 0 at padding)."""
+    """(B, L) token ids and mask (1 at tokens, 0 at padding), and the (T,) places of the tokens in the flat batch, ascending.
+
+    Places are known on the host when the rows are put together; where they are None nobody needs them.
+    """
 
     ids: Tensor
     mask: Tensor
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Tokens:
         """The same on another device."""
-        return Tokens(self.ids.to(device), self.mask.to(device))
+        places = None if self.places is None else self.places.to(device)
+        return Tokens(self.ids.to(device), self.mask.to(device), places)
+
+    def twice(self) -> Tokens:
+        """All rows, and all of them again."""
+        places = None if self.places is None else torch.cat([self.places, self.places + self.ids.numel()])
+        return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), places)
 
 
 def collate(rows: Sequence[NDArray[np.integer]], pad_id: int) -> Tokens:
@@ -31,4 +41,4 @@ def collate(rows: Sequence[NDArray[np.integer]], pad_id: int) -> Tokens:
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
         mask[number, : len(row)] = 1
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(mask.ravel().nonzero()[0]))

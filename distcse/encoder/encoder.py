@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, 
 from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
+from distcse.encoder.packing import packed, worth_packing
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
@@ -113,16 +115,25 @@ class Encoder(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised."""
-        made = made_mask(self.backbone, mask)
+    def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
+        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised.
+
+        With the (T,) places of all tokens in the flat batch, ascending, the pass may leave the padding out.
+        """
+        made, at_one = made_mask(self.backbone, mask), None
         marked = ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
-        if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
-            with last_layer_at(self.backbone, place_of(self.pooling, mask, marked)):
-                token: Tensor = self.backbone(input_ids=ids, attention_mask=made).last_hidden_state[:, 0]
-            return token.float()
         all_layers = self.pooling in NEEDS_ALL_LAYERS
-        output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
+        if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
+            at_one = place_of(self.pooling, mask, marked)
+        if places is not None and not all_layers and worth_packing(self.backbone, places, mask):
+            short_cut: AbstractContextManager[None] = packed(self.backbone, places, mask, at_one)
+        else:
+            short_cut = nullcontext() if at_one is None else last_layer_at(self.backbone, at_one)
+        with short_cut:
+            output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
+        if at_one is not None:
+            token: Tensor = output.last_hidden_state[:, 0]
+            return token.float()
         return pool(self.pooling, output.hidden_states if all_layers else [output.last_hidden_state], mask, marked)
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:

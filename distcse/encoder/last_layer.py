@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,15 @@ def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
     as ever.
     """
     layer = layers_of(backbone)[-1]
+    with forward_of(layer, partial(_KNOWN[type(layer).__name__], layer, AtOne(places))):
+        yield
+
+
+@contextmanager
+def forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a layer computes this."""
     before = layer.__dict__.get("forward")
-    layer.forward = partial(_KNOWN[type(layer).__name__], layer, places)
+    layer.forward = forward
     try:
         yield
     finally:
@@ -50,41 +57,76 @@ def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
             layer.forward = before
 
 
-def _bert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
-    attention, one = layer.attention.self, _at(hidden, places)
-    parts = attention.query(one), attention.key(hidden), attention.value(hidden)
-    query, key, value = _split(parts, attention.num_attention_heads)
-    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
-    met = layer.attention.output(seen, one)
+class Reading(Protocol):
+    """Which tokens a layer is asked for, and what they see."""
+
+    def asked(self, hidden: Tensor) -> Tensor:
+        """Of a layer's input, the tokens whose output is wanted."""
+        ...
+
+    def seen(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    ) -> Tensor:
+        """Queries of the tokens asked for, keys and values of all -> what attention makes of them, laid out as what is asked."""
+        ...
+
+
+class AtOne:
+    """One token of each text."""
+
+    def __init__(self, places: Tensor) -> None:
+        self.places = places
+
+    def asked(self, hidden: Tensor) -> Tensor:
+        """(B, L, H) -> (B, 1, H)."""
+        return hidden.gather(1, self.places[:, None, None].expand(-1, -1, hidden.shape[2]))
+
+    def row(self, mask: Tensor | None) -> Tensor | None:
+        """(B, heads, L, L) mask of all queries -> that of the one."""
+        return None if mask is None else _row(mask, self.places)
+
+    def seen(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    ) -> Tensor:
+        """See `Reading`."""
+        query, key, value = split(parts, heads)
+        return attended(query, key, value, self.row(mask), noise, training)
+
+
+def bert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+    """A layer shaped like BERT's."""
+    attention, asked = layer.attention.self, reading.asked(hidden)
+    parts = attention.query(asked), attention.key(hidden), attention.value(hidden)
+    seen = reading.seen(parts, attention.num_attention_heads, mask, attention.dropout.p, layer.training)
+    met = layer.attention.output(seen, asked)
     found: Tensor = layer.output(layer.intermediate(met), met)
     return found
 
 
-def _distilbert(layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
-    attention, one = layer.attention, _at(hidden, places)
-    parts = attention.q_lin(one), attention.k_lin(hidden), attention.v_lin(hidden)
-    query, key, value = _split(parts, attention.n_heads)
-    seen = _attended(query, key, value, _mask_at(mask, places), attention.dropout.p, layer.training)
-    met = layer.sa_layer_norm(attention.out_lin(seen) + one)
+def distilbert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+    """A layer of DistilBERT."""
+    attention, asked = layer.attention, reading.asked(hidden)
+    parts = attention.q_lin(asked), attention.k_lin(hidden), attention.v_lin(hidden)
+    seen = reading.seen(parts, attention.n_heads, mask, attention.dropout.p, layer.training)
+    met = layer.sa_layer_norm(attention.out_lin(seen) + asked)
     found: Tensor = layer.output_layer_norm(layer.ffn(met) + met)
     return found
 
 
 def _mpnet(
-    layer: Any, places: Tensor, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
+    layer: Any, reading: AtOne, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
 ) -> tuple[Tensor]:
-    attention, one = layer.attention.attn, _at(hidden, places)
-    parts = attention.q(one), attention.k(hidden), attention.v(hidden)
-    query, key, value = _split(parts, attention.num_attention_heads)
-    added = _row(bias, places) if mask is None else _row(bias, places) + _row(mask, places)
-    seen = _attended(query, key, value, added, attention.dropout.p, layer.training)
-    met = layer.attention.LayerNorm(layer.attention.dropout(attention.o(seen)) + one)
+    attention, asked = layer.attention.attn, reading.asked(hidden)
+    parts = attention.q(asked), attention.k(hidden), attention.v(hidden)
+    added = bias if mask is None else bias + mask
+    seen = reading.seen(parts, attention.num_attention_heads, added, attention.dropout.p, layer.training)
+    met = layer.attention.LayerNorm(layer.attention.dropout(attention.o(seen)) + asked)
     return (layer.output(layer.intermediate(met), met),)
 
 
 def _modernbert(
     layer: Any,
-    places: Tensor,
+    reading: AtOne,
     hidden: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -97,28 +139,24 @@ def _modernbert(
     mixed = attention.Wqkv(layer.attn_norm(hidden))
     query, key, value = mixed.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    query, mask = _row(query, places), _mask_at(attention_mask, places)
-    seen = _attended(query, key, value, mask, attention.attention_dropout, layer.training)
-    met = _at(hidden, places) + attention.out_drop(attention.Wo(seen))
+    mask = reading.row(attention_mask)
+    query = _row(query, reading.places)
+    seen = attended(query, key, value, mask, attention.attention_dropout, layer.training)
+    met = reading.asked(hidden) + attention.out_drop(attention.Wo(seen))
     found: Tensor = met + layer.mlp(layer.mlp_norm(met))
     return found
 
 
 _KNOWN: dict[str, Callable[..., Any]] = {
-    "BertLayer": _bert,
-    "RobertaLayer": _bert,
-    "XLMRobertaLayer": _bert,
-    "CamembertLayer": _bert,
-    "ElectraLayer": _bert,
-    "TransformerBlock": _distilbert,
+    "BertLayer": bert,
+    "RobertaLayer": bert,
+    "XLMRobertaLayer": bert,
+    "CamembertLayer": bert,
+    "ElectraLayer": bert,
+    "TransformerBlock": distilbert,
     "MPNetLayer": _mpnet,
     "ModernBertEncoderLayer": _modernbert,
 }
-
-
-def _at(hidden: Tensor, places: Tensor) -> Tensor:
-    """(B, L, H) and (B,) -> (B, 1, H)."""
-    return hidden.gather(1, places[:, None, None].expand(-1, -1, hidden.shape[2]))
 
 
 def _row(table: Tensor, places: Tensor) -> Tensor:
@@ -129,17 +167,13 @@ def _row(table: Tensor, places: Tensor) -> Tensor:
     return wide.gather(2, places[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
 
 
-def _mask_at(mask: Tensor | None, places: Tensor) -> Tensor | None:
-    return None if mask is None else _row(mask, places)
-
-
-def _split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
+def split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
     """(B, L, H) each -> (B, heads, L, H / heads)."""
     return (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts)
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: float, training: bool) -> Tensor:
-    """(B, heads, 1, d) queries among (B, heads, L, d) keys and values -> (B, 1, heads · d).
+def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: float, training: bool) -> Tensor:
+    """(B, heads, Q, d) queries among (B, heads, L, d) keys and values -> (B, Q, heads · d).
 
     Masks are added, or true where a token is seen, as transformers makes them for `eager` and for `sdpa`.
     """

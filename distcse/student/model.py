@@ -108,9 +108,8 @@ class StudentModel(nn.Module):
 
     def _found(self, tokens: Tokens, seed: int, told: Tensor) -> Detection:
         assert self.detector is not None
-        both = Tokens(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
         with noise(seed + 1, tokens.ids.device):
-            found: Detection = self.detector(both, told)
+            found: Detection = self.detector(tokens.twice(), told)
         return found
 
     def _through(self, part: Callable[..., T], *inputs: Any) -> T:
@@ -133,13 +132,14 @@ class StudentModel(nn.Module):
     def _views(self, tokens: Tokens, seed: int) -> Tensor:
         device = tokens.ids.device
         if not self.encoder.has_dropout:
-            pooled = self.encoder(tokens.ids, tokens.mask)
+            pooled = self.encoder(tokens.ids, tokens.mask, tokens.places)
             return torch.cat(
                 [pooled, pooled]
             )  # without noise the second view is the first: half the work, same gradient
         with noise(seed, device):
-            both: Tensor = self.encoder(tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1))
-        return both
+            both = tokens.twice()
+            views: Tensor = self.encoder(both.ids, both.mask, both.places)
+        return views
 
 
 def build_encoder(section: StudentSection) -> StudentModel:

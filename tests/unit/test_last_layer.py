@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from benchmarks.counting import NumbersRead
 from distcse.encoder import CrossEncoder, Encoder, pool
 from distcse.encoder.last_layer import can_stop_at_one
+from distcse.encoder.layers import layers_of
+from distcse.encoder.packing import worth_packing
 from distcse.objectives import gather_views
 from tests.models import make_cross_encoder
 
@@ -78,10 +80,11 @@ def told(encoder: Encoder, vectors: Tensor) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
 
 
-def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor) -> None:
+def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(encoder(ids, mask), whole(encoder, ids, mask), atol=1e-6, rtol=1e-5)
-    (loss, gradient), (plain, expected) = told(encoder, encoder(ids, mask)), told(encoder, whole(encoder, ids, mask))
+        torch.testing.assert_close(encoder(ids, mask, places), whole(encoder, ids, mask), atol=1e-6, rtol=1e-5)
+    fast, slow = encoder(ids, mask, places), whole(encoder, ids, mask)
+    (loss, gradient), (plain, expected) = told(encoder, fast), told(encoder, slow)
     torch.testing.assert_close(loss, plain, atol=1e-6, rtol=1e-6)
     assert len(gradient) == len(expected) >= 20
     apart = torch.cat([(a - b).flatten() for a, b in zip(gradient, expected, strict=True)]).norm()
@@ -174,3 +177,29 @@ def test_a_mask_made_once_hides_what_transformers_own_hides(family: str, attenti
         found = encoder(ids, mask)
     torch.testing.assert_close(found, whole(encoder, ids, mask), atol=1e-6, rtol=1e-5)
     assert not read.names
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last_token"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert"])
+def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(family: str, pooling: Any, left: bool) -> None:
+    encoder = Encoder(backbone_of(family), Marks(), pooling, 11).eval()
+    ids, mask = batch(left)
+    if left and family != "distilbert":
+        ids = ids.masked_fill(mask == 0, 1)  # RoBERTa counts positions from the first that is no padding
+    processed: list[int] = []
+    maps = [m for m in layers_of(encoder.backbone)[1].modules() if isinstance(m, nn.Linear) and m.in_features == 64]
+    maps[0].register_forward_hook(lambda _, given, found: processed.append(given[0].shape[:2].numel()))
+    assert_equal(encoder, ids, mask, mask.flatten().nonzero()[:, 0])
+    assert processed[0] == mask.sum() and processed[1] == mask.numel()
+    assert all("forward" not in module.__dict__ for module in encoder.modules())
+
+
+def test_full_rectangles_fused_attention_and_unknown_layers_are_not_packed() -> None:
+    ids, mask = batch()
+    places = mask.flatten().nonzero()[:, 0]
+    assert worth_packing(backbone_of("bert"), places, mask)
+    assert not worth_packing(backbone_of("bert"), torch.arange(66), mask)
+    assert not worth_packing(backbone_of("bert", "sdpa"), places, mask)
+    assert not worth_packing(backbone_of("modernbert"), places, mask)
+    assert_equal(Encoder(backbone_of("modernbert"), Marks(), "cls", 11).eval(), ids, mask, places)

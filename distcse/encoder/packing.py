@@ -1,0 +1,103 @@
+"""Tokens without their padding: maps, norms and dropout see a batch's tokens side by side, attention alone its rectangle.
+
+For a training step on a CPU, where time goes with the tokens. On a GPU it would be as many launches more as arithmetic less.
+Known are layers shaped like BERT's and DistilBERT's, with `eager` attention. Noise is drawn for tokens alone, so it is another
+than that of a padded pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, split
+from distcse.encoder.layers import layers_of
+
+_KNOWN = {"TransformerBlock": distilbert, "MPNetLayer": None, "ModernBertEncoderLayer": None}
+_WORTH = 0.95
+"""Share of a rectangle that is tokens, above which it goes through as it is."""
+
+
+def worth_packing(backbone: nn.Module, places: Tensor, mask: Tensor) -> bool:
+    """Whether a pass over these (T,) places of tokens in a (B, L) mask takes less time packed."""
+    if mask.device.type != "cpu" or len(places) > _WORTH * mask.numel() or not can_stop_at_one(backbone):
+        return False
+    config: Any = backbone.config
+    return config._attn_implementation == "eager" and _layer_of(backbone) is not None
+
+
+@contextmanager
+def packed(backbone: nn.Module, places: Tensor, mask: Tensor, one: Tensor | None) -> Iterator[None]:
+    """Inside, a backbone's layers take a batch packed, for a backbone that is `worth_packing`.
+
+    Args:
+        backbone: The encoder.
+        places: (T,) places of its tokens in the flat (B · L,) batch, ascending.
+        mask: (B, L).
+        one: (B,) place of the token of each text that the last hidden state, (B, 1, H) then, is wanted of; None wants (B, L, H).
+    """
+    layers, compute = list(layers_of(backbone)), _layer_of(backbone)
+    whole = _Packed(places, mask)
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            last = number == len(layers) - 1
+            reading = whole if one is None or not last else _OneOfPacked(places, mask, one)
+            forward = partial(_through, partial(compute, layer, reading), whole, number == 0, last and one is None)
+            stack.enter_context(forward_of(layer, forward))
+        yield
+
+
+def _layer_of(backbone: nn.Module) -> Any:
+    return _KNOWN.get(type(layers_of(backbone)[-1]).__name__, bert)
+
+
+def _through(compute: Any, batch: _Packed, first: bool, last: bool, hidden: Tensor, *rest: Any, **more: Any) -> Tensor:
+    found: Tensor = compute(batch.pack(hidden) if first else hidden, *rest, **more)
+    return batch.unpack(found) if last else found
+
+
+class _Packed:
+    """All tokens; a layer's input and output are (1, T, H)."""
+
+    def __init__(self, places: Tensor, mask: Tensor) -> None:
+        self.places, self.shape = places, mask.shape
+
+    def pack(self, padded: Tensor) -> Tensor:
+        return padded.flatten(0, 1).index_select(0, self.places)[None]
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        rectangle = tokens.new_zeros(self.shape.numel(), tokens.shape[2])
+        return rectangle.index_copy(0, self.places, tokens[0]).unflatten(0, self.shape)
+
+    def asked(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def seen(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    ) -> Tensor:
+        query, key, value = split([self.unpack(part) for part in parts], heads)
+        return self.pack(attended(query, key, value, mask, noise, training))
+
+
+class _OneOfPacked(_Packed):
+    """One token of each text out of all; a layer's output is (B, 1, H)."""
+
+    def __init__(self, places: Tensor, mask: Tensor, one: Tensor) -> None:
+        super().__init__(places, mask)
+        begins = torch.arange(self.shape[0], device=mask.device) * self.shape[1]
+        self._one = torch.searchsorted(places, begins + one)
+
+    def asked(self, hidden: Tensor) -> Tensor:
+        return hidden[0].index_select(0, self._one)[:, None]
+
+    def seen(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    ) -> Tensor:
+        asked, *others = parts
+        query, key, value = split([asked, *(self.unpack(part) for part in others)], heads)
+        return attended(query, key, value, mask, noise, training)
