@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from distcse.encoder import Encoder, pool
 from distcse.encoder.attention import made_mask
+from distcse.encoder.packing import packed, worth_packing
 
 
-def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
-    """An encoder's pass in which every token goes through every layer."""
-    hidden = encoder.backbone(input_ids=ids, attention_mask=made_mask(encoder.backbone, mask)).last_hidden_state
+def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
+    """An encoder's pass in which every token goes through every layer; packed where the encoder's own would be."""
+    backbone = encoder.backbone
+    packs = places is not None and worth_packing(backbone, places, mask)
+    with packed(backbone, places, mask, None) if places is not None and packs else nullcontext():
+        hidden = backbone(input_ids=ids, attention_mask=made_mask(backbone, mask)).last_hidden_state
     return pool(encoder.pooling, [hidden], mask)

@@ -65,7 +65,7 @@ class EditDetector(nn.Module):
             return replace(ids, mask, section.masking_ratio, words, self._fill, masked_only)
 
     def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
-        generator = self._generator[0].to(ids.device)
+        generator: Any = self._generator[0].to(ids.device)
         generator.train(self.training and self._section.generator_dropout)
         hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
         at_a_time = max(1, _LOGITS // (4 * self._words.size))

@@ -72,7 +72,7 @@ class _Packed:
 
     def unpack(self, tokens: Tensor) -> Tensor:
         rectangle = tokens.new_zeros(self.shape.numel(), tokens.shape[2])
-        return rectangle.index_copy(0, self.places, tokens[0]).unflatten(0, self.shape)
+        return rectangle.index_copy(0, self.places, tokens[0]).view(*self.shape, -1)
 
     def asked(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -408,6 +408,13 @@ def test_more_of_anything_costs_more() -> None:
     assert memories[0].total > memories[1].total > memories[2].total
 
 
+def test_chunks_hold_less_and_cost_a_forward_pass_more() -> None:
+    plain, chunks = (run_of(load_recipe(RANKCSE, ["training.workers=1", *knob])) for knob in ([], ["training.chunk=8"]))
+    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 4 / 3
+    kept = [run.memory(GPUS["A100-40G"], 1, 128, 0).activations for run in (plain, chunks)]
+    assert kept[1] < kept[0] / 8
+
+
 def test_a_rank_space_teacher_orders_its_references() -> None:
     run = run_of(load_recipe("rankencoder-bert-base"))
     machine = builtin_cpu(1, 2**34)
