@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from benchmarks.memory import MIB, Course, MemoryWatch
 from benchmarks.protocol import machine
 from distcse.corpus import BatchSampler, Corpus
+from distcse.events import Watch
 from distcse.files import put
 from distcse.objectives import mix_lists
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
@@ -109,17 +110,17 @@ class Trial:
         load: How much is asked.
         corpus: Folder of the prepared corpus.
         tables: Of the teachers.
-        pools: The teachers' servers.
+        servers: The teachers' `Servers`.
         number: The trial's.
     """
 
-    def __init__(
-        self, load: Load, corpus: Path, tables: list[EmbeddingTable], pools: list[list[Any]], number: int
-    ) -> None:
-        from distcse.teachers.actors import use_assigned_threads
+    def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
+        from distcse.teachers.actors import servers_beside, use_assigned_threads
 
         use_assigned_threads()
-        self._load, self._tables, self._pools, self._number = load, tables, pools, number
+        self._load, self._tables, self._number = load, tables, number
+        self._name = f"load-{number}"
+        self._mine = servers_beside(servers, load.section, self._name, 0)
         self._corpus = Corpus.open(corpus)
 
     def ready(self) -> None:
@@ -127,18 +128,18 @@ class Trial:
 
     def learn(self) -> Asked:
         """Ask for the lists of all steps, one after the other."""
-        from distcse.teachers.actors import RemoteSource, server_of
+        from distcse.teachers.actors import RemoteSource
         from distcse.training.metrics import Queue
 
-        load, name = self._load, f"load-{self._number}"
-        clocks = [Clock() for _ in self._pools]
-        queues = [Queue(name, teacher, worker=0) for teacher in range(load.teachers)]
+        load = self._load
+        clocks = [Clock() for _ in self._mine]
+        queues = [Queue(self._name, teacher, worker=0) for teacher in range(load.teachers)]
 
         def asked(teacher: int, answer: Future[NDArray[np.float32]]) -> None:
             queues[teacher].watch(answer)
             clocks[teacher].watch(answer)
 
-        sources = [RemoteSource(server_of(pool, name, 0), partial(asked, n)) for n, pool in enumerate(self._pools)]
+        sources = [RemoteSource(server, partial(asked, number)) for number, server in self._mine.items()]
         sampler = BatchSampler(load.rows, load.batch, seed=self._number)
         weights = Alphas(load.section.encoders, self._corpus).of
         rows, steps, ends = slice(0, load.batch), range(load.steps), time.monotonic() + load.seconds
@@ -181,35 +182,33 @@ def measured(load: Load, cache: Path) -> Found:
     """All of it. Wants Ray to be up."""
     import ray
 
-    from distcse.teachers.actors import start_servers
+    from distcse.teachers.actors import served
 
     corpus, tables = prepared(load, cache)
-    section = load.section
-    pools: list[list[Any]] = []
     trials: list[Any] = []
     try:
-        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True)):
-            pools.append(start_servers(number, teacher, section, corpus, table, seed=0))
-        actor = ray.remote(num_cpus=0)(Trial)
-        trials = [actor.remote(load, corpus.directory, tables, pools, number) for number in range(load.trials)]
-        ray.get([trial.ready.remote() for trial in trials])
-        with MemoryWatch(_processes(pools, trials), {"object store": _stored()}) as watch:
-            begun = time.monotonic()
-            asked: list[Asked] = ray.get([trial.learn.remote() for trial in trials])
-            seconds = time.monotonic() - begun
+        with served(load.section, corpus, tables, 0, Watch()) as servers:
+            actor = ray.remote(num_cpus=0)(Trial)
+            trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
+            ray.get([trial.ready.remote() for trial in trials])
+            actors = ray.get(servers.running.remote()) | {
+                f"trial {number}": trial for number, trial in enumerate(trials)
+            }
+            with MemoryWatch(_processes(actors), {"object store": _stored()}) as watch:
+                begun = time.monotonic()
+                asked: list[Asked] = ray.get([trial.learn.remote() for trial in trials])
+                seconds = time.monotonic() - begun
     finally:
-        for gone in (*trials, *(server for pool in pools for server in pool)):
-            ray.kill(gone)
+        for trial in trials:
+            ray.kill(trial)
     return Found(load, asked, seconds, watch.courses)
 
 
-def _processes(pools: list[list[Any]], trials: list[Any]) -> dict[str, int]:
+def _processes(actors: Mapping[str, Any]) -> dict[str, int]:
     """Process ids of servers and trials, of this process, and of Ray's two."""
     from ray.util.state import get_actor
 
-    named = {f"server {n}.{copy}": server for n, pool in enumerate(pools) for copy, server in enumerate(pool)}
-    named |= {f"trial {number}": trial for number, trial in enumerate(trials)}
-    ours = {name: get_actor(actor._actor_id.hex()).pid for name, actor in named.items()}
+    ours = {name: get_actor(actor._actor_id.hex()).pid for name, actor in actors.items()}
     rays = {child.name(): child.pid for child in psutil.Process().children() if child.name() in _OF_RAY}
     return {**ours, "driver": os.getpid(), **rays}
 
