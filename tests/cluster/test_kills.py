@@ -17,12 +17,12 @@ from benchmarks.soak import ROWS, Soak
 from distcse import nodes
 from distcse.errors import RunError
 from distcse.events import Event, Note, Stage, Watch
-from distcse.nodes import Need, Patience
+from distcse.nodes import Demand, Patience
 from distcse.recipe import Recipe, with_values
 from distcse.student.houses import OnRay
 from distcse.student.material import prepare_tables, read_corpus
 from distcse.teachers import serving
-from distcse.teachers.actors import RemoteSource, served
+from distcse.teachers.actors import RemoteSource, served, servers_beside
 from tests.jobs import make_recipe
 from tests.kills import Nodes, processes_of
 
@@ -72,8 +72,8 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
     assert stopped and table is not None and table.missing_shards() == []
     asked = np.arange(64).reshape(2, 32)
     expected = serving(teacher, table, recipe.seed).similarities(asked, slice(None))
-    with served(teachers, corpus, [table], recipe.seed, Watch(heard.append)) as ((server,),):
-        source = RemoteSource(server, lambda answer: None)
+    with served(teachers, corpus, [table], recipe.seed, Watch(heard.append)) as servers:
+        source = RemoteSource(servers_beside(servers, teachers, "run", 0)[0], lambda answer: None)
         before = source.request(asked, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)
         stop("TeacherServer")
@@ -90,21 +90,23 @@ def test_nodes_that_do_not_come_back_are_named(cluster: None, monkeypatch: pytes
     monkeypatch.setattr(nodes, "WAIT", 0.3)
     monkeypatch.setattr(nodes, "_LOOK", 0.1)
     told: list[str] = []
-    there = [Need("training workers", 2, {"CPU": 2.0}), Need("servers of lists", 3, {})]
+    there = [wanted("training.workers=2", 2, {"CPU": 2.0}), wanted("3 servers", 3, {})]
     patience = Patience(there, told.append)
     for _ in range(5):
         patience.look()
         time.sleep(0.11)
     assert not told
-    lost = Patience([*there, Need("servers of lists", 2, {"CPU": 2.0, "GPU": 0.0})], told.append)
-    with pytest.raises(
-        RunError, match=r"no room for 1 of 2 servers of lists \(CPU 2 each\) for 0.3 s: a node was lost"
-    ):
+    lost = Patience([*there, wanted("2 live servers", 2, {"CPU": 2.0, "GPU": 0.0})], told.append)
+    with pytest.raises(RunError, match=r"no room for 1 of 2 live servers \(2 CPUs each\) for 0.3 s: a node was lost"):
         _look_for_a_while(lost)
-    labelled = Patience([Need("training workers", 2, {"CPU": 1.0}, {"role": "gone"})], told.append)
-    with pytest.raises(RunError, match=r"2 of 2 training workers \(CPU 1 each\) on a node with the labels role=gone"):
+    labelled = Patience([wanted("training.workers=2", 2, {"CPU": 1.0}, {"role": "gone"})], told.append)
+    with pytest.raises(RunError, match=r"2 of training.workers=2 \(1 CPU each\) on a node with role=gone"):
         _look_for_a_while(labelled)
     assert len(told) == 2 and all("waiting up to 0.3 s for a new node" in line for line in told)
+
+
+def wanted(told: str, number: int, each: dict[str, float], labels: dict[str, str] | None = None) -> Demand:
+    return Demand(told, number, each, labels, "fewer", {})
 
 
 def _look_for_a_while(patience: Patience) -> None:
