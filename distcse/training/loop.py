@@ -14,7 +14,7 @@ from distcse.training.engines import Engine, make_engine
 from distcse.training.lesson import Lesson
 from distcse.training.meter import ADVICE, Meter
 from distcse.training.schedule import warmup_then_linear
-from distcse.training.workers import from_first, rank
+from distcse.training.workers import from_first, rank, wait_for_all
 
 Report = Callable[[dict[str, float]], None]
 
@@ -61,6 +61,7 @@ def learn(
     """
     watch = watch if rank() == 0 else Watch()
     found = checkpoints.restore(watch.post)
+    wait_for_all()  # or who is late would find the checkpoint of the start, which the first writes, and be a step ahead
     position, restored = found or (Position(step=0), None)
     if restored is not None:
         lesson.model.load_state_dict(restored.weights)

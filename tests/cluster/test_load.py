@@ -13,6 +13,7 @@ from benchmarks.load import CLOSE, Clock, Load, deepest, measured
 from benchmarks.memory import MIB
 from distcse.errors import TeacherError
 from distcse.teachers.actors import RemoteSource, TeacherServer, server_of
+from distcse.teachers.pulse import CONCURRENCY
 
 pytestmark = pytest.mark.cluster
 
@@ -46,7 +47,7 @@ class Slow:
 def test_who_asks_faster_than_a_server_answers_has_to_wait(cluster: None) -> None:
     import ray
 
-    server, clock = ray.remote(num_cpus=0)(TeacherServer).remote(Slow), Clock()
+    server, clock = ray.remote(num_cpus=0, **CONCURRENCY)(TeacherServer).remote(Slow), Clock()
     source = RemoteSource(server, clock.watch)
     answers = [source.request(np.array([[row]]), slice(None)) for row in range(30)]
     with pytest.raises(TeacherError, match="no row 7"):
