@@ -14,7 +14,7 @@ from distcse.evaluation.evaluation import About, Candidate
 from distcse.evaluation.exposure import Exposure
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
 from distcse.ranks import RankSpaceEncoder, is_rank_space
-from distcse.storage import fetch, names, place
+from distcse.storage import fetch, is_stored, names, place
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _model_of(source: str) -> str:
     )
     if several:
         raise EvaluationError(f"{source} holds several models; name one of them: {', '.join(several)}")
-    if not os.path.isdir(run / "model"):
+    if not is_stored(run / "model"):
         raise EvaluationError(f"{source} has no model: its run has not come to an end; wait for it, or --resume it")
     return str(run / "model")
 
