@@ -92,8 +92,11 @@ class Evaluation:
     seconds: float
 
     def figure(self, suite: str, of: str, measure: str, model: str) -> float:
-        """One figure."""
-        found = next(s for s in self.scores if (s.suite, s.set, s.measure) == (suite, of, measure))
+        """One figure. Raises `EvaluationError` where it was not measured."""
+        found = next((s for s in self.scores if (s.suite, s.set, s.measure) == (suite, of, measure)), None)
+        if found is None or model not in found.values:
+            there = ", ".join(sorted({f"{s.suite}/{s.set}/{s.measure}" for s in self.scores}))
+            raise EvaluationError(f"{suite}/{of}/{measure} of {model} was not measured; there are: {there}")
         return found.values[model]
 
     def share_seen(self, score: Score, model: str) -> float:
