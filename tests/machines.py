@@ -37,7 +37,7 @@ class Machine:
     def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """A command on it, to its end."""
         process = self.start(*command, **environment)
-        told, complained = process.communicate(timeout=300)
+        told, complained = process.communicate(timeout=900)
         return subprocess.CompletedProcess(process.args, process.returncode, told, complained)
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:

@@ -48,7 +48,7 @@ def job(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedPro
 
 def finish(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=own_environment(**environment), cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=900, env=own_environment(**environment), cwd=ROOT, check=False
     )
 
 
