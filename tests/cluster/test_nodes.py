@@ -108,7 +108,7 @@ def test_one_recipe_gives_the_same_weights_here_on_three_machines_and_as_a_job(
     here = run(load_recipe(str(recipe_file)), Watch()).directory.path
     on_three = trained(head, recipe_file)
     actors = last_actors(head)
-    assert len(actors["RayTrainWorker"]) == 2 and len(actors["TeacherServer"]) == 1
+    assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"]
     sent = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
     assert sent.returncode == 0, sent.stdout[-4000:] + sent.stderr[-4000:]
     for other in (on_three, folder_of(sent.stdout)):
