@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from distcse.corpus import BatchSampler, Corpus, split_held_out
@@ -12,6 +10,7 @@ from distcse.errors import RecipeError, TeacherError
 from distcse.events import Note, Stage, Watch
 from distcse.objectives import build_objective
 from distcse.recipe import Recipe
+from distcse.storage import place
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import labelled_tasks
 from distcse.student.houses import house_of, room_for
@@ -76,7 +75,7 @@ def check_embedding(recipe: Recipe, watch: Watch) -> None:
     for number, teacher in enumerate(recipe.teachers.encoders):
         answers = _asked(recipe, corpus, number)
         if uses_table(recipe.teachers, teacher):
-            table = table_of(teacher, corpus, Path(recipe.storage.cache), recipe.teachers.shard_rows)
+            table = table_of(teacher, corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
         _told(watch, f"teacher {number}", answers)
