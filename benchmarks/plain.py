@@ -8,13 +8,13 @@ from torch import Tensor
 
 from distcse.encoder import Encoder, pool
 from distcse.encoder.attention import made_mask
-from distcse.encoder.packing import packed, worth_packing
+from distcse.encoder.packing import can_pack, packed
 
 
 def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
     """An encoder's pass in which every token goes through every layer; packed where the encoder's own would be."""
     backbone = encoder.backbone
-    packs = places is not None and worth_packing(backbone, places, mask)
+    packs = places is not None and can_pack(backbone, mask)
     with packed(backbone, places, mask, None) if places is not None and packs else nullcontext():
         hidden = backbone(input_ids=ids, attention_mask=made_mask(backbone, mask)).last_hidden_state
     return pool(encoder.pooling, [hidden], mask)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 # Workers are forked from one server that has imported what all of them need: seconds less for each.
 multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.student.run"])
+
+_WAIT = timedelta(minutes=3)
+"""For another worker; one that goes its own way is a failure, not half an hour of waiting."""
 
 
 def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
@@ -28,7 +32,7 @@ def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> 
 def _worker(rank: int, function: Callable[..., Any], workers: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers, timeout=_WAIT)
     answer = function(*arguments)
     torch.save(answer, Path(folder) / f"answer-{rank}")
     if dist.is_initialized():

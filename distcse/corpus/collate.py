@@ -15,7 +15,7 @@ from torch import Tensor
 class Tokens:
     """(B, L) token ids and mask (1 at tokens, 0 at padding), and the (T,) places of the tokens in the flat batch, ascending.
 
-    Places are known on the host when the rows are put together; where they are None nobody needs them.
+    Places are known on the host when the rows are put together; None where the batch goes through as a rectangle.
     """
 
     ids: Tensor
@@ -33,12 +33,13 @@ class Tokens:
         return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), places)
 
 
-def collate(rows: Sequence[NDArray[np.integer]], pad_id: int) -> Tokens:
-    """Rows of ids, padded on the right to the longest of them."""
+def collate(rows: Sequence[NDArray[np.integer]], pad_id: int, placed: bool = False) -> Tokens:
+    """Rows of ids, padded on the right to the longest of them; with the places of their tokens if wanted."""
     longest = max(len(row) for row in rows)
     ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
     mask = np.zeros((len(rows), longest), dtype=np.int64)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
         mask[number, : len(row)] = 1
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(mask.ravel().nonzero()[0]))
+    places = torch.from_numpy(mask.ravel().nonzero()[0]) if placed else None
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), places)

@@ -19,7 +19,7 @@ from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, 
 from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
-from distcse.encoder.packing import packed, worth_packing
+from distcse.encoder.packing import can_pack, packed
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
@@ -119,12 +119,12 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised.
 
-        With the (T,) places of all tokens in the flat batch, ascending, the pass may leave the padding out.
+        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves the padding out where it can.
         """
         at_one = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
             at_one = place_of(self.pooling, mask, self._marked(ids))
-        if places is not None and self.pooling not in NEEDS_ALL_LAYERS and worth_packing(self.backbone, places, mask):
+        if places is not None and self.pooling not in NEEDS_ALL_LAYERS and can_pack(self.backbone, mask):
             short_cut: AbstractContextManager[None] = packed(self.backbone, places, mask, at_one)
         else:
             short_cut = nullcontext() if at_one is None else last_layer_at(self.backbone, at_one)

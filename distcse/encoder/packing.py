@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, split
@@ -23,17 +25,29 @@ _WORTH = 0.95
 """Share of a rectangle that is tokens, above which it goes through as it is."""
 
 
-def worth_packing(backbone: nn.Module, places: Tensor, mask: Tensor) -> bool:
-    """Whether a pass over these (T,) places of tokens in a (B, L) mask takes less time packed."""
-    if mask.device.type != "cpu" or len(places) > _WORTH * mask.numel() or not can_stop_at_one(backbone):
-        return False
+def worth_packing(lengths: NDArray[np.int64]) -> bool:
+    """Whether rows of these (parts, rows) lengths, each part a rectangle, take less time packed.
+
+    Asked of the global batch and not of a worker's part: where weights are sharded, a worker that took another way through the
+    layers than the others would wait for them for ever.
+    """
+    return bool(lengths.sum() <= _WORTH * lengths.max(axis=1).sum() * lengths.shape[1])
+
+
+def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
+    """Whether a backbone's layers are known here, and its (B, L) masks are on a CPU."""
     config: Any = backbone.config
-    return config._attn_implementation == "eager" and _layer_of(backbone) is not None
+    return (
+        mask.device.type == "cpu"
+        and config._attn_implementation == "eager"
+        and can_stop_at_one(backbone)
+        and _layer_of(backbone) is not None
+    )
 
 
 @contextmanager
 def packed(backbone: nn.Module, places: Tensor, mask: Tensor, one: Tensor | None) -> Iterator[None]:
-    """Inside, a backbone's layers take a batch packed, for a backbone that is `worth_packing`.
+    """Inside, a backbone's layers take a batch packed, for a backbone that one `can_pack`.
 
     Args:
         backbone: The encoder.

@@ -24,7 +24,8 @@ from distcse.training.schedule import total_steps
 
 T = TypeVar("T")
 Row = NDArray[np.int32]
-_FILLED = 0.75
+FILLED = 0.75
+"""Share of the longest text that the shortest of a rectangle has at least."""
 _SLICE = 10_000
 
 
@@ -79,9 +80,11 @@ class CrossPairs(nn.Module):
         return batch.through(self.encoder)
 
 
-def _batch(rows: Sequence[Row], kinds: Sequence[Row] | None, pad: int, seed: int, device: torch.device) -> PairBatch:
+def _batch(
+    rows: Sequence[Row], kinds: Sequence[Row] | None, pad: int, seed: int, device: torch.device, filled: float
+) -> PairBatch:
     # On a GPU one padded pass costs less than several small ones.
-    parts = alike([len(row) for row in rows], _FILLED if device.type == "cpu" else 0.0)
+    parts = alike([len(row) for row in rows], filled if device.type == "cpu" else 0.0)
     texts = []
     for part in parts:
         tokens = collate([rows[place] for place in part], pad).to(device)
@@ -105,10 +108,10 @@ class BiTokens:
     def __len__(self) -> int:
         return len(self._first)
 
-    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
-        """Pairs at these rows."""
+    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device, filled: float = FILLED) -> PairBatch:
+        """Pairs at these rows, in rectangles that are `filled` at least."""
         sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
-        return _batch(sentences, None, self._pad, seed, device)
+        return _batch(sentences, None, self._pad, seed, device, filled)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """(n,) labels of pairs -> labels of rows."""
@@ -135,10 +138,10 @@ class CrossTokens:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device) -> PairBatch:
-        """Pairs at these rows."""
+    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device, filled: float = FILLED) -> PairBatch:
+        """Pairs at these rows, in rectangles that are `filled` at least."""
         kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
-        return _batch([self._rows[row] for row in rows], kinds, self._pad, seed, device)
+        return _batch([self._rows[row] for row in rows], kinds, self._pad, seed, device, filled)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """(n,) labels of pairs -> labels of rows."""
@@ -188,6 +191,8 @@ class PairLesson:
         self._dev, self._every, self._seed, self._rank = dev, every, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
+        # Where weights are sharded, all workers must go through the layers equally often.
+        self._filled = 0.0 if section.zero_stage == 3 and workers > 1 else FILLED
         self.steps = total_steps(section, self._sampler.steps_per_epoch)
 
     def begin(self, first: int) -> None:
@@ -195,7 +200,7 @@ class PairLesson:
 
     def inputs(self, step: int, device: torch.device) -> PairBatch:
         seed = noise_seed(self._seed, step, self._rank)
-        return self._tokens.batch(self._mine(step), seed, device)
+        return self._tokens.batch(self._mine(step), seed, device, self._filled)
 
     def loss(self, step: int, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
         labels = self._labels[torch.from_numpy(self._mine(step))]

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, met_again, split_held_out
+from distcse.encoder.packing import worth_packing
 from distcse.errors import CorpusError
 from distcse.recipe import Recipe
 from distcse.student.memory import own_part
@@ -69,6 +70,7 @@ class Plan:
         """This worker's places in every global batch."""
         self._streams = max(1, training.streams // workers)
         self._first_stream = rank * self._streams
+        self._all_streams = workers * self._streams
 
     @property
     def shuffle(self) -> tuple[int, Callable[[int], int]] | None:
@@ -97,10 +99,11 @@ class Plan:
 
     def batch(self, step: int, device: torch.device) -> Batch:
         """This worker's rows of a step, cut into streams, each with the seed of its dropout noise; and what the memory wants."""
-        rows: NDArray[np.int64] = self.sampler.batch(step)[self.places]
+        everybody: NDArray[np.int64] = self.sampler.batch(step)
+        packs = worth_packing(self._tokens.lengths(everybody).reshape(self._all_streams, -1))
         streams = [
-            (self._collated(part, device), noise_seed(self._seed, step, self._first_stream + number))
-            for number, part in enumerate(np.split(rows, self._streams))
+            (self._collated(part, device, packs), noise_seed(self._seed, step, self._first_stream + number))
+            for number, part in enumerate(np.split(everybody[self.places], self._streams))
         ]
         if self._memory is None:
             return Batch(streams)
@@ -117,8 +120,8 @@ class Plan:
         mine = rows[own_part(len(rows))]
         return [self._collated(mine[at : at + _AT_A_TIME], device) for at in range(0, len(mine), _AT_A_TIME)]
 
-    def _collated(self, rows: NDArray[np.int64], device: torch.device) -> Tokens:
-        return collate(self._tokens.rows(rows), self._tokens.pad_id).to(device)
+    def _collated(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
+        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs).to(device)
 
 
 def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

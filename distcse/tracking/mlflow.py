@@ -13,8 +13,8 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from distcse.files import put
 from distcse.recipe import MLflowSection
+from distcse.storage import fetch, put
 from distcse.tracking.tracker import Ending, Tracked
 
 _NOTED = "mlflow.run"
@@ -45,7 +45,7 @@ class MLflow:
         self._client.set_terminated(self._run, _STATUS[ending])
 
     def _gone_on_with(self, noted: Path) -> str | None:
-        if not noted.exists():
+        if not fetch(noted):
             return None
         known = noted.read_text(encoding="utf-8")
         self._client.update_run(known, status="RUNNING")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 from tensorboardX import SummaryWriter
@@ -13,7 +14,8 @@ class TensorBoard:
     """A file of events for each start of the run, all of them in one folder: one curve."""
 
     def __init__(self, run: Tracked) -> None:
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
+        # Files are named by the second: a start in the same second as another would write over it.
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(4)}")
         self._writer.add_text("recipe", f"```yaml\n{run.recipe}\n```")
 
     def figures(self, values: Mapping[str, float], step: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import wandb
 
-from distcse.files import put
 from distcse.recipe import WandbSection
+from distcse.storage import fetch, put
 from distcse.tracking.tracker import Ending, Tracked
 
 _NOTED = "wandb.run"
@@ -22,7 +22,7 @@ class Wandb:
         if section.mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("nobody is logged in; set WANDB_API_KEY, or run wandb login")
         noted = run.folder / _NOTED
-        if not noted.exists():
+        if not fetch(noted):
             put(noted, secrets.token_hex(4))
         self._run: Any = wandb.init(
             id=noted.read_text(encoding="utf-8"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from benchmarks.counting import NumbersRead
 from distcse.encoder import CrossEncoder, Encoder, pool
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import layers_of
-from distcse.encoder.packing import worth_packing
+from distcse.encoder.packing import can_pack, worth_packing
 from distcse.objectives import gather_views
 from tests.models import make_cross_encoder
 
@@ -198,8 +199,9 @@ def test_packed_tokens_give_the_loss_and_gradient_of_padded_ones(family: str, po
 def test_full_rectangles_fused_attention_and_unknown_layers_are_not_packed() -> None:
     ids, mask = batch()
     places = mask.flatten().nonzero()[:, 0]
-    assert worth_packing(backbone_of("bert"), places, mask)
-    assert not worth_packing(backbone_of("bert"), torch.arange(66), mask)
-    assert not worth_packing(backbone_of("bert", "sdpa"), places, mask)
-    assert not worth_packing(backbone_of("modernbert"), places, mask)
+    assert can_pack(backbone_of("bert"), mask)
+    assert not can_pack(backbone_of("bert", "sdpa"), mask)
+    assert not can_pack(backbone_of("modernbert"), mask)
+    assert worth_packing(np.array([[11, 3, 7], [5, 11, 2]]))
+    assert not worth_packing(np.array([[11, 11, 10], [2, 2, 2]]))
     assert_equal(Encoder(backbone_of("modernbert"), Marks(), "cls", 11).eval(), ids, mask, places)
