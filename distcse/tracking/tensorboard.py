@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Mapping
 
 from tensorboardX import SummaryWriter
@@ -15,7 +15,7 @@ class TensorBoard:
 
     def __init__(self, run: Tracked) -> None:
         # Files are named by the second: a start in the same second as another would write over it.
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(4)}")
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), filename_suffix=f".{time.time_ns()}")
         self._writer.add_text("recipe", f"```yaml\n{run.recipe}\n```")
 
     def figures(self, values: Mapping[str, float], step: int) -> None:
