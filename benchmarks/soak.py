@@ -121,9 +121,12 @@ class Soak:
             found.injected = self._break(kind, run, drawn)
             if kind == "driver":
                 run.go_on()
-            run.wait_until(lambda: False)
+            try:
+                run.wait_until(lambda: False)
+            except TimeoutError as waited:
+                found.told = [str(waited)]
             found.finished = run.status == 0
-            found.told = run.warnings
+            found.told += run.warnings
             if run.position == STEPS:
                 found.difference = largest_difference(expected, weights_of(run.folder))
             found.restarts, found.checkpoints_lost = starts_after(run.steps, latest)
@@ -324,10 +327,11 @@ def main() -> int:
             if kind in options.kinds:
                 rounds.append(soak.play(seed, kind))
                 print(rounds[-1].line, flush=True)
-    minutes = (time.monotonic() - began) / 60
-    print("\n".join(summary(rounds, minutes)), flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps({"minutes": minutes, "rounds": [asdict(one) for one in rounds]}, indent=1))
+                minutes = (time.monotonic() - began) / 60
+                if options.out is not None:  # after each: what a later round does to the cluster costs no figure
+                    found = {"minutes": minutes, "rounds": [asdict(one) for one in rounds]}
+                    options.out.write_text(json.dumps(found, indent=1))
+    print("\n".join(summary(rounds, (time.monotonic() - began) / 60)), flush=True)
     return int(any(one.injected and not one.survived for one in rounds))
 
 
