@@ -2,7 +2,7 @@
 
 A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
 in which `data` is the folder of labelled sets. What follows, up to the next such line, is what it printed, and `[12 s]` how long
-it took.
+it took if that is a second or more.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/journeys/research.md
 
@@ -18,9 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+_HERE = "<<'END'"
 _MOST, _FIRST = 36, 14
 """Lines kept of what a command prints, and how many of them are its first."""
 
@@ -72,14 +75,27 @@ class Shell:
         return told
 
 
+def commands(lines: Sequence[str]) -> Iterator[str]:
+    """What is typed in a block; a command goes on after a backslash, and to the END of a text that is given to it."""
+    rest = iter(lines)
+    for line in rest:
+        if line.startswith("$ "):
+            typed = [line[2:]]
+            while typed[-1].endswith("\\"):
+                typed.append(next(rest))
+            if _HERE in typed[-1]:
+                typed += [*takewhile(lambda given: given != "END", rest), "END"]
+            yield "\n".join(typed)
+
+
 def walk(page: str, shell: Shell) -> str:
     """The page with what its commands print now."""
 
     def again(block: re.Match[str]) -> str:
         lines = []
-        for typed in re.findall(r"^\$ (.*(?:\\\n.*)*)", block[0], re.MULTILINE):
+        for typed in commands(block[0].splitlines()):
             printed, seconds = shell.run(typed)
-            lines += [f"$ {typed}", *printed, f"[{seconds:.0f} s]"]
+            lines += [f"$ {typed}", *printed, *([f"[{seconds:.0f} s]"] if seconds >= 1 else [])]
         return "\n".join(lines) + "\n"
 
     begun = time.perf_counter()

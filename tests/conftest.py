@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.s3 import Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -122,3 +125,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patched.setenv(name, value)
         with start(cpus=6):
             yield
+
+
+@pytest.fixture(scope="module")
+def bucket(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Object storage, empty, where the session's cluster looks for some."""
+    from tests.s3 import serving
+
+    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    with serving(tmp_path_factory.mktemp("s3") / "log", port) as server:
+        yield server

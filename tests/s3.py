@@ -17,6 +17,8 @@ from pathlib import Path
 from threading import Lock, Thread
 
 BUCKET = "bucket"
+RUNS, CACHE = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/cache"
+IN_THE_BUCKET = (f"storage.runs={RUNS}", f"storage.cache={CACHE}")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "SentinelOfTheBucket", "AWS_SECRET_ACCESS_KEY": "SentinelOfItsSecret"}
 """What moto takes from anybody; nothing that is stored or told may hold them."""
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,29 +21,18 @@ from distcse.storage import address, fetch_folder, place
 from distcse.student.run import run
 from distcse.tuning.records import read_trials
 from tests.jobs import make_recipe
-from tests.s3 import BUCKET, CREDENTIALS, Server, serving
+from tests.s3 import CACHE, CREDENTIALS, IN_THE_BUCKET, RUNS, Server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-RUNS, CACHE = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/cache"
-IN_THE_BUCKET = (f"storage.runs={RUNS}", f"storage.cache={CACHE}")
-
-
-@pytest.fixture(scope="module")
-def server(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Where the session's cluster looks for one."""
-    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
-    with serving(tmp_path_factory.mktemp("s3") / "log", port) as server:
-        yield server
-
 
 @pytest.fixture
-def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], server: Server) -> Recipe:
+def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], bucket: Server) -> Recipe:
     on_ray = ("training.workers=2", "training.cpus_per_worker=1", "teachers.builders=1", "training.max_steps=18")
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *on_ray, "evaluation.final=[]")
 
 
-def killed_after(key: str, server: Server, command: list[str], log: Path, mirror: Path) -> None:
+def killed_after(key: str, bucket: Server, command: list[str], log: Path, mirror: Path) -> None:
     """Start a driver on the session's cluster, and kill it when an object of the bucket whose key ends so is there."""
     import ray
 
@@ -57,7 +46,7 @@ def killed_after(key: str, server: Server, command: list[str], log: Path, mirror
     with open(log, "w") as out:
         driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + 240
-        while not any(known.endswith(key) for known in server.stored()) and time.monotonic() < deadline:
+        while not any(known.endswith(key) for known in bucket.stored()) and time.monotonic() < deadline:
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         driver.send_signal(signal.SIGKILL)
@@ -66,7 +55,7 @@ def killed_after(key: str, server: Server, command: list[str], log: Path, mirror
 
 def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     recipe: Recipe,
-    server: Server,
+    bucket: Server,
     labelled: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,8 +64,8 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     file = tmp_path / "small.yaml"
     file.write_text(recipe_yaml(recipe))
     command = [sys.executable, "-m", "distcse.train", str(file), *IN_THE_BUCKET, "--quiet"]
-    killed_after("checkpoints/step-000006/record.json", server, command, tmp_path / "log", tmp_path / "first")
-    (name,) = {key.split("/")[1] for key in server.stored() if key.startswith("runs/")}
+    killed_after("checkpoints/step-000006/record.json", bucket, command, tmp_path / "log", tmp_path / "first")
+    (name,) = {key.split("/")[1] for key in bucket.stored() if key.startswith("runs/")}
     where = f"{RUNS}/{name}"
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
@@ -92,12 +81,12 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     assert fetch_folder(model)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
     assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
-    stored = server.objects()
+    stored = bucket.objects()
     assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
 
 
 def test_a_sweep_is_killed_and_goes_on_elsewhere(
-    recipe: Recipe, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tmp_path / "space.yaml"
     knobs = {"training.lr": {"values": [1e-3, 1e-5]}}
@@ -112,9 +101,9 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     file.write_text(recipe_yaml(recipe))
     more = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
     command = [sys.executable, "-m", "distcse.tune", str(file), "--space", str(space), *more, "--quiet"]
-    known = set(server.stored())
-    killed_after("trials/trials.json", server, command, tmp_path / "log", tmp_path / "first")
-    (name,) = {key.split("/")[1] for key in set(server.stored()) - known if key.startswith("runs/")}
+    known = set(bucket.stored())
+    killed_after("trials/trials.json", bucket, command, tmp_path / "log", tmp_path / "first")
+    (name,) = {key.split("/")[1] for key in set(bucket.stored()) - known if key.startswith("runs/")}
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
     where = place(f"{RUNS}/{name}")
@@ -122,5 +111,5 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     trials = read_trials(place(f"{RUNS}/{name}") / "trials")
     assert [trial.status for trial in trials] == ["finished"] * 2
-    assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(server.stored())
-    assert not [key for key in server.stored() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]
+    assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(bucket.stored())
+    assert not [key for key in bucket.stored() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]
