@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="MODEL",
         help="a run directory, a model folder, or a name on the hub; NAME=MODEL names it in tables; "
-        "the others are compared with the first",
+        "the others are compared with the first; a NAME of several models, such as three seeds, has their mean in tables",
     )
     parser.add_argument(
         "--suite",

@@ -13,6 +13,7 @@ from distcse.errors import EvaluationError
 from distcse.evaluation.evaluation import About, Candidate
 from distcse.evaluation.exposure import Exposure
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
+from distcse.evaluation.runs import numbered
 from distcse.ranks import RankSpaceEncoder, is_rank_space
 from distcse.storage import fetch, is_stored, names, place
 
@@ -41,17 +42,20 @@ class Reading:
 def named(models: Sequence[str]) -> dict[str, str]:
     """Models by name: `NAME=MODEL`, or the name of the folder; a folder called `model` has its parent's name.
 
+    A NAME that is given to several models makes them its runs: `NAME, run 1` and so on.
+
     Raises:
-        EvaluationError: Two models of one name.
+        EvaluationError: Two models of one name that nobody gave them, or one model twice.
     """
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for text in models:
         name, equals, path = text.partition("=")
         name, path = (name, path) if equals else (_name_of(text), text)
-        if name in found:
+        others = found.setdefault(name, [])
+        if path in others or (others and not equals):
             raise EvaluationError(f"two models are called {name}; name one: NAME={path}")
-        found[name] = path
-    return found
+        others.append(path)
+    return numbered(found)
 
 
 def open_candidate(name: str, source: str, reading: Reading, on_progress: Progress | None = None) -> Candidate:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.exposure import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.tuning.summary import Row, Spread
+from distcse.evaluation.runs import Spread, has_several, joined, spreads
+from distcse.tuning.summary import Row
 
 TITLES = {
     "sts": "STS",
@@ -63,23 +64,31 @@ class Grid:
 
 
 def grids(evaluation: Evaluation) -> list[Grid]:
-    """The tables of an evaluation, in the order of its suites."""
-    found = []
+    """The tables of an evaluation, in the order of its suites; each is followed by the means where something has several runs."""
+    found: list[Grid] = []
     for suite in dict.fromkeys(score.suite for score in evaluation.scores):
         mine = [score for score in evaluation.scores if score.suite == suite]
         title = TITLES.get(suite, suite)
         if suite in _ONE_TABLE_A_MEASURE:
             for measure in _shown(suite, [score.measure for score in mine]):
                 chosen = [score for score in mine if score.measure == measure]
-                rows = _rows(evaluation, chosen)
                 sets = [score.set for score in chosen]
-                found.append(Grid(suite, title, MEASURES[measure], sets, rows, measure_key=measure))
+                found += _with_means(evaluation, chosen, Grid(suite, title, MEASURES[measure], sets, {}, measure))
         else:
             for name in dict.fromkeys(score.set for score in mine):
                 chosen = [score for score in mine if score.set == name]
-                rows, measures = _rows(evaluation, chosen), [score.measure for score in chosen]
-                found.append(Grid(suite, f"{title}, {name}", "", measures, rows, set=name))
+                measures = [score.measure for score in chosen]
+                found += _with_means(evaluation, chosen, Grid(suite, f"{title}, {name}", "", measures, {}, set=name))
     return found
+
+
+def _with_means(evaluation: Evaluation, scores: Sequence[Score], empty: Grid) -> Iterator[Grid]:
+    yield replace(empty, rows=_rows(evaluation, scores))
+    if not has_several(evaluation):
+        return
+    runs = joined(about.name for about in evaluation.models)
+    means = {name: [_mean(evaluation, score, name, runs[name]) for score in scores] for name in runs}
+    yield replace(empty, title=f"{empty.title}, mean ± standard deviation over runs", rows=means)
 
 
 def _shown(suite: str, measures: list[str]) -> list[str]:
@@ -112,8 +121,10 @@ def number(measure: str, value: float) -> str:
 
 
 def spread_text(measure: str, spread: Spread | None) -> str:
-    """Mean ± standard deviation as tables print them; nothing where there is none."""
-    return "" if spread is None else f"{number(measure, spread.mean)} ± {number(measure, spread.deviation)}"
+    """Mean ± standard deviation as tables print them, of one run its figure; nothing where there is none."""
+    if spread is None:
+        return ""
+    return number(measure, spread.mean) + (f" ± {number(measure, spread.deviation)}" if spread.number > 1 else "")
 
 
 def _rows(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, list[Cell]]:
@@ -138,6 +149,12 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         apart is not None and apart.clear,
         best=len(score.values) > 1 and value == best,
     )
+
+
+def _mean(evaluation: Evaluation, score: Score, name: str, runs: Sequence[str]) -> Cell:
+    spread = spreads(score).get(name)
+    seen = max(evaluation.share_seen(score, run) for run in runs)
+    return Cell(spread_text(score.measure, spread) or "–", _mark_of(seen) if spread else "")
 
 
 def row_title(row: Row) -> str:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcse.evaluation import Evaluation
+from distcse.evaluation.runs import Spread, spread_of, spreads
 from distcse.tuning.records import Trial
 
 RECIPE, BEST = "recipe", "best"
-_SEED = re.compile(r", seed \d+")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """One figure over several seeds."""
-
-    mean: float
-    deviation: float
-    """Sample standard deviation; 0 with one seed."""
-    number: int
 
 
 @dataclass(frozen=True)
@@ -48,8 +36,8 @@ def dev_row(runs: Sequence[Trial]) -> Row | None:
     for run in sorted(runs, key=lambda run: side_of(run) == BEST):
         if run.best is not None and run.status == "finished":
             scores.setdefault(side_of(run), []).append(run.best.score)
-    spreads = {side: spread_of(values) for side, values in scores.items()}
-    return Row("dev", "best of each run", "dev", spreads) if spreads else None
+    found = {side: spread_of(values) for side, values in scores.items()}
+    return Row("dev", "best of each run", "dev", found) if found else None
 
 
 def set_rows(evaluation: Evaluation) -> list[Row]:
@@ -60,21 +48,9 @@ def set_rows(evaluation: Evaluation) -> list[Row]:
             score.suite,
             score.set,
             score.measure,
-            {name: spread_of(values) for name, values in _joined(score.values).items()},
+            spreads(score),
             max(evaluation.share_seen(score, model) for model in score.values),
         )
         for score in evaluation.scores
         if score.suite != "sts" or score.measure == asked
     ]
-
-
-def spread_of(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
-
-
-def _joined(values: Mapping[str, float]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for name, value in values.items():
-        found.setdefault(_SEED.sub("", name), []).append(value)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,22 @@ def test_one_command_measures_and_writes(
     stored = json.loads((out / "evaluation.json").read_text())
     assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
     assert [about["pooling"] for about in stored["models"]] == ["mean", "mean"]
+
+
+def test_several_runs_of_one_name_are_joined(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [f"row={Path(shutil.copytree(tiny(), tmp_path / f'seed-{seed}'))}" for seed in (0, 1)]
+    more = ["--data", str(labelled), "--pooling", "mean", "--suite", "sts", "--quiet"]
+    assert main([*runs, f"other={tiny('minilm')}", *more, "--out", str(tmp_path / "out")]) == 0
+    means = capsys.readouterr().out.partition("STS, mean ± standard deviation over runs")[2]
+    stored = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"][0]["values"]
+    assert stored["row, run 1"] == stored["row, run 2"]
+    (row,) = (line for line in means.splitlines() if line.startswith("row "))
+    (other,) = (line for line in means.splitlines() if line.startswith("other "))
+    assert f"{stored['row, run 1']:.2f} ± 0.00" in row and f"{stored['other']:.2f}" in other and "±" not in other
+    for page in ("report.html", "report.md"):
+        assert "mean ± standard deviation over runs" in (tmp_path / "out" / page).read_text()
 
 
 @pytest.mark.parametrize(

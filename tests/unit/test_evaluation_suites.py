@@ -125,6 +125,9 @@ def test_names_of_models_and_sets() -> None:
     assert named(["a=x/y", "runs/z", "runs/q/model"]) == {"a": "x/y", "z": "runs/z", "q": "runs/q/model"}
     with pytest.raises(EvaluationError, match="two models are called z; name one: NAME=b/z"):
         named(["a/z", "b/z"])
+    assert named(["z=a/z", "z=b/z", "one=c"]) == {"z, run 1": "a/z", "z, run 2": "b/z", "one": "c"}
+    with pytest.raises(EvaluationError, match="two models are called z; name one"):
+        named(["z=a/z", "z=a/z"])
     assert OwnSet.parse("sts:My set=a/b.tsv.gz") == OwnSet("sts", "My set", Path("a/b.tsv.gz"))
     assert OwnSet.parse("pairs=a/b.jsonl.gz").name == "b" and OwnSet.parse("retrieval=a/folder").name == "folder"
     for bad in ("sts", "sts=", "stt=x.tsv"):

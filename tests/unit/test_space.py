@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distcse.errors import RecipeError
+from distcse.evaluation.runs import spread_of
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.tuning.importance import importances
 from distcse.tuning.records import Reported, Trial, read_trials, winner_of
 from distcse.tuning.space import Space
-from distcse.tuning.summary import spread_of
 from distcse.tuning.table import rows_of, write_tables
 from tests.jobs import make_recipe
 
