@@ -21,7 +21,7 @@ from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbe
 from distcse.encoder.layers import layers_of
 
 _KNOWN = {"TransformerBlock": distilbert, "MPNetLayer": None, "ModernBertEncoderLayer": None}
-_WORTH = 0.95
+WORTH = 0.95
 """Share of a rectangle that is tokens, above which it goes through as it is."""
 
 
@@ -31,18 +31,18 @@ def worth_packing(lengths: NDArray[np.int64]) -> bool:
     Asked of the global batch and not of a worker's part: where weights are sharded, a worker that took another way through the
     layers than the others would wait for them for ever.
     """
-    return bool(lengths.sum() <= _WORTH * lengths.max(axis=1).sum() * lengths.shape[1])
+    return bool(lengths.sum() <= WORTH * lengths.max(axis=1).sum() * lengths.shape[1])
 
 
 def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
     """Whether a backbone's layers are known here, and its (B, L) masks are on a CPU."""
     config: Any = backbone.config
-    return (
-        mask.device.type == "cpu"
-        and config._attn_implementation == "eager"
-        and can_stop_at_one(backbone)
-        and _layer_of(backbone) is not None
-    )
+    return mask.device.type == "cpu" and config._attn_implementation == "eager" and has_known_layers(backbone)
+
+
+def has_known_layers(backbone: nn.Module) -> bool:
+    """Whether a backbone's layers are known here."""
+    return can_stop_at_one(backbone) and _layer_of(backbone) is not None
 
 
 @contextmanager

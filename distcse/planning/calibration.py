@@ -189,7 +189,7 @@ def _factors(kind: Kind, found: dict[str, Any], rates: dict[str, Any]) -> Factor
     rate, bandwidth = rates["matmul"][kind.precision], rates["bandwidth"]
 
     def parts(texts: float, length: float) -> tuple[float, float, float]:
-        shape = kind.shape.with_depth(layers)
+        shape = replace(kind.shape.with_depth(layers), at_one=False)
         return Pass(shape, texts, length, kind.training, kind.precision, kind.dropout).parts(rate, bandwidth)
 
     texts, length, seconds = found["embedding"]

@@ -64,12 +64,16 @@ def activation_bytes(work: Pass, kind: str, eager: bool) -> float:
         scores += 2 * scores
     copies = 2.0 * shape.layer_weights if half else 0.0
     of_embedding = (4 + (4 if work.dropout else 0) + 12) * shape.width
-    return work.tokens * (shape.layers * (of_token + scores) + of_embedding) + shape.layers * copies
+    spread = (
+        (work.tokens - work.mapped) * 3 * size * shape.width
+    )  # queries, keys and values are kept as attention sees them
+    layers = work.mapped * shape.linear_layers * of_token + shape.attending_layers * (work.tokens * scores + spread)
+    return layers + work.tokens * of_embedding + shape.layers * copies
 
 
 def backward_bytes(work: Pass) -> float:
     """Bytes of gradients of activations that are alive together on the way back: of the widest part of one layer."""
-    return work.tokens * 4.0 * (2 * work.shape.inner + 2 * work.shape.width)
+    return work.mapped * 4.0 * (2 * work.shape.inner + 2 * work.shape.width)
 
 
 def sampler_bytes(rows: float) -> float:

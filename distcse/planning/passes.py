@@ -14,6 +14,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TRAINING_OF_WIDTH, _TRAINING_OF_INNER, _TRAINING_OF_SCORES = 36, 16, 16
 _FORWARD_OF_WIDTH, _FORWARD_OF_INNER, _FORWARD_OF_SCORES = 12, 4.5, 6
 _TRAINING_OF_EMBEDDING, _FORWARD_OF_EMBEDDING = 14, 6
+# Queries, keys and values spread over the rectangle and what attention makes of them gathered, there and back.
+_PACKING = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Pass:
     training: bool = False
     precision: str = "fp32"
     dropout: bool = False
+    packed: float | None = None
+    """Tokens of each without its padding, where that goes through attention alone."""
 
     @property
     def tokens(self) -> float:
@@ -74,9 +78,14 @@ class Pass:
         return self.texts * self.length
 
     @property
+    def mapped(self) -> float:
+        """Tokens that go through the linear maps."""
+        return self.texts * (self.packed or self.length)
+
+    @property
     def linear_flops(self) -> float:
         """Backward costs twice the forward."""
-        return self.tokens * self.shape.linear_flops * (3 if self.training else 1)
+        return self.mapped * self.shape.linear_flops * (3 if self.training else 1)
 
     @property
     def attention_flops(self) -> float:
@@ -95,14 +104,22 @@ class Pass:
         of_width, of_inner = (
             (_TRAINING_OF_WIDTH, _TRAINING_OF_INNER) if self.training else (_FORWARD_OF_WIDTH, _FORWARD_OF_INNER)
         )
-        activations = self.tokens * shape.layers * (of_width * shape.width + of_inner * shape.inner) * size
+        of_token = of_width * shape.width + of_inner * shape.inner + (_PACKING * shape.width if self.packed else 0)
+        activations = self.mapped * shape.linear_layers * of_token * size
         return activations + shape.layers * shape.layer_parameters * 4 * (3 if self.training else 1)
 
     @property
     def attention_bytes(self) -> float:
         """Of the L × L scores of every head."""
         of_scores = _TRAINING_OF_SCORES if self.training else _FORWARD_OF_SCORES
-        return self.tokens * self.shape.layers * of_scores * self.shape.heads * self.length * BYTES[self.precision]
+        return (
+            self.tokens
+            * self.shape.attending_layers
+            * of_scores
+            * self.shape.heads
+            * self.length
+            * BYTES[self.precision]
+        )
 
     @property
     def embedding_bytes(self) -> float:

@@ -128,7 +128,7 @@ class StudentPlan:
             found.append(self._teacher_phase(number, teacher))
         if run.recipe.training.neighbours is not None:
             found.append(self._neighbours_phase())
-        flops = run.step_flops(self.workers, self.batch) * self.workers * run.steps
+        flops = run.step_flops(self.workers, self.batch, machine.kind) * self.workers * run.steps
         found.append(Phase("student", run.steps * self.step_seconds, flops, self.step.binding, f"{run.steps:,} steps"))
         scores = run.dev_scores
         found.append(

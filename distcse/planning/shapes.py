@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder import resolve_model
+from distcse.encoder.folder import read_layout
+from distcse.encoder.last_layer import can_stop_at_one
+from distcse.encoder.packing import has_known_layers
+from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
@@ -68,6 +72,10 @@ class Shape:
     dropout: float = 0.0
     """Largest dropout probability that the model came with."""
     told_by: str = "config.json"
+    at_one: bool = False
+    """The last layer is computed at the one token that pooling reads (see encoder/last_layer.py)."""
+    packs: bool = False
+    """On a CPU a batch goes through without its padding (see encoder/packing.py)."""
 
     @property
     def parameters(self) -> int:
@@ -77,11 +85,21 @@ class Shape:
     @property
     def linear_flops(self) -> int:
         """Forward FLOPs of a token in all layers, attention's products apart: 24 h² a layer where the inner width is 4 h."""
-        return 2 * self.layer_weights * self.layers
+        return round(2 * self.layer_weights * self.linear_layers)
+
+    @property
+    def linear_layers(self) -> float:
+        """Layers' worth of linear maps: of a last layer at one token, keys and values are those of all tokens."""
+        return self.layers - (1 - 2 * self.width**2 / self.layer_weights if self.at_one and self.layers else 0)
+
+    @property
+    def attending_layers(self) -> int:
+        """Layers in which every token looks at all: with its last at one token, one fewer."""
+        return self.layers - (self.at_one and self.layers > 0)
 
     def attention_flops(self, length: int | float) -> float:
         """Forward FLOPs of a token's attention among `length` tokens in all layers: 4 L h a layer."""
-        return 4.0 * length * self.width * self.layers
+        return 4.0 * length * self.width * self.attending_layers
 
     def forward_flops(self, length: int | float) -> float:
         """Forward FLOPs of one token in a text of `length` tokens."""
@@ -109,6 +127,12 @@ def read_shape(section: EncoderSection) -> Shape:
 
         keep_layers(backbone, layers)
     shape = _measured(section.backbone, backbone, told_by)
+    pooling = _pooling(section)
+    shape = replace(
+        shape,
+        at_one=pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
+        packs=pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
+    )
     if isinstance(section, StudentSection) and section.word_dimension is not None:
         return _with_narrow_words(shape, config, section.word_dimension)
     return shape
@@ -165,6 +189,11 @@ def _without_numbers(config: Any, section: EncoderSection) -> Any:
             return AutoModel.from_config(config, trust_remote_code=section.trust_remote_code)
     except (ValueError, KeyError, ImportError) as refused:
         raise EncoderError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
+
+
+def _pooling(section: EncoderSection) -> str | None:
+    folder = None if section.pooling else folder_of(section.backbone, section.trust_remote_code)
+    return section.pooling or (read_layout(folder).pooling if folder else None)
 
 
 def _kept_layers(section: EncoderSection) -> Sequence[int] | None:

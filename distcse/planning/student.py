@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from distcse.encoder import is_cross_encoder
+from distcse.encoder.packing import WORTH
 from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, lists_bytes, states
@@ -120,18 +121,28 @@ class StudentRun:
         """Tokens that every text of a batch of `rows` is padded to."""
         return self.lengths.longest_of(max(1, round(rows)), self.recipe.student.max_length)
 
-    def passes(self, rows: float, length: float | None = None) -> list[Pass]:
-        """The passes of one worker's step, the student's own first."""
+    def passes(self, rows: float, kind: str = "gpu", length: float | None = None) -> list[Pass]:
+        """The passes of one worker's step on a kind of machine, the student's own first."""
         padded = self.padded(rows) if length is None else length
         precision, views = self.recipe.training.precision, 2 if self.has_dropout else 1
-        found = [Pass(self.student, views * rows, padded, True, precision, self.has_dropout)]
+        found = [
+            Pass(self.student, views * rows, padded, True, precision, self.has_dropout, self._packed(padded, kind))
+        ]
         if self.has_detector:
-            found.append(Pass(self.student, 2 * rows, padded, True, precision, self.has_dropout))
+            whole = replace(self.student, at_one=False)
+            found.append(Pass(whole, 2 * rows, padded, True, precision, self.has_dropout))
         if self.generator is not None:
             found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
         if self.recipe.training.chunk is not None:  # what is forgotten is made again
             found += [replace(work, training=False) for work in found]
         return found
+
+    def _packed(self, padded: float, kind: str) -> float | None:
+        """Tokens of a text where a batch is packed."""
+        limit = self.recipe.student.max_length
+        plain_attention = (limit or _EAGER_BELOW) < _EAGER_BELOW
+        mean = self.lengths.mean(limit)
+        return mean if kind == "cpu" and plain_attention and self.student.packs and mean <= WORTH * padded else None
 
     def quiet_passes(self, workers: int) -> list[Pass]:
         """What a step encodes without gradient, on average: landmarks, every so many steps."""
@@ -153,10 +164,10 @@ class StudentRun:
         """The work of the terms on one worker."""
         return objective_work(self.recipe.objective, self.lists(workers, batch), len(self.teachers))
 
-    def step_flops(self, workers: int, batch: int) -> float:
-        """Of one step on one worker."""
+    def step_flops(self, workers: int, batch: int, kind: str = "gpu") -> float:
+        """Of one step on one worker, on a kind of machine."""
         rows = batch / workers
-        passes = self.passes(rows) + self.quiet_passes(workers)
+        passes = self.passes(rows, kind) + self.quiet_passes(workers)
         return (
             sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
         )
@@ -201,7 +212,7 @@ class StudentRun:
     def step_terms(self, cluster: Cluster, workers: int, batch: int, length: float | None = None) -> Terms:
         """Seconds of one step, by what they go into."""
         machine, rows = cluster.machine, batch / workers
-        passes = self.passes(rows, length) + self.quiet_passes(workers)
+        passes = self.passes(rows, machine.kind, length) + self.quiet_passes(workers)
         total = self.objective(workers, batch).terms(machine)
         for work in passes:
             total += work.terms(machine)
@@ -240,7 +251,7 @@ class StudentRun:
     def memory(self, machine: Machine, workers: int, batch: int, stage: int) -> WorkerMemory:
         """Bytes of one worker."""
         rows = min(batch / workers, self.recipe.training.chunk or batch)
-        passes = self.passes(rows, float(self.recipe.student.max_length or self.padded(rows)))
+        passes = self.passes(rows, machine.kind, float(self.recipe.student.max_length or self.padded(rows)))
         eager = machine.kind == "cpu" and (self.recipe.student.max_length or _EAGER_BELOW) < _EAGER_BELOW
         kept = sum(activation_bytes(work, machine.kind, eager) for work in passes if work.training)
         on_the_way = max(backward_bytes(work) for work in passes)

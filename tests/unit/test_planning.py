@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
+from distcse.corpus import collate
 from distcse.encoder import Encoder, resolve_model
 from distcse.errors import EncoderError, RecipeError
 from distcse.plan import main
@@ -151,14 +152,31 @@ def test_a_step_counts_both_views_and_every_extra(tiny: Callable[..., Path], tmp
     )
     run = StudentRun.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0))
     shape, tokens = run.student, 2 * 8 * 20
-    one = 3 * (2 * 4 * 32 * 32 + 2 * 2 * 32 * 64 + 4 * 20 * 32)  # three layers of width 32, inner width 64
+    layer = 2 * 4 * 32 * 32 + 2 * 2 * 32 * 64 + 4 * 20 * 32  # width 32, inner width 64
+    whole, at_cls = 3 * layer, 2 * layer + 2 * 2 * 32 * 32  # of a last layer at [CLS] the keys and values of all tokens
     head = 2 * (32 * 32 + 32 * shape.vocabulary)
     cosines = 6 * 8 * 8 * 32
-    assert run.step_flops(1, 8) == tokens * (3 * one + 3 * one + one + head) + cosines
+    assert run.step_flops(1, 8) == tokens * (3 * at_cls + 3 * whole + whole + head) + cosines
     quiet = load_recipe(
         RANKCSE, [f"student.backbone={folder}", "student.dropout=0.0", f"teachers.encoders=[{{backbone: {folder}}}]"]
     )
     assert StudentRun.of(quiet, run.lengths).passes(8)[0].texts == 8  # one pass for both views
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_cpus_step_leaves_out_what_nobody_reads(
+    tiny: Callable[..., Path], sentences: list[str], pooling: str
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling=pooling, max_length=32).train()  # plain attention below 128
+    rows = [np.array(ids) for ids in encoder.token_ids(sentences[:32])]
+    batch = collate(rows, 0, placed=True)
+    with FlopCounterMode(display=False) as counter:
+        encoder(batch.ids, batch.mask, batch.places).sum().backward()
+    mean, longest = np.mean([len(row) for row in rows]), max(len(row) for row in rows)
+    shape = read_shape(EncoderSection(backbone=str(tiny("bert")), pooling=pooling))
+    foretold = passed(shape, 32, longest, training=True, packed=mean).flops
+    assert foretold == pytest.approx(counter.get_total_flops(), rel=0.06)
+    assert passed(replace(shape, at_one=False), 32, longest, training=True).flops > 1.1 * foretold
 
 
 # Lengths
@@ -381,9 +399,10 @@ def test_teachers_cost_what_they_have() -> None:
     plan = plan_of(load_recipe(RANKCSE))
     assert plan.tables == {"teacher 0": 2 * 768 * 10**6, "teacher 1": 2 * 1024 * 10**6}
     first, second = (phase for phase in plan.phases if phase.name.startswith("teacher"))
-    assert 3.4 < second.flops / first.flops < 3.6  # a large teacher: 3.55 times a base one
+    assert 3.6 < second.flops / first.flops < 3.75  # a large teacher: 23.2 layers for 11.2, each 1.78 times
     length = plan.run.lengths.mean(32)
-    assert first.flops == pytest.approx(10**6 * length * 12 * (24 * 768**2 + 4 * length * 768))
+    layer, last = 24 * 768**2 + 4 * length * 768, 4 * 768**2  # [CLS] asks a last layer for keys and values alone
+    assert first.flops == pytest.approx(10**6 * length * (11 * layer + last))
 
 
 @settings(max_examples=15, deadline=None)
