@@ -213,4 +213,5 @@ def _bytes(size: float) -> str:
 
 
 def _ms(seconds: float) -> str:
+    seconds = round(seconds, 9)  # what two sums differ by is no time
     return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
