@@ -32,6 +32,8 @@ _BEFORE_IMPORT = {
 }
 """What Ray reads when it is imported. Imported before by somebody else, it asks for a token of its own accord."""
 
+_ANSWERS_WITHIN = 10.0
+"""Seconds for a cluster's address to take a connection."""
 _PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
 _OF_THE_NODE = ("DISTCSE_MIRROR",)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
@@ -58,6 +60,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address:
+            _ask(address)
             ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=environment)
         else:
             _start_here(cpus, environment)
@@ -74,6 +77,18 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         yield
     finally:
         ray.shutdown()
+
+
+def _ask(address: str) -> None:
+    """Ray itself asks for minutes before it says that nobody answers."""
+    if "://" in address and not address.startswith("ray://"):
+        raise ValueError("that is where jobs are submitted; a driver joins HOST:PORT, mostly port 6379, or auto")
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN).close()
+        except OSError as refused:
+            raise ConnectionError(f"nobody answers there ({refused.strerror or refused})") from None
 
 
 def worker_environment(gpus: float) -> dict[str, str]:

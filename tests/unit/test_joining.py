@@ -1,0 +1,28 @@
+"""A driver that is told of a cluster which is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from distcse.errors import RunError
+from distcse.training.cluster import cluster
+from tests.s3 import free_port
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:{port}", "nobody answers there (Connection refused)"),
+        ("ray://127.0.0.1:{port}", "nobody answers there (Connection refused)"),
+        ("http://127.0.0.1:8265", "that is where jobs are submitted; a driver joins HOST:PORT"),
+    ],
+)
+def test_an_address_that_no_cluster_has_is_one_clear_error(
+    address: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = address.format(port=free_port())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RunError) as refused, cluster():
+        pass
+    assert str(refused.value).startswith(f"cannot join the Ray cluster at {address}: {told}")
+    assert "Check RAY_ADDRESS" in str(refused.value)
