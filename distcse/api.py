@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distcse.encoder import Encoder
+from distcse.encoder.device import device_here
 from distcse.errors import EvaluationError, RunError
 from distcse.evaluation import (
     Candidate,
@@ -260,7 +259,7 @@ def measure(
     if mteb is not None:
         _check_mteb(data)
     folder = None if data is None else Path(data)
-    reading = reading or Reading(device="cuda" if torch.cuda.is_available() else "cpu")
+    reading = reading or Reading(device=device_here())
     with _heard_by(listen) as post:
         protocol = Protocol(
             aggregate, transfer, reading.device, lambda name, done: post(Stage(f"{name} fits", done, None, "done"))

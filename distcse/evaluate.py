@@ -24,9 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
-    import torch
-
     from distcse.api import measure
+    from distcse.encoder.device import device_here
     from distcse.evaluation import Reading
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
@@ -36,7 +35,7 @@ def _main(options: argparse.Namespace) -> int:
     reading = Reading(
         pooling=options.pooling,
         max_length=options.max_length,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=options.device or device_here(),
         precision=options.precision,
         trust_remote_code=options.trust_remote_code,
         prompt=options.prompt,

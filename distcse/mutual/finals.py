@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
+from distcse.encoder.device import device_here
 from distcse.evaluation import (
     SUITES,
     About,
@@ -66,7 +65,7 @@ def final_scores(
         return None
     note = f"compared with {len(tasks.tasks)} sets: {exposure.told}"
     post(Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here()
     candidates = []
     left = {name for name, _, _ in best}
     trusted = {group.name: group.trust_remote_code for group in recipe.groups}

@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
+from distcse.encoder.device import device_here
 from distcse.errors import CorpusError, RunError
 from distcse.evaluation import excluded_from
 from distcse.events import Listener, Stage
@@ -67,7 +67,7 @@ def _bands(
     recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], post: Listener
 ) -> list[tuple[float, Found]]:
     """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
-    encoder = Encoder.from_section(recipe.groups[0]).to("cuda" if torch.cuda.is_available() else "cpu")
+    encoder = Encoder.from_section(recipe.groups[0]).to(device_here())
     vectors = encoder.encode(
         texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
     )

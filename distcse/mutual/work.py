@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.encoder import CrossEncoder, Encoder
+from distcse.encoder.device import device_here
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch
 from distcse.files import sealed, unsealed
@@ -170,7 +171,7 @@ class Scorer:
         Raises:
             EncoderError: A score is not finite.
         """
-        model = self._model(phase).to("cuda" if torch.cuda.is_available() else "cpu")
+        model = self._model(phase).to(device_here())
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
         scores = np.empty(end - begin, dtype=np.float32)
         for here in range(begin, end, _SLICE):

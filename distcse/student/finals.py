@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from distcse.corpus import Corpus, split_held_out
 from distcse.corpus.docstrings import held_out_documentation
 from distcse.encoder import Encoder, resolve_model
+from distcse.encoder.device import device_here
 from distcse.evaluation import (
     SUITES,
     About,
@@ -57,7 +58,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
     if not suites:
         return Tasks()
     data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [], Protocol("all", recipe.evaluation.transfer, _device()))
+    tasks = collect(data, suites, [], Protocol("all", recipe.evaluation.transfer, device_here()))
     if recipe.dev_score == "stsb":
         dev = labelled_dev(data)
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
@@ -85,8 +86,8 @@ def final_scores(
     exposure.write(model)
     teachers = recipe.teachers.encoders
     candidates = [
-        candidate_of("start", recipe.student.backbone, start.to(_device()), _known(recipe.student.backbone)),
-        candidate_of("student", str(model), student.to(_device()), exposure),
+        candidate_of("start", recipe.student.backbone, start.to(device_here()), _known(recipe.student.backbone)),
+        candidate_of("student", str(model), student.to(device_here()), exposure),
     ]
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
@@ -96,7 +97,7 @@ def final_scores(
         tasks.tasks.append(_docstrings(recipe))
     if "agreement" in wanted:
         tasks.tasks.append(_agreement(recipe, corpus, candidates[2:]))
-    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": _device(), "precision": "fp32"}
+    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": device_here(), "precision": "fp32"}
     return evaluate(candidates, tasks, base="start", settings=settings, post=post)
 
 
@@ -124,9 +125,13 @@ def _teacher(name: str, section: TeacherSection) -> Candidate:
         about = About(name, source, kind, "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
-        reading = Reading(max_length=section.max_length, device=_device(), trust_remote_code=section.trust_remote_code)
+        reading = Reading(
+            max_length=section.max_length, device=device_here(), trust_remote_code=section.trust_remote_code
+        )
         return open_candidate(name, section.backbone, reading)
-    return candidate_of(name, section.backbone, Encoder.from_section(section).to(_device()), _known(section.backbone))
+    return candidate_of(
+        name, section.backbone, Encoder.from_section(section).to(device_here()), _known(section.backbone)
+    )
 
 
 def _docstrings(recipe: Recipe) -> RetrievalTask:
@@ -151,7 +156,3 @@ def exposure_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener)
 
 def _known(model: str) -> Exposure:
     return Exposure.read(resolve_model(model))
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

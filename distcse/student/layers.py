@@ -16,6 +16,7 @@ import torch
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, resolve_model
+from distcse.encoder.device import device_here
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Stage, Watch
@@ -78,7 +79,7 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
     section, wanted = recipe.student, recipe.student.depth
     assert wanted is not None
     whole = section.model_copy(update={"layers": None, "depth": None, "word_dimension": None})
-    encoder = Encoder.from_section(whole).to(_device())
+    encoder = Encoder.from_section(whole).to(device_here())
     depth = depth_of(encoder.backbone)
     if wanted > depth:
         raise EncoderError(
@@ -130,7 +131,3 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
 
 def _told(watch: Watch, layers: Sequence[int], why: str) -> None:
     watch.post(Stage("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}"))
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from distcse.encoder.device import device_here
 from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
 from distcse.events import Watch
 from distcse.mutual.finals import checked_tasks, wanted_tasks
@@ -41,7 +40,7 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
     tasks = _tasks(recipe)
     if not tasks.tasks:
         return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here()
     of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, watch)
     candidates = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):

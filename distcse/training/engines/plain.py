@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcse.encoder.device import device_here
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import TrainingState
 from distcse.training.engines.engine import make_adamw, trained_parameters
@@ -18,7 +19,7 @@ class PlainEngine:
     """PyTorch alone: AdamW, clipping, accumulation, gradients averaged by one all-reduce."""
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: TrainingState | None) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(device_here())
         self._model = model.to(self.device)
         self._training = training
         self._parameters = trained_parameters(model)
