@@ -198,7 +198,7 @@ class _Command:
     def _start(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "distcse.train", "--quiet", *arguments]
         with open(self._place / "told.txt", "ab") as told:
-            self._process = subprocess.Popen(command, stdout=told, stderr=told, env=self._environment)
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=told, env=self._environment)
 
     def go_on(self) -> None:
         """`--resume`."""
