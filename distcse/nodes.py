@@ -112,7 +112,7 @@ def refuse_impossible(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
         if (room := fitting(there, demand.each)) < demand.number:
             raise RunError(
                 f"{demand.told} wants room for {demand.number} of {told_resources(demand.each)} each, and none lies on two "
-                f"nodes: {_whose(demand.labels)} {_told_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
+                f"nodes: {_whose(demand.labels)} {told_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
             )
 
 
@@ -222,7 +222,7 @@ def _told_labels(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in labels.items())
 
 
-def _told_nodes(nodes: Sequence[Resources]) -> str:
+def told_nodes(nodes: Sequence[Resources]) -> str:
     """Such as `2 x 4 CPUs, 1 x 8 CPUs and 1 GPU`."""
     alike = Counter(told_resources(node) for node in nodes)
     return ", ".join(f"{number} x {told}" for told, number in alike.items())

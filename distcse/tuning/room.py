@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
-
 from distcse.errors import RunError
+from distcse.nodes import Resources, even_share, fitting, nodes_with, told_nodes, told_resources
 from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
 from distcse.teachers import uses_table
 
 _AROUND_A_TRAINER = 0.01
 """CPUs of a trial's process whose workers are others."""
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -38,35 +37,40 @@ class Room:
         return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _AROUND_A_TRAINER}
 
 
-def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Room:
+def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resources] | None = None) -> Room:
     """As many trials as the cluster has CPUs and GPUs for, each with an even share of the CPUs.
 
     `training.cpus_per_worker` and `gpus_per_worker` of the recipe count, also fractions: 0.5 lets two trials share a core or GPU.
-    A mutual distillation runs its groups in turns in the trial's process.
+    A mutual distillation runs its groups in turns in the trial's process. No worker lies on two nodes.
+
+    Args:
+        recipe: What is tried.
+        sweep: How many at a time, where it says so.
+        nodes: What each node has; None asks the cluster.
 
     Raises:
         RunError: The trials at a time that were asked for do not fit.
     """
-    has = ray.cluster_resources()
-    serving = _live_servers(recipe)
-    cpus = has.get("CPU", 1.0) - serving
-    gpus = has.get("GPU", 0.0) - (serving * recipe.teachers.builder_gpus if isinstance(recipe, Recipe) else 0.0)
+    has = nodes_with(None, "training.nodes") if nodes is None else nodes
     training = recipe.training if isinstance(recipe, Recipe) else None
+    left = _without_servers(recipe, has)
     workers = training.workers if training else 0
-    cpu = training.cpus_per_worker if training else None
-    gpu = training.gpus_per_worker if training and training.gpus_per_worker is not None else float(gpus >= 1)
     each, around = max(1, workers), _AROUND_A_TRAINER if workers > 1 else 0.0
-    fitting = _times(cpus, (cpu or 1) * each + around)
-    if gpu:
-        fitting = min(fitting, _times(gpus, gpu * each))
-    concurrent = sweep.search.concurrent or max(1, fitting)
-    cpus -= around * concurrent
+    cpu = training.cpus_per_worker if training else None
+    wants_gpu = training.gpus_per_worker if training else None
+    gpu = float(any(node.get("GPU", 0.0) >= 1 for node in left)) if wants_gpu is None else wants_gpu
+    left = [node for node in left if not gpu or node.get("GPU", 0.0) >= gpu]
+    fits = fitting(left, {"CPU": (cpu or 1) + around / each, "GPU": gpu}) // each
+    concurrent = sweep.search.concurrent or max(1, fits)
     together = each * concurrent
-    cpu = cpu or max(1.0, cpus // together)
-    if cpu * together > cpus + _ROUNDING or gpu * together > gpus + _ROUNDING:
+    left = _without(left, concurrent, {"CPU": around})
+    cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], together))))
+    one = {"CPU": cpu, "GPU": gpu}
+    if fitting(left, one) < together:
         raise RunError(
-            f"{concurrent} trials at a time need {cpu * together:g} CPUs and {gpu * together:g} GPUs, the cluster has {cpus:g} "
-            f"and {gpus:g} for them; lower search.concurrent, training.workers or training.cpus_per_worker and gpus_per_worker"
+            f"{concurrent} trials at a time want room for {together} training workers of {told_resources(one)} each, and none "
+            f"lies on two nodes: {told_nodes(left)} left for them, room for {fitting(left, one)}; lower search.concurrent, "
+            "training.workers or training.cpus_per_worker and gpus_per_worker"
         )
     return Room(concurrent, cpu, gpu, workers)
 
@@ -80,14 +84,19 @@ def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
     return recipe.model_copy(update={**alike, "training": recipe.training.model_copy(update=share)})
 
 
-def _times(there: float, each: float) -> int:
-    """How often something fits; a tenth fits ten times."""
-    return int(there / each + _ROUNDING)
-
-
-def _live_servers(recipe: Recipe | MutualRecipe) -> int:
-    """Servers of live teachers, which keep a CPU each, and their GPUs, to themselves."""
+def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) -> list[Resources]:
+    """What servers of live teachers leave: they keep a CPU each, and their GPUs, to themselves."""
     if isinstance(recipe, MutualRecipe):
-        return 0
+        return list(nodes)
     section = recipe.teachers
-    return sum(section.servers for teacher in section.encoders if not uses_table(section, teacher))
+    servers = sum(section.servers for teacher in section.encoders if not uses_table(section, teacher))
+    return _without(nodes, servers, {"CPU": 1.0, "GPU": section.builder_gpus})
+
+
+def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:
+    """What so many of something leave on nodes, each put where most CPUs are left."""
+    left = [dict(node) for node in nodes]
+    for _ in range(number):
+        most = max(left, key=lambda node: node.get("CPU", 0.0), default={})
+        most.update({kind: max(0.0, most.get(kind, 0.0) - amount) for kind, amount in each.items() if amount})
+    return list(left)

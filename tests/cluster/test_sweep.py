@@ -302,7 +302,7 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe:
 
 def test_what_a_sweep_cannot_do_is_told_before_it_starts(recipe: Recipe, tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 99})
-    with pytest.raises(RunError, match="99 trials at a time need 99 CPUs"):
+    with pytest.raises(RunError, match="99 trials at a time want room for 99 training workers of 1 CPU each"):
         carried_out(recipe, sweep)
     two = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"workers": 2, "cpus_per_worker": None})}

@@ -1,0 +1,52 @@
+"""How many trials of a sweep fit on nodes, and what each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distcse.errors import RunError
+from distcse.recipe import Recipe, Sweep
+from distcse.tuning.room import Room, room_of
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def sweep(**search: Any) -> Sweep:
+    return Sweep(name="s", knobs={"training.lr": {"values": [1e-3, 1e-4]}}, search=search)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "search", "nodes", "expected"),
+    [
+        (("training.workers=1",), {}, [{"CPU": 4.0}], Room(4, 1.0, 0.0, 1)),
+        (("training.workers=1",), {"concurrent": 2}, [{"CPU": 4.0}], Room(2, 2.0, 0.0, 1)),
+        # Six CPUs are three times two, but not on two nodes of three each.
+        (("training.workers=1",), {"concurrent": 3}, [{"CPU": 3.0}] * 2, Room(3, 1.0, 0.0, 1)),
+        (("training.workers=1", "training.cpus_per_worker=2"), {}, [{"CPU": 3.0}] * 2, Room(2, 2.0, 0.0, 1)),
+        (("training.workers=2", "training.cpus_per_worker=1"), {}, [{"CPU": 3.0}] * 2, Room(2, 1.0, 0.0, 2)),
+        (("training.workers=1",), {}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], Room(2, 4.0, 1.0, 1)),
+        (("training.workers=1", "training.gpus_per_worker=0.5"), {}, [{"CPU": 8.0, "GPU": 1.0}], Room(2, 4.0, 0.5, 1)),
+        (("training.workers=1", "training.cpus_per_worker=0.1"), {}, [{"CPU": 1.0}], Room(10, 0.1, 0.0, 1)),
+        (
+            ("training.workers=1", "teachers.mode=live"),
+            {},
+            [{"CPU": 3.0}, {"CPU": 1.0}],
+            Room(2, 1.0, 0.0, 1),
+        ),  # 2 servers
+    ],
+)
+def test_as_many_as_nodes_have_room_for(
+    recipe_with: MakeRecipe, knobs: tuple[str, ...], search: dict[str, Any], nodes: list[Any], expected: Room
+) -> None:
+    assert room_of(recipe_with(*knobs), sweep(**search), nodes) == expected
+
+
+def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=1", "training.cpus_per_worker=2")
+    with pytest.raises(
+        RunError, match=r"3 trials at a time want room for 3 training workers of 2 CPUs each, .* 2 x 3 CPUs"
+    ):
+        room_of(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
