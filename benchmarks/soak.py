@@ -130,6 +130,7 @@ class Soak:
             if run.position == STEPS:
                 found.difference = largest_difference(expected, weights_of(run.folder))
             found.restarts, found.checkpoints_lost = starts_after(run.steps, latest)
+            found.restarts = max(found.restarts, run.drivers - 1)  # right after a checkpoint no step is told twice
             found.rows_again = sum(run.shard(number) != mark for number, mark in whole.items()) * SHARD
             found.in_flight = SHARD if builds else 0
         found.seconds = time.monotonic() - began
@@ -244,6 +245,11 @@ class _Command:
     def steps(self) -> list[int]:
         """Steps in the order they were told."""
         return [event["step"] for event in self.events("Steps")]
+
+    @property
+    def drivers(self) -> int:
+        """How many drivers began: each tells the run's directory first."""
+        return sum(event["text"].startswith("run directory") for event in self.events("Note"))
 
     @property
     def step(self) -> int:
