@@ -10,12 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_STEPS = 16
+"""Number of tokens is rounded up by at most one part in so many."""
+
 
 @dataclass(frozen=True)
 class Tokens:
-    """(B, L) token ids and mask (1 at tokens, 0 at padding), and the (T,) places of the tokens in the flat batch, ascending.
+    """(B, L) token ids and mask (1 at tokens, 0 at padding), and the (T,) places in the flat batch to go through, ascending.
 
-    Places are known on the host when the rows are put together; None where the batch goes through as a rectangle.
+    Places are known on the host when the rows are put together: all tokens, and a little padding, so that batches share their
+    shapes. None where the batch goes through as a rectangle.
     """
 
     ids: Tensor
@@ -41,5 +45,16 @@ def collate(rows: Sequence[NDArray[np.integer]], pad_id: int, placed: bool = Fal
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
         mask[number, : len(row)] = 1
-    places = torch.from_numpy(mask.ravel().nonzero()[0]) if placed else None
+    places = torch.from_numpy(_places(mask.ravel())) if placed else None
     return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), places)
+
+
+def _places(mask: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the mask is set, and as much of the rest as rounds their number up to a multiple of a power of two.
+
+    Were every batch's number another, the heap would grow for hundreds of steps, as what one step frees does not quite fit the
+    next, and oneDNN would prepare its kernels anew for each.
+    """
+    tokens, padding = mask.nonzero()[0], (mask == 0).nonzero()[0]
+    multiple = 1 << (max(1, len(tokens) // _STEPS).bit_length() - 1)
+    return np.sort(np.concatenate([tokens, padding[: -len(tokens) % multiple]]))

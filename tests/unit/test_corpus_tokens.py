@@ -149,3 +149,25 @@ def test_collate_pads_on_the_right_with_the_given_id() -> None:
     tokens = collate([np.array([65_535, 2], dtype=np.uint16), np.array([3], dtype=np.uint16)], pad_id=9).to("cpu")
     assert tokens.ids.tolist() == [[65_535, 2], [3, 9]] and tokens.mask.tolist() == [[1, 1], [1, 0]]
     assert tokens.ids.dtype == tokens.mask.dtype == torch.int64
+
+
+def test_places_are_all_tokens_and_a_little_padding_so_that_batches_share_shapes() -> None:
+    generator = np.random.default_rng(0)
+    shapes = set()
+    for _ in range(50):
+        rows = [np.arange(1, generator.integers(5, 33), dtype=np.int64) for _ in range(128)]
+        batch = collate(rows, 0, placed=True)
+        assert batch.places is not None
+        places = batch.places.numpy()
+        tokens = batch.mask.numpy().ravel().nonzero()[0]
+        assert (np.diff(places) > 0).all()
+        assert set(tokens) <= set(places)
+        assert len(places) <= len(tokens) * 17 / 16
+        shapes.add(len(places))
+    assert len(shapes) <= 5
+
+
+def test_places_end_where_a_batch_has_no_more_padding() -> None:
+    full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, placed=True)
+    assert full.places is not None
+    assert full.places.tolist() == list(range(51))
