@@ -71,8 +71,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "vectors, layers: auto, a fifth of the start": (*VECTORS, *CHOSEN, "student.start_share=0.2"),
     "vectors, layers 1, 3, 5, a fifth of the start": (*VECTORS, "student.layers=[1, 3, 5]", "student.start_share=0.2"),
     "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
+    "vectors and lists, layers 1, 3, 5": (*LISTS_TOO, "student.layers=[1, 3, 5]"),
     "two layers (0, 2), lists alone": ("student.layers=[0, 2]",),
     "two layers (0, 2), vectors alone": (*VECTORS, "student.layers=[0, 2]"),
+    "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
     "two layers: auto, vectors": (*VECTORS, "student.layers=auto", "student.depth=2"),
 }
 """Overrides of `minilm-3layer`; TWO stands for the second teacher."""
