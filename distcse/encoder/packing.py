@@ -75,6 +75,20 @@ def _through(compute: Any, batch: _Packed, first: bool, last: bool, hidden: Tens
     return batch.unpack(found) if last else found
 
 
+class _Spread(torch.autograd.Function):
+    """(T, H) rows at their places among (rows, H) zeros. `index_copy` would keep the rows for the way back, which needs none."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, places: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, places, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0].index_select(0, places), None, None
+
+
 class _Packed:
     """All tokens; a layer's input and output are (1, T, H)."""
 
@@ -85,8 +99,8 @@ class _Packed:
         return padded.flatten(0, 1).index_select(0, self.places)[None]
 
     def unpack(self, tokens: Tensor) -> Tensor:
-        rectangle = tokens.new_zeros(self.shape.numel(), tokens.shape[2])
-        return rectangle.index_copy(0, self.places, tokens[0]).view(*self.shape, -1)
+        rectangle: Tensor = _Spread.apply(tokens[0], self.places, self.shape.numel())
+        return rectangle.view(*self.shape, -1)
 
     def asked(self, hidden: Tensor) -> Tensor:
         return hidden

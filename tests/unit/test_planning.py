@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -228,6 +229,22 @@ def test_zero_divides_what_it_says(stage: int, by_hand: tuple[int, ...]) -> None
     assert states(100, 0, 1).total == 1600  # alone: 16 bytes a parameter
 
 
+@contextmanager
+def kept_by(model: torch.nn.Module) -> Iterator[Callable[[], int]]:
+    """Bytes that autograd keeps of passes through a model, its parameters apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: sum(kept.values())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_activations_are_those_that_autograd_keeps(precision: str, dropout: float, tiny: Callable[..., Path]) -> None:
@@ -236,24 +253,26 @@ def test_activations_are_those_that_autograd_keeps(precision: str, dropout: floa
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     model = AutoModel.from_config(config, attn_implementation="eager").train()
     model.pooler = None
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     ids = torch.randint(5, 100, (texts, length))
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, precision == "bf16"),
-    ):
+    with kept_by(model) as measured, torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     shape = read_shape(EncoderSection(backbone=str(folder)))
     work = passed(shape, texts, length, training=True, precision=precision, dropout=dropout > 0)
-    assert activation_bytes(work, "cpu", eager=True) == pytest.approx(measured, rel=0.1)
+    assert activation_bytes(work, "cpu", eager=True) == pytest.approx(measured(), rel=0.1)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_packed_batch_keeps_no_padding(tiny: Callable[..., Path], sentences: list[str], pooling: str) -> None:
+    section = StudentSection(backbone=str(tiny("minilm")), pooling=pooling, max_length=32, dropout=0.0)
+    encoder = Encoder.from_section(section).train()
+    rows = [np.array(ids) for ids in encoder.token_ids(sentences[:32])]
+    batch = collate(rows, 0, placed=True)
+    with kept_by(encoder) as measured:
+        encoder(batch.ids, batch.mask, batch.places)
+    mean, longest = np.mean([len(row) for row in rows]), max(len(row) for row in rows)
+    work = passed(read_shape(section), 32, longest, training=True, packed=mean)
+    assert activation_bytes(work, "cpu", eager=True) == pytest.approx(measured(), rel=0.1)
+    assert activation_bytes(replace(work, packed=None), "cpu", eager=True) > 1.1 * measured()
 
 
 def test_rows_cost_host_memory() -> None:
