@@ -82,6 +82,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 BASELINES: dict[str, tuple[float, tuple[int, ...]]] = {
     "MSELoss, lr 1e-4": (1e-4, (0, 2, 4)),
     "MSELoss, lr 8e-4": (8e-4, (0, 2, 4)),
+    "MSELoss, lr 8e-4, layers 1, 3, 5": (8e-4, (1, 3, 5)),
     "MSELoss, lr 8e-4, two layers (0, 2)": (8e-4, (0, 2)),
 }
 """Rate and layers."""
