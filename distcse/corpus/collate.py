@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_STEPS = 16
-"""Number of tokens is rounded up by at most one part in so many."""
+_PARTS = 16
+"""The number of places is rounded up by at most one part in so many."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def _places(mask: NDArray[np.int64]) -> NDArray[np.int64]:
     Were every batch's number another, the heap would grow for hundreds of steps, as what one step frees does not quite fit the
     next, and oneDNN would prepare its kernels anew for each.
     """
-    tokens, padding = mask.nonzero()[0], (mask == 0).nonzero()[0]
-    multiple = 1 << (max(1, len(tokens) // _STEPS).bit_length() - 1)
-    return np.sort(np.concatenate([tokens, padding[: -len(tokens) % multiple]]))
+    taken: NDArray[np.bool_] = mask != 0
+    tokens = int(taken.sum())
+    multiple = 1 << (max(1, tokens // _PARTS).bit_length() - 1)
+    taken[np.flatnonzero(~taken)[: -tokens % multiple]] = True
+    return np.flatnonzero(taken)

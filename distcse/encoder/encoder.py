@@ -119,7 +119,7 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
         """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised.
 
-        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves the padding out where it can.
+        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
         """
         at_one = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):

@@ -51,7 +51,7 @@ def packed(backbone: nn.Module, places: Tensor, mask: Tensor, one: Tensor | None
 
     Args:
         backbone: The encoder.
-        places: (T,) places of its tokens in the flat (B · L,) batch, ascending.
+        places: (T,) places in the flat (B · L,) batch to go through, ascending: its tokens, and padding that is among them.
         mask: (B, L).
         one: (B,) place of the token of each text that the last hidden state, (B, 1, H) then, is wanted of; None wants (B, L, H).
     """
