@@ -9,7 +9,7 @@ from distcse.errors import DistcseError
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
-from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, states
+from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, states
 from distcse.planning.network import Traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import Problem
@@ -117,12 +117,13 @@ class MutualPlan:
         section, machine = self._section(kind), self.cluster.machine
         work = self._pass(group, kind, section.batch_size / group.section.workers, True)
         shape = work.shape
-        eager = machine.kind == "cpu" and self._longest(group, kind) < _EAGER_BELOW
+        stage, on_cpu = section.zero_stage, machine.kind == "cpu"
+        eager = on_cpu and self._longest(group, kind) < _EAGER_BELOW
         kept = activation_bytes(work, machine.kind, eager) * machine.activation_share + backward_bytes(work)
-        scorer = 4.0 * shape.parameters + (machine.process if machine.kind == "cpu" else 0.0)
-        checkpoint = 12.0 * shape.parameters if machine.kind == "cpu" else 0.0
-        kept_states = states(shape.parameters, section.zero_stage, group.section.workers)
-        return WorkerMemory(section.zero_stage, kept_states, scorer, kept, machine.process, checkpoint)
+        scorer = 4.0 * shape.parameters + (machine.process if on_cpu else 0.0)
+        checkpoint = gathered_bytes(shape.parameters, stage) if on_cpu else 0.0
+        kept_states = states(shape.parameters, stage, group.section.workers)
+        return WorkerMemory(stage, kept_states, scorer, kept, machine.process, checkpoint)
 
     @property
     def problems(self) -> list[Problem]:

@@ -81,6 +81,11 @@ def sampler_bytes(rows: float) -> float:
     return 5 * 8.0 * rows
 
 
+def gathered_bytes(trained: float, stage: int) -> float:
+    """Bytes gathered for a checkpoint on a CPU: of what ZeRO keeps in parts, the moments, and in stage 3 the weights too."""
+    return {0: 0.0, 3: 12.0}.get(stage, 8.0) * trained
+
+
 def lists_bytes(teachers: int) -> float:
     """Two blocks of lists of every teacher, at most."""
     return 2.0 * _LISTS * teachers
@@ -99,7 +104,7 @@ class WorkerMemory:
     process: float
     """Python and its libraries; on a GPU the CUDA context."""
     checkpoint: float
-    """Copied out for a checkpoint, where no activations are: it counts where it is more than they are."""
+    """Gathered on the device for a checkpoint, where no activations are: it counts where it is more than they are."""
 
     @property
     def total(self) -> float:

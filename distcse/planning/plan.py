@@ -90,13 +90,14 @@ class StudentPlan:
 
     @property
     def host_bytes(self) -> float:
-        """Memory of a worker's host: the order of the rows, and checkpoints on their way."""
+        """Memory of a worker's host: the order of the rows, and a GPU's checkpoint on its way."""
         graph = 0.0
         if self.run.recipe.training.neighbours is not None:  # joined and indexed, by the driver
             graph = (
                 2 * 4.0 * self.run.rows * sum(t.shape.width for t in self.run.teachers if t.shape and t.kind == "table")
             )
-        return sampler_bytes(self.run.rows) + 12.0 * self.run.trained + graph
+        checkpoint = 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
+        return sampler_bytes(self.run.rows) + checkpoint + graph
 
     @property
     def builders(self) -> int:

@@ -9,7 +9,7 @@ from distcse.encoder import is_cross_encoder
 from distcse.encoder.packing import WORTH
 from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
-from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, lists_bytes, states
+from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
 from distcse.planning.network import Traffic, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
@@ -271,7 +271,7 @@ class StudentRun:
             frozen=frozen,
             activations=kept * machine.activation_share + on_the_way + objective.held + self._remembered(batch),
             process=process,
-            checkpoint=12.0 * self.trained if on_cpu else 0.0,
+            checkpoint=gathered_bytes(self.trained, stage) if on_cpu else 0.0,
         )
 
     def _remembered(self, batch: int) -> float:

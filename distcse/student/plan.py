@@ -25,7 +25,7 @@ _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
 _LANDMARKS = 2**32 - 2
 """Stream of the landmarks' draw, beside the epochs'."""
-_AT_A_TIME = 256
+_AT_A_TIME = 64
 """Sentences of the memory that are encoded in one pass."""
 
 

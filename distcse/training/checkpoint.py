@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -117,7 +118,7 @@ class Checkpoints:
             for name, moments in state.moments.items():
                 tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
             with whole(beside / _STATE) as file:
-                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+                save_file(_apart(tensors), file)
             told = {**asdict(position), "updates": state.updates, "state": checksum(beside / _STATE)}
             put(beside / _POSITION, sealed(told))
             if target.exists():
@@ -242,6 +243,17 @@ class Checkpoints:
             withdraw(folder)
         for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own, as safetensors wants it: copied where two share some, or one is part of more."""
+    apart, seen = {}, set()
+    for name, tensor in tensors.items():
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        is_alone = place not in seen and size == tensor.nbytes
+        apart[name] = tensor.contiguous() if is_alone else tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(place)
+    return apart
 
 
 def load_state(folder: Path) -> TrainingState:

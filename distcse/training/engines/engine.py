@@ -30,7 +30,10 @@ class Engine(Protocol):
         ...
 
     def state(self) -> TrainingState:
-        """Full weights and moments, on every worker (all workers must call)."""
+        """Full weights and moments, on every worker (all workers must call).
+
+        What is on a CPU already is not copied: it is of this step until the next one.
+        """
         ...
 
     def close(self) -> None:

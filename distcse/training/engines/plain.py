@@ -54,9 +54,9 @@ class PlainEngine:
         self._updates += 1
 
     def state(self) -> TrainingState:
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
+        weights = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
         moments = {
-            name: {kind: self._optimizer.state[p][kind].cpu().clone() for kind in ("exp_avg", "exp_avg_sq")}
+            name: {kind: self._optimizer.state[p][kind].cpu() for kind in ("exp_avg", "exp_avg_sq")}
             for name, p in self._parameters.items()
             if p in self._optimizer.state
         }

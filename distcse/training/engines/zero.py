@@ -57,7 +57,8 @@ class DeepSpeedEngine:
 
     def state(self) -> TrainingState:
         with self._gathered():
-            weights = {name: t.detach().cpu().clone() for name, t in self._engine.module.state_dict().items()}
+            found = {name: tensor.detach().cpu() for name, tensor in self._engine.module.state_dict().items()}
+            weights = {name: t.clone() for name, t in found.items()} if self._stage == 3 else found
         moments = {name: self._moments(p) for name, p in self._parameters.items()} if self._updates else {}
         return TrainingState(weights, moments, self._updates)
 
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if self._stage == 0:
             state = self._optimizer.state[parameter]
-            return {kind: state[kind].cpu().clone() for kind in _MOMENTS}
+            return {kind: state[kind].cpu() for kind in _MOMENTS}
         from deepspeed.utils import safe_get_full_optimizer_state
 
         return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in _MOMENTS}
