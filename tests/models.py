@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
-from tokenizers.trainers import WordPieceTrainer
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -118,11 +118,18 @@ def make_cross_encoder(folder: Path, encoder: Path, labels: int = 1) -> Path:
 
 
 def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Letters, and the most frequent words: the trainer of tokenizers gives other pieces in every process."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = BertNormalizer()
-    tokenizer.pre_tokenizer = BertPreTokenizer()
-    tokenizer.train_from_iterator(lines, WordPieceTrainer(vocab_size=300, special_tokens=special))
+    normalizer, words_of = BertNormalizer(), BertPreTokenizer()
+    counts = Counter(
+        word for line in lines for word, _ in words_of.pre_tokenize_str(normalizer.normalize_str(line)) if len(word) > 1
+    )
+    letters = sorted({letter for line in lines for letter in normalizer.normalize_str(line) if not letter.isspace()})
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *words][:300]
+    tokenizer = Tokenizer(WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = words_of
     tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
