@@ -126,7 +126,8 @@ def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
     )
     letters = sorted({letter for line in lines for letter in normalizer.normalize_str(line) if not letter.isspace()})
     words = sorted(counts, key=lambda word: (-counts[word], word))
-    pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *words][:300]
+    used = [*special, *letters, *(f"##{letter}" for letter in letters), *words][:300]
+    pieces = [*used, *(f"[unused{number}]" for number in range(300 - len(used)))]
     tokenizer = Tokenizer(WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = words_of
