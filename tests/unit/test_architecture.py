@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,21 @@ from tests.conftest import ROOT
 pytest.importorskip("importlinter", reason="import-linter is not installed")
 
 
-def kept(config: Path) -> bool:
-    from importlinter.cli import lint_imports
+def broken(config: Path) -> str:
+    """What import-linter says of a broken contract; empty where it is kept. It would silence the loggers of this process."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"]
+    environment = {**os.environ, "PYTHONPATH": str(config.parent)}
+    done = subprocess.run(
+        [*command, "--config", str(config), "--no-cache"], capture_output=True, text=True, env=environment
+    )
+    return done.stdout + done.stderr if done.returncode else ""
 
-    status: int = lint_imports(config_filename=str(config), cache_dir=None)
-    return status == 0
+
+def test_no_module_imports_from_a_floor_above() -> None:
+    assert not broken(ROOT / ".importlinter")
 
 
-def test_no_module_imports_from_a_floor_above(capsys: pytest.CaptureFixture[str]) -> None:
-    assert kept(ROOT / ".importlinter"), capsys.readouterr().out
-
-
-def test_the_rule_would_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule_would_see_it(tmp_path: Path) -> None:
     """The same contract over a house of which a lower floor looks up."""
     rule = (ROOT / ".importlinter").read_text().replace("distcse", "house")
     (tmp_path / "rule").write_text(rule)
@@ -31,10 +37,9 @@ def test_the_rule_would_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / "house" / name).mkdir(parents=True)
         (tmp_path / "house" / name / "__init__.py").touch()
     (tmp_path / "house" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert kept(tmp_path / "rule")
+    assert not broken(tmp_path / "rule")
     (tmp_path / "house" / "recipe" / "__init__.py").write_text("import house.report\n")
-    assert not kept(tmp_path / "rule")
+    assert "house.recipe is not allowed to import house.report" in broken(tmp_path / "rule")
 
 
 def test_the_page_names_every_room() -> None:
