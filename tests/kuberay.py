@@ -1,21 +1,25 @@
-"""The fields of KubeRay's and Kubernetes' documents that cluster/ may use, as JSON schemas that allow no other.
+"""The fields that documents in cluster/ may have.
 
-Written from KubeRay's API reference (docs/reference/api.md of ray-project/kuberay, version 1.6's fields) and Kubernetes' own, not
-copied from the published CRDs: names, types, what is required and which words are allowed. What the reference leaves to an
-expression on the server, such as which fields of a RayJob go together, is not checked here.
+Kubernetes' own documents and pod templates are held to its published schemas, as the package kubernetes-validate brings them.
+KubeRay's fields are written here from its API reference (docs/reference/api.md of ray-project/kuberay, version 1.6's), not copied
+from the published CRDs: names, types, what is required and which words are allowed. What the reference leaves to an expression
+on the server, such as which fields of a RayJob go together, is not checked here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
+
+KUBERNETES = ("1.28", "1.37")
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 WORDS: Schema = {"type": "object", "additionalProperties": TEXT}
-QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"}
 NAME: Schema = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
 
 
@@ -38,63 +42,7 @@ def fields(*required: str, **properties: Schema) -> Schema:
 
 
 META = fields("name", name=NAME, namespace=NAME, labels=WORDS, annotations=WORDS)
-SELECTOR = fields(matchLabels=WORDS)
-RESOURCES = fields(
-    requests={"type": "object", "additionalProperties": QUANTITY},
-    limits={"type": "object", "additionalProperties": QUANTITY},
-)
-SECRET_KEY = fields("name", "key", name=NAME, key=TEXT, optional=FLAG)
-CONTAINER = fields(
-    "name",
-    "image",
-    name=NAME,
-    image=TEXT,
-    imagePullPolicy=one_of("Always", "IfNotPresent", "Never"),
-    command=many(TEXT),
-    args=many(TEXT),
-    securityContext=fields(
-        allowPrivilegeEscalation=FLAG, readOnlyRootFilesystem=FLAG, capabilities=fields(drop=many(TEXT))
-    ),
-    ports=many(fields("containerPort", containerPort=COUNT, name={**NAME, "maxLength": 15}, protocol=TEXT)),
-    env=many(fields("name", name=TEXT, value=TEXT, valueFrom=fields("secretKeyRef", secretKeyRef=SECRET_KEY))),
-    resources=RESOURCES,
-    volumeMounts=many(fields("name", "mountPath", name=NAME, mountPath=TEXT, subPath=TEXT, readOnly=FLAG)),
-)
-POD = fields(
-    "spec",
-    metadata=fields(labels=WORDS, annotations=WORDS),
-    spec=fields(
-        "containers",
-        containers=many(CONTAINER),
-        restartPolicy=one_of("Always", "OnFailure", "Never"),
-        serviceAccountName=NAME,
-        automountServiceAccountToken=FLAG,
-        nodeSelector=WORDS,
-        securityContext=fields(
-            runAsNonRoot=FLAG,
-            runAsUser=COUNT,
-            runAsGroup=COUNT,
-            fsGroup=COUNT,
-            seccompProfile=fields("type", type=one_of("RuntimeDefault", "Localhost", "Unconfined")),
-        ),
-        tolerations=many(
-            fields(
-                key=TEXT,
-                operator=one_of("Exists", "Equal"),
-                value=TEXT,
-                effect=one_of("NoSchedule", "PreferNoSchedule", "NoExecute"),
-            )
-        ),
-        volumes=many(
-            fields(
-                "name",
-                name=NAME,
-                persistentVolumeClaim=fields("claimName", claimName=NAME, readOnly=FLAG),
-                emptyDir=fields(medium=one_of("", "Memory"), sizeLimit=QUANTITY),
-            )
-        ),
-    ),
-)
+POD: Schema = {"type": "object"}  # Kubernetes' own schema says what is in it
 _GROUP = {"rayStartParams": WORDS, "template": POD, "resources": WORDS, "labels": WORDS}
 CLUSTER_SPEC = fields(
     "headGroupSpec",
@@ -151,43 +99,45 @@ JOB_SPEC = fields(
     submitterPodTemplate=POD,
     rayClusterSpec=CLUSTER_SPEC,
 )
-_PEERS = many(
-    fields(
-        podSelector=SELECTOR,
-        namespaceSelector=SELECTOR,
-        ipBlock=fields("cidr", cidr=TEXT, **{"except": many(TEXT)}),
-    )
-)
-_PORTS = many(fields("port", protocol=one_of("TCP", "UDP", "SCTP"), port=COUNT))
-NETWORK_SPEC = fields(
-    "podSelector",
-    podSelector=SELECTOR,
-    policyTypes=many(one_of("Ingress", "Egress")),
-    ingress=many(fields(**{"from": _PEERS}, ports=_PORTS)),
-    egress=many(fields(to=_PEERS, ports=_PORTS)),
-)
-CLAIM_SPEC = fields(
-    "accessModes",
-    "resources",
-    accessModes=many(one_of("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")),
-    storageClassName=TEXT,
-    resources=RESOURCES,
-)
 MONITOR_SPEC = fields(
     "selector",
     "podMetricsEndpoints",
-    selector=SELECTOR,
+    selector=fields(matchLabels=WORDS),
     podMetricsEndpoints=many(fields(port=NAME, path=TEXT, interval=TEXT)),
 )
 
-DOCUMENTS: dict[tuple[str, str], Schema] = {
-    key: fields("apiVersion", "kind", "metadata", "spec", apiVersion=TEXT, kind=TEXT, metadata=META, spec=spec)
-    for key, spec in {
-        ("ray.io/v1", "RayJob"): JOB_SPEC,
-        ("ray.io/v1", "RayCluster"): CLUSTER_SPEC,
-        ("networking.k8s.io/v1", "NetworkPolicy"): NETWORK_SPEC,
-        ("v1", "PersistentVolumeClaim"): CLAIM_SPEC,
-        ("monitoring.coreos.com/v1", "PodMonitor"): MONITOR_SPEC,
-    }.items()
+_CUSTOM = {
+    ("ray.io/v1", "RayJob"): JOB_SPEC,
+    ("ray.io/v1", "RayCluster"): CLUSTER_SPEC,
+    ("monitoring.coreos.com/v1", "PodMonitor"): MONITOR_SPEC,
 }
-"""Schema of a whole document, by apiVersion and kind."""
+
+
+def check(manifest: Any) -> None:
+    """`jsonschema.ValidationError` where a document, or a pod template in it, has a field that is not documented.
+
+    What is Kubernetes' own is held to the schemas it publishes, of the oldest and of a new version.
+    """
+    custom = _CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
+    spec = custom or {"type": "object"}
+    words = fields("apiVersion", "kind", "metadata", "spec", apiVersion=TEXT, kind=TEXT, metadata=META, spec=spec)
+    jsonschema.validate(manifest, words)
+    named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+    for document in [manifest] if custom is None else [{**named, "template": pod} for pod in pods(manifest)]:
+        for version in KUBERNETES:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def cluster_spec(manifest: Any) -> Any:
+    """Of a RayJob or a RayCluster."""
+    return manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
+
+
+def pods(manifest: Any) -> list[Any]:
+    """Pod templates of a RayJob or a RayCluster; other documents have none."""
+    if manifest["apiVersion"] != "ray.io/v1":
+        return []
+    spec = cluster_spec(manifest)
+    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    submitter = manifest["spec"].get("submitterPodTemplate")
+    return [*templates, submitter] if submitter else templates

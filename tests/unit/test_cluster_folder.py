@@ -17,7 +17,7 @@ import yaml
 from distcse.recipe import read_recipe
 from distcse.train import build_parser
 from tests.conftest import ROOT
-from tests.kuberay import DOCUMENTS
+from tests.kuberay import check, cluster_spec, pods
 
 FOLDER = ROOT / "cluster"
 MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
@@ -28,21 +28,6 @@ VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text()
 
 def document(name: str) -> Any:
     return yaml.safe_load((FOLDER / "kubernetes" / name).read_text())
-
-
-def check(manifest: Any) -> None:
-    jsonschema.validate(manifest, DOCUMENTS[manifest["apiVersion"], manifest["kind"]])
-
-
-def cluster_spec(manifest: Any) -> Any:
-    return manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
-
-
-def pods(manifest: Any) -> list[Any]:
-    spec = cluster_spec(manifest)
-    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
-    submitter = manifest["spec"].get("submitterPodTemplate")
-    return [*templates, submitter] if submitter else templates
 
 
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.stem)
@@ -58,6 +43,12 @@ def test_manifests_have_the_documented_fields(file: Path) -> None:
         spoil(spoiled)
         with pytest.raises(jsonschema.ValidationError):
             check(spoiled)
+    for number in range(len(pods(manifest))):
+        for key, value in (("unheardOf", 1), ("nodeSelector", "gpu"), ("containers", [{"image": "no-name"}])):
+            spoiled = copy.deepcopy(manifest)
+            pods(spoiled)[number]["spec"][key] = value
+            with pytest.raises(jsonschema.ValidationError):
+                check(spoiled)
 
 
 @pytest.mark.parametrize("name", ["distcse-job.yaml", "distcse-cluster.yaml"])
