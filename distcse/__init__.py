@@ -15,12 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distcse.api import Measured, Run, measure, rerun, resume, run
     from distcse.encoder import CrossEncoder, Encoder
     from distcse.errors import DistcseError
     from distcse.evaluation import Reading
+    from distcse.measuring import Measured, measure
     from distcse.ranks import RankSpaceEncoder
     from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
+    from distcse.running import Run, rerun, resume, run
 
     __version__: str
 
@@ -28,19 +29,19 @@ _HOME = {
     "CrossEncoder": "distcse.encoder",
     "DistcseError": "distcse.errors",
     "Encoder": "distcse.encoder",
-    "Measured": "distcse.api",
+    "Measured": "distcse.measuring",
     "MutualRecipe": "distcse.recipe",
     "RankSpaceEncoder": "distcse.ranks",
     "Reading": "distcse.evaluation",
     "Recipe": "distcse.recipe",
-    "Run": "distcse.api",
-    "measure": "distcse.api",
+    "Run": "distcse.running",
+    "measure": "distcse.measuring",
     "packaged_recipes": "distcse.recipe",
     "read_recipe": "distcse.recipe",
     "recipe_yaml": "distcse.recipe",
-    "rerun": "distcse.api",
-    "resume": "distcse.api",
-    "run": "distcse.api",
+    "rerun": "distcse.running",
+    "resume": "distcse.running",
+    "run": "distcse.running",
     "with_values": "distcse.recipe",
 }
 

@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.api import measure
     from distcse.encoder.device import device_here
     from distcse.evaluation import Reading
+    from distcse.measuring import measure
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
@@ -69,7 +69,7 @@ def _main(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, reading: Reading) -> int:
     """`--dry-run`."""
-    from distcse.api import check_measurement
+    from distcse.measuring import check_measurement
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
 

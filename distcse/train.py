@@ -13,7 +13,7 @@ from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, 
 from distcse.storage import address, fetch, place
 
 if TYPE_CHECKING:
-    from distcse.api import Run
+    from distcse.running import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +44,8 @@ def _main(options: argparse.Namespace) -> int:
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 
-    from distcse.api import resume, run
     from distcse.report.progress import open_view
+    from distcse.running import resume, run
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
@@ -72,8 +72,8 @@ def _again(options: argparse.Namespace) -> int:
     if overrides and "=" not in overrides[0]:
         raise RecipeError(f"--rerun takes the recipe from the run's folder; take {overrides[0]} away")
 
-    from distcse.api import rerun
     from distcse.report.progress import open_view
+    from distcse.running import rerun
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:

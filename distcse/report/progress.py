@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews, as_line
+from distcse.events import DevScore, Doing, Event, InGroup, Listener, Note, Stage, Steps, TrialNews, as_line
 from distcse.report.knobs import in_a_line
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -216,6 +216,16 @@ def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
     else:
         with live_progress(console) as progress:
             yield LiveView(console, progress)
+
+
+@contextmanager
+def heard_by(listen: Listener | None) -> Iterator[Listener]:
+    """Who hears of events: the caller's own listener, or the view that fits."""
+    if listen is not None:
+        yield listen
+        return
+    with open_view() as view:
+        yield view.show
 
 
 def live_progress(console: Console) -> Progress:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from distcse.api import Run, run
 from distcse.encoder import Encoder
 from distcse.push import main
 from distcse.recipe import Recipe
+from distcse.running import Run, run
 from distcse.sharing import prepare
 from tests.conftest import ROOT
 from tests.hub import TOKEN, standing_in

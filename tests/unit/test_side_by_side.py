@@ -17,9 +17,9 @@ import pytest
 
 import tests.workers  # noqa: F401  (processes are forked from a server that has imported what they need)
 from distcse import train
-from distcse.api import measure
 from distcse.errors import DistcseError
 from distcse.events import Event, Watch, ignore
+from distcse.measuring import measure
 from distcse.recipe import Recipe, with_values
 from distcse.student.run import run
 from distcse.training.directory import RunDirectory

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import requests
 
-from distcse.api import resume, run
 from distcse.errors import RecipeError
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Steps
 from distcse.recipe import Recipe
+from distcse.running import resume, run
 from distcse.student.check import check_recipe
 from distcse.tracking import Tracking, tracking
 from distcse.tracking.tracker import Ending, Line

@@ -1,0 +1,176 @@
+"""A recipe carried out, as a function: the command prints what it returns.
+
+It is `distcse.run` and not `train`: that is a module that `python -m` runs, and importing it would put it in the
+function's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distcse.encoder import Encoder
+from distcse.errors import RunError
+from distcse.events import Listener, Note, Watch
+from distcse.measuring import Measured
+from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.run import data_before as data_of_groups_before
+from distcse.recipe import MutualRecipe, Recipe, read_recipe
+from distcse.report.card import write_card
+from distcse.report.group_card import write_group_cards
+from distcse.report.history import read_run
+from distcse.report.page import write_pages
+from distcse.report.progress import heard_by
+from distcse.storage import address, place
+from distcse.student.data import data_before
+from distcse.student.run import Result
+from distcse.student.run import run as run_student
+from distcse.training.directory import RunDirectory
+from distcse.training.rerun import Compared, Earlier
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """What a run left behind."""
+
+    result: Result | MutualResult
+    reports: Sequence[Path] = ()
+    """The pages it was written up in."""
+    compared: Compared | None = None
+    """Of a rerun: its weights and the first run's."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder: recipe, events, checkpoints, models; of a run in object storage, its mirror on this machine."""
+        return self.result.directory.path
+
+    @property
+    def address(self) -> str:
+        """What the run is called for `distcse.resume` and the commands, on this machine or another."""
+        return address(self.directory)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was asked to stop before its end; `distcse.resume(run.directory)` goes on."""
+        return self.result.outcome.interrupted if isinstance(self.result, Result) else self.result.interrupted
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Folders of its models by name: `student`, or `GROUP bi` and `GROUP cross` of a mutual distillation."""
+        if isinstance(self.result, Result):
+            return {"student": self.result.directory.model}
+        return {f"{best.group} {best.kind}": best.model for best in self.result.best}
+
+    @property
+    def model(self) -> Path:
+        """Folder of its one model. `RunError` where there are several."""
+        if len(models := self.models) != 1:
+            raise RunError(
+                f"{self.address} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
+            )
+        return next(iter(models.values()))
+
+    @property
+    def scores(self) -> Measured | None:
+        """Start, student and teachers side by side; None where nothing was measured."""
+        return None if self.result.evaluation is None else Measured(self.result.evaluation)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
+
+    def encoder(self) -> Encoder:
+        """The student, loaded."""
+        return Encoder.load(self.model)
+
+
+def run(
+    recipe: Recipe | MutualRecipe | str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Carry out a recipe, as `python -m distcse.train` does.
+
+    Args:
+        recipe: A recipe, a packaged one's name, or a YAML file.
+        overrides: Knobs set over it, as on the command line: "training.lr=2e-5".
+        listen: Hears every event; None shows progress on standard error.
+        stop_wished: Asked now and then; True ends the run with a checkpoint.
+
+    Raises:
+        DistcseError: With what to mend. Whatever was finished stays.
+    """
+    if isinstance(recipe, str | Path):
+        recipe = read_recipe(str(recipe), overrides)
+    elif overrides:
+        raise RunError(
+            "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
+        )
+    return _carried_out(recipe, None, listen, stop_wished)
+
+
+def resume(
+    directory: str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Go on with a run that was interrupted or killed, from its last checkpoint.
+
+    Args:
+        directory: The run's folder, or its address.
+        overrides: Knobs that do not change what is learned, such as "training.workers=4".
+        listen: As for `run`.
+        stop_wished: As for `run`.
+    """
+    begun, recipe = RunDirectory.reopen(place(directory).absolute(), list(overrides))
+    return _carried_out(recipe, begun, listen, stop_wished)
+
+
+def rerun(
+    directory: str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Do a run again in a new directory, on the same data, and compare the weights (`Run.compared`).
+
+    Args:
+        directory: The first run's folder, or its address.
+        overrides: Knobs that do not change what is learned, and `storage.runs`.
+        listen: As for `run`; packages, machine or code that are others now come as warnings.
+        stop_wished: As for `run`.
+
+    Raises:
+        RunError: The first run did not come to its end, or its data are not what they were.
+    """
+    with heard_by(listen) as post:
+        earlier = Earlier.open(place(directory).absolute(), list(overrides), Watch(post, stop_wished))
+    recipe = earlier.recipe
+    earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
+    others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
+    done = _carried_out(recipe, None, listen, stop_wished, others)
+    return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
+
+
+def _carried_out(
+    recipe: Recipe | MutualRecipe,
+    begun: RunDirectory | None,
+    listen: Listener | None,
+    stop_wished: Callable[[], bool],
+    warnings: Sequence[str] = (),
+) -> Run:
+    result: Result | MutualResult
+    with heard_by(listen) as post:
+        watch = Watch(post, stop_wished)
+        for warning in warnings:
+            post(Note(warning, warning=True))
+        if isinstance(recipe, MutualRecipe):
+            result = run_mutual(recipe, watch, begun)
+            write_group_cards(result)
+        else:
+            result = run_student(recipe, watch, begun)
+            write_card(result)
+    folder, evaluation = result.directory.path, result.evaluation
+    return Run(result, [] if evaluation is None else list(write_pages(evaluation, folder, read_run(folder))))
