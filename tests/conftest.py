@@ -116,7 +116,8 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One local Ray cluster for all cluster tests, as `distcse.train` starts it; object storage is where a test starts some."""
     from distcse.training.cluster import cluster as start
-    from tests.s3 import environment, free_port
+    from tests.ports import free_port
+    from tests.s3 import environment
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     os.environ.setdefault("RAY_metrics_report_interval_ms", "500")

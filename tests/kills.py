@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_ports
 
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
 
@@ -123,7 +123,7 @@ class Nodes:
         self.work: list[Node] = []
 
     def __enter__(self) -> Nodes:
-        port, dashboard = _free_ports(2)
+        port, dashboard = free_ports(2)
         self._address, self._api = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         try:
             self._start("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1")
@@ -151,19 +151,10 @@ class Nodes:
         log = self._folder / f"node-{secrets.token_hex(3)}.log"
         ray = str(Path(sys.executable).with_name("ray"))
         # Left to choose its agents' ports, a raylet waits for their word, and on a busy machine gives up.
-        ports = [f"--{agent}-port={port}" for agent, port in zip(_AGENTS, _free_ports(len(_AGENTS)), strict=True)]
+        ports = [f"--{agent}-port={port}" for agent, port in zip(_AGENTS, free_ports(len(_AGENTS)), strict=True)]
         command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *ports, *options]
         with open(log, "wb") as told:
             node = Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
         self._all.append(node)
         node.wait_until_up()
         return node
-
-
-def _free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on, all different: one that is let go may be drawn again."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -16,19 +16,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 
+from tests.ports import free_port
+
 BUCKET = "bucket"
 RUNS, CACHE = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/cache"
 IN_THE_BUCKET = (f"storage.runs={RUNS}", f"storage.cache={CACHE}")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "SentinelOfTheBucket", "AWS_SECRET_ACCESS_KEY": "SentinelOfItsSecret"}
 """What moto takes from anybody; nothing that is stored or told may hold them."""
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def environment(port: int, mirror: Path) -> dict[str, str]:

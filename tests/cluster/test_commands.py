@@ -20,6 +20,7 @@ import pytest
 from distcse.recipe import recipe_yaml
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
+from tests.ports import free_ports
 
 TRAIN = [sys.executable, "-m", "distcse.train"]
 
@@ -50,13 +51,6 @@ def finish(command: list[str], **environment: str) -> subprocess.CompletedProces
     return subprocess.run(
         command, capture_output=True, text=True, timeout=900, env=own_environment(**environment), cwd=ROOT, check=False
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_mistakes_are_one_line_and_status_2(recipe_file: Path) -> None:
@@ -123,7 +117,7 @@ def test_alone_it_starts_ray_stops_at_ctrl_c_and_goes_on_to_a_model(recipe_file:
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A cluster started by hand, as an operator does; its address and token as environment."""
-    port, dashboard, agent = free_port(), free_port(), free_port()
+    port, dashboard, agent = free_ports(3)
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -6,7 +6,7 @@ import pytest
 
 from distcse.errors import RunError
 from distcse.training.cluster import cluster
-from tests.s3 import free_port
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -24,15 +23,10 @@ from distcse.running import resume, run
 from distcse.student.check import check_recipe
 from distcse.tracking import Tracking, tracking
 from distcse.tracking.tracker import Ending, Line
+from tests.ports import free_port
 
 STEPS = Steps(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5, waited=0.1)
 DEV = DevScore(step=6, total=22, name="agreement", score=51.0, best=52.0, best_step=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

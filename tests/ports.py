@@ -1,0 +1,20 @@
+"""Ports of the loopback address that nobody listens on."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+
+def free_ports(number: int) -> list[int]:
+    """All different: one that is let go may be drawn again."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def free_port() -> int:
+    """One alone."""
+    return free_ports(1)[0]
