@@ -229,11 +229,13 @@ class StudentPlan:
 
     def _advice(self) -> list[str]:
         found, recipe, machine = [], self.run.recipe, self.cluster.machine
-        embeds = any(teacher.kind in ("table", "rank space", "live", "cross-encoder") for teacher in self.run.teachers)
-        if machine.kind == "gpu" and not recipe.teachers.builder_gpus and embeds:
+        gpus, kinds = recipe.teachers.builder_gpus, {teacher.kind for teacher in self.run.teachers}
+        if machine.kind == "gpu" and gpus == 0 and kinds & {"table", "rank space"}:
             found.append(
-                "teachers.builder_gpus is 0, which embeds on CPUs; this plan counts on teachers.builder_gpus=1"
+                "teachers.builder_gpus is 0, which embeds on CPUs; this plan counts on teachers.builder_gpus=null"
             )
+        if machine.kind == "gpu" and not gpus and kinds & {"live", "cross-encoder"}:
+            found.append("teachers that answer live have no GPU; this plan counts on teachers.builder_gpus=1")
         if machine.kind == "gpu" and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32: bf16 has faster units on this GPU")
         if machine.kind == "gpu" and recipe.training.precision == "bf16" and "bf16" not in machine.matmul:

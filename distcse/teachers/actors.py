@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
 from distcse.events import Note, Watch
-from distcse.nodes import Demand, Patience, alive, fitting, nodes_with, refuse_impossible
+from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving, uses_table
@@ -173,17 +173,18 @@ def build_shards(
     watch: Watch,
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
-    room = fitting(nodes_with(section.nodes, "teachers.nodes"), _builder(section))
-    count = min(len(missing), section.builders or max(1, room))
-    refuse_impossible([_builders(section, count)], alive())
-    actor = ray.remote(num_cpus=1, num_gpus=section.builder_gpus, **_OUTLIVES)(ShardBuilder)
+    nodes = nodes_with(section.nodes, "teachers.nodes")
+    each = builder_resources(section, nodes)
+    count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
+    refuse_impossible([_builders(section, count, each)], alive())
+    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **_OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
         for number in range(count)
     ]
-    patience = Patience([_builders(section, 1)], lambda told: watch.post(Note(told, warning=True)))
+    patience = Patience([_builders(section, 1, each)], lambda told: watch.post(Note(told, warning=True)))
     pool, done = ActorPool(builders), 0
     for shard in missing:
         pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
@@ -211,13 +212,15 @@ def build_shards(
             ray.kill(builder)
 
 
-def _builder(section: TeachersSection) -> dict[str, float]:
-    return {"CPU": 1.0, "GPU": section.builder_gpus}
+def builder_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
+    """What an embedding actor takes: a CPU, and a GPU where the recipe or, it saying nothing, one of the nodes has one."""
+    has_one = any(node.get("GPU", 0.0) >= 1 for node in nodes)
+    return {"CPU": 1.0, "GPU": float(has_one) if section.builder_gpus is None else section.builder_gpus}
 
 
-def _builders(section: TeachersSection, count: int) -> Demand:
+def _builders(section: TeachersSection, count: int, each: Resources) -> Demand:
     told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
-    return Demand(told, count, _builder(section), section.nodes, "teachers.builders", smaller)
+    return Demand(told, count, each, section.nodes, "teachers.builders", smaller)
 
 
 @contextmanager
@@ -308,7 +311,7 @@ def live_demands(section: TeachersSection) -> list[Demand]:
 
 
 def _live_resources(section: TeachersSection) -> dict[str, float]:
-    return {"num_cpus": 1.0, "num_gpus": section.builder_gpus}
+    return {"num_cpus": 1.0, "num_gpus": section.builder_gpus or 0.0}
 
 
 def _run_token() -> str:

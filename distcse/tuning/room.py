@@ -90,7 +90,7 @@ def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) 
         return list(nodes)
     section = recipe.teachers
     servers = sum(section.servers for teacher in section.encoders if not uses_table(section, teacher))
-    return _without(nodes, servers, {"CPU": 1.0, "GPU": section.builder_gpus})
+    return _without(nodes, servers, {"CPU": 1.0, "GPU": section.builder_gpus or 0.0})
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from distcse.errors import RunError
-from distcse.recipe import Recipe, Sweep
+from distcse.nodes import Resources
+from distcse.recipe import Recipe, Sweep, TeachersSection
+from distcse.teachers.actors import builder_resources
 from distcse.tuning.room import Room, room_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -50,3 +52,16 @@ def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
         RunError, match=r"3 trials at a time want room for 3 training workers of 2 CPUs each, .* 2 x 3 CPUs"
     ):
         room_of(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "expected"),
+    [
+        (None, [{"CPU": 8.0}], 0.0),
+        (None, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}], 1.0),
+        (0, [{"CPU": 8.0, "GPU": 4.0}], 0.0),
+        (0.5, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
+    ],
+)
+def test_builders_take_the_gpus_that_are_there(gpus: float | None, nodes: list[Resources], expected: float) -> None:
+    assert builder_resources(TeachersSection(builder_gpus=gpus), nodes) == {"CPU": 1.0, "GPU": expected}
