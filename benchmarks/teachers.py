@@ -81,8 +81,8 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     n = 8 if options.quick else 32
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     objective = {"consistency": None, "rank": None}
-    shared = {"batch_size": n, "limit": 4 * n}
-    job, tables = prepared(list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, **shared))  # type: ignore[arg-type]
+    file = wiki_file(options.data)
+    job, tables = prepared(list_recipe(folder, file, MINILM, [teacher], {}, n, 4 * n))
     corpus, table = Corpus.open(job.corpus), tables[0]
     assert table is not None
     encoder = Encoder.from_section(job.recipe.teachers.encoders[0]).eval()
@@ -91,7 +91,7 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     with passes_of(encoder) as first:
         embed_shard(encoder, job.recipe.teachers.encoders[0], corpus, fresh, 0, 4096)
     again = table_of(job.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
-    simcse, _ = prepared(list_recipe(folder / "simcse", wiki_file(options.data), MINILM, [], objective, **shared))  # type: ignore[arg-type]
+    simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], objective, n, 4 * n))
     step = OurStep(simcse, [])
     distilled = OurStep(job, table_sources(job, tables))
     texts = corpus.texts(range(n))
