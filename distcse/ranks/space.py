@@ -15,37 +15,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BYTES = 256 * 2**20
-"""Held at a time beside the references: similarities, order and ranks of a chunk of rows."""
-_BYTES_A_CELL = 4 + 8 + 4
+"""Held at a time beside the references: similarities of a chunk of rows."""
+_BYTES_A_CELL = 4
 _INSIDE = 2**30
 """Rank vectors of one call that are held in memory; more lie in a file."""
 
+_TERMS = 4096
 _BINS = 2**16
 _LOST = 1e-11
 """Most that t / n of a row may be (see `counted_rank_vectors`)."""
 
 
-def rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
-    """(m, n) similarities to n references -> (m, n) unit rank vectors g (Eq. 3), ascending ranks, ties by place.
+def rank_vectors(similarities: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """(m, n) similarities to n references -> (m, n) unit rank vectors g (Eq. 3), ascending ranks, ties by place; into `out`.
 
-    One sort a row: ranks are written through its order. A permutation's mean and norm are constants, so nothing is reduced.
+    One order a row: ranks are written through it. A permutation's mean and norm are constants, so nothing is reduced.
     """
     rows, references = similarities.shape
     scale = math.sqrt(12 / (references * (references**2 - 1)))
     places = ((np.arange(references) - (references - 1) / 2) * scale).astype(np.float32)
-    ranks = np.empty((rows, references), dtype=np.float32)
-    np.put_along_axis(ranks, np.argsort(similarities, axis=1), places[None, :], axis=1)
+    ranks = np.empty((rows, references), dtype=np.float32) if out is None else out
+    for row, found in zip(similarities, ranks, strict=True):
+        found[_order(row)] = places
     return ranks
 
 
-def counted_rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float32]:
+def _order(row: NDArray[np.floating]) -> NDArray[np.intp]:
+    """Places of a row's numbers, ascending, equal ones as they come.
+
+    Floats are ordered as their bits are, once those of the negative ones are turned round. 16 bits at a time numpy counts instead
+    of comparing: two passes take a quarter of the time of its sort of 100,000 floats.
+    """
+    if row.dtype != np.float32:
+        return np.argsort(row, kind="stable")
+    bits = (row + np.float32(0)).view(np.uint32)  # no -0, which equals 0
+    bits ^= (bits >> 31) * np.uint32(0x7FFFFFFF) | np.uint32(0x80000000)
+    low = np.argsort(bits.astype(np.uint16), kind="stable")
+    high = np.argsort((bits >> 16).astype(np.uint16)[low], kind="stable")
+    return low[high]
+
+
+def counted_rank_vectors(
+    similarities: NDArray[np.floating], out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
     """The same without a sort: a row's similarities are counted into 65,536 bins, and a bin's references share its mean rank.
 
     What that leaves out of a row's rank vector g is e, orthogonal to all that bins can tell, of squared length t = Σ (c³ - c) /
     (n³ - n) over the bins' counts c. A similarity is off by e · g', about √(t / n); a row where that is more than 3e-6 (few
     references, or many as good as equal) is sorted. Among 100,000 references similarities are off by 1e-6.
     """
-    ranks = np.empty(similarities.shape, dtype=np.float32)
+    ranks = np.empty(similarities.shape, dtype=np.float32) if out is None else out
     n = similarities.shape[1]
     scale = math.sqrt(12 / (n * (n**2 - 1)))
     for row, found in zip(similarities, ranks, strict=True):
@@ -65,7 +84,7 @@ def counted_rank_vectors(similarities: NDArray[np.floating]) -> NDArray[np.float
     return ranks
 
 
-RANKS: dict[str, Callable[[NDArray[np.floating]], NDArray[np.float32]]] = {
+RANKS: dict[str, Callable[[NDArray[np.floating], NDArray[np.float32] | None], NDArray[np.float32]]] = {
     "sort": rank_vectors,
     "histogram": counted_rank_vectors,
 }
@@ -95,7 +114,7 @@ class RankSpace:
         step = max(1, _BYTES // (_BYTES_A_CELL * len(self._references)))
         for begin in range(0, len(vectors), step):
             chunk = slice(begin, begin + step)
-            ranks[chunk] = self._rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T)
+            self._rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T, ranks[chunk])
         return ranks
 
     def similarities(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -123,12 +142,14 @@ def pair_similarities(
     """
     with _room(len(vectors), len(space)) as ranks:
         space.ranks(vectors, out=ranks)
-        found = np.empty(len(first))
-        step = max(1, _BYTES // (16 * len(space)))
-        for begin in range(0, len(first), step):
-            chunk = slice(begin, begin + step)
-            found[chunk] = np.einsum("pn,pn->p", ranks[first[chunk]], ranks[second[chunk]], dtype=np.float64)
-    return np.clip(found, -1.0, 1.0)
+        found = [_product(ranks[one], ranks[other]) for one, other in zip(first, second, strict=True)]
+    return np.clip(np.array(found, dtype=np.float64), -1.0, 1.0)
+
+
+def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """Inner product, some thousand terms at a time in float32 and those sums in float64: off by 1e-8 at most."""
+    parts = (slice(begin, begin + _TERMS) for begin in range(0, len(one), _TERMS))
+    return sum(float(one[part] @ other[part]) for part in parts)
 
 
 @contextmanager
