@@ -37,6 +37,18 @@ def test_inner_products_are_spearmans() -> None:
     np.testing.assert_allclose(inner_products(ranks[:3], ranks), found[:3], atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_ranks_are_those_of_a_stable_sort(dtype: type) -> None:
+    """Signs, zeros of both signs, the smallest and the largest numbers, and many that are equal: ties by place."""
+    draw = np.random.default_rng(0)
+    odd = [0.0, -0.0, 1.0, -1.0, 0.0, 1e-45, -1e-45, 1e-38, 3e38, -3e38, np.inf, -np.inf, -1.0, 0.5]
+    rows = np.stack([draw.permutation(odd * 300), draw.normal(size=4200).round(1), draw.normal(size=4200)]).astype(
+        dtype
+    )
+    order = np.argsort(rows, axis=1, kind="stable")
+    assert np.array_equal(np.argsort(rank_vectors(rows), axis=1), order)
+
+
 def test_a_hundred_thousand_references_fit_in_a_gibibyte() -> None:
     references, vectors = unit(100_000, 384), unit(128, 384, seed=1)
     tracemalloc.start()
