@@ -119,11 +119,11 @@ def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
     whole, worked = runs._groups, Worked()
 
     @contextmanager
-    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[list[Group]]:
+    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[tuple[list[Group], Watch]]:
         turn = threading.Lock()
-        with whole(recipe, benches, watch) as found:
+        with whole(recipe, benches, watch) as (found, heard):
             clocked: list[Group] = [Clocked(group, worked) for group in found]
-            yield [InTurns(group, turn) for group in clocked] if in_turns else clocked
+            yield ([InTurns(group, turn) for group in clocked] if in_turns else clocked), heard
 
     runs._groups = groups
     try:

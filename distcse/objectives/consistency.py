@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,28 @@ from distcse.objectives.views import Views
 def jensen_shannon(logits: Tensor, other: Tensor) -> Tensor:
     """(R, C) logits of two views -> (R,) Jensen-Shannon divergences in nats (RankCSE Eq. 2), positive included.
 
-    Exact, from log-probabilities: M = log ½ + logaddexp(log P, log Q). 0 where P = Q, with gradient 0.
+    Exact, from log-probabilities: log M = log ½ + logaddexp(log P, log Q). 0 where P = Q, with gradient 0.
     """
-    log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
-    log_m = math.log(0.5) + torch.logaddexp(log_p, log_q)
-    return 0.5 * (_divergence(log_p, log_m) + _divergence(log_q, log_m))
+    found: Tensor = _JensenShannon.apply(logits, other)
+    return found
+
+
+class _JensenShannon(torch.autograd.Function):
+    """With its gradient in closed form, ½ P (log P - log M - KL(P|M)) to P's logits, and Q's likewise; it keeps two matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, other: Tensor) -> Tensor:
+        log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
+        log_m = torch.logaddexp(log_p, log_q).add_(math.log(0.5))
+        (of_p, to_p), (of_q, to_q) = _divergence(log_p, log_m), _divergence(log_q, log_m)
+        ctx.save_for_backward(to_p, to_q)
+        return of_p.add_(of_q).mul_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        half = 0.5 * gradients[0][:, None]
+        to_p, to_q = ctx.saved_tensors
+        return half * to_p, half * to_q
 
 
 def negative_entropy(logits: Tensor, other: Tensor) -> Tensor:
@@ -30,8 +48,11 @@ def negative_entropy(logits: Tensor, other: Tensor) -> Tensor:
     return 0.5 * ((log_p.exp() * log_p).sum(dim=1) + (log_q.exp() * log_q).sum(dim=1))
 
 
-def _divergence(log_p: Tensor, log_m: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_m)).sum(dim=1)
+def _divergence(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
+    """(R,) KL(P|M), and (R, C) twice the gradient of the Jensen-Shannon divergence to P's logits."""
+    shares, apart = log_p.exp(), log_p - log_m
+    divergences = torch.einsum("rc,rc->r", shares, apart)
+    return divergences, shares.mul_(apart.sub_(divergences[:, None]))
 
 
 class Consistency(nn.Module):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from distcse.objectives.lists import without_positive
 from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
+
+_IN_DOUBLE = 600.0
+"""Largest difference of two logits whose shares, and their inverses, float64 holds. That of two cosines by τ2 is 2 / τ2."""
 
 
 def list_mle(
@@ -40,7 +45,12 @@ def list_mle(
         trust = None if trust is None else without_positive(trust, offset)
     order = lists.argsort(dim=1, descending=True, stable=True)
     logits = (similarities / tau2).gather(1, order)
-    places = _exact_suffixes(logits) if eps is None else _suffixes_with_eps(logits, eps)
+    if eps is not None:
+        places = _suffixes_with_eps(logits, eps)
+    elif logits.device.type == "cpu" and logits.shape[1] and 2 / tau2 <= _IN_DOUBLE:
+        places = _SuffixesInDouble.apply(logits)
+    else:
+        places = _exact_suffixes(logits)
     losses = (places if trust is None else places * trust.gather(1, order)).sum(dim=1)
     return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
 
@@ -48,6 +58,28 @@ def list_mle(
 def _exact_suffixes(logits: Tensor) -> Tensor:
     """log Σ_{k ≥ j} exp(l_k) - l_j, stable at any temperature."""
     return logits.flip(1).logcumsumexp(dim=1).flip(1) - logits
+
+
+class _SuffixesInDouble(torch.autograd.Function):
+    """The same for cosines at temperatures that are not tiny: sums of shares exp(l_k - max l) in float64, of which none is 0.
+
+    A sixth of `logcumsumexp`'s time on a CPU, and nearer to the exact value. The gradient of what goes by w_j at place j is
+    exp(l_k) Σ_{j ≤ k} w_j / Σ_{i ≥ j} exp(l_i) - w_k.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        highest = logits.amax(dim=1, keepdim=True)
+        shares = (logits - highest).double().exp_()
+        sums = shares.flip(1).cumsum_(1).flip(1)
+        ctx.save_for_backward(shares, sums)
+        return (sums.log() + (highest - logits)).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (weights,), (shares, sums) = gradients, ctx.saved_tensors
+        before: Tensor = (weights.double() / sums).cumsum_(1)
+        return before.mul_(shares).to(weights.dtype).sub_(weights)
 
 
 def _suffixes_with_eps(logits: Tensor, eps: float) -> Tensor:

@@ -87,6 +87,8 @@ class Views:
     @cached_property
     def reverse(self) -> Tensor:
         """S': (R, C) cosines of z2_i and z1_j, this worker's rows of the transposed S; dtype as S."""
+        if self.all_z1 is self.z1 and self.all_z2 is self.z2:  # one worker's rows are all of them
+            return self.similarities.T
         return _cosines(self.z2, self.all_z1)
 
 

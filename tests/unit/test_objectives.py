@@ -25,6 +25,7 @@ from distcse.objectives import (
     negative_entropy,
     without_positive,
 )
+from distcse.objectives.list_mle import _exact_suffixes, _SuffixesInDouble
 from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -212,6 +213,16 @@ def test_list_mle_is_a_distribution_over_orders() -> None:
     assert likelihoods.sum().item() == pytest.approx(1.0, abs=1e-12)
     likeliest = teachers[likelihoods.argmax()]
     assert torch.equal(likeliest.argsort(), similarities[0].argsort())
+
+
+@pytest.mark.parametrize("spread", [1.0, 40.0, 599.0])
+def test_list_mle_in_double_is_the_likelihood_at_any_spread_it_is_used_at(spread: float) -> None:
+    logits = ((torch.rand(8, 300, generator=torch.Generator().manual_seed(0)) - 0.5) * spread).requires_grad_()
+    weights = torch.rand(8, 300, generator=torch.Generator().manual_seed(1))
+    found, exact = _SuffixesInDouble.apply(logits), _exact_suffixes(logits.double())
+    torch.testing.assert_close(found, exact.float(), atol=1e-4, rtol=1e-6)
+    (to_found,), (to_exact,) = (torch.autograd.grad((losses * weights).sum(), logits) for losses in (found, exact))
+    torch.testing.assert_close(to_found, to_exact, atol=1e-4, rtol=1e-5)
 
 
 def test_list_mle_sees_only_the_order_of_the_teachers() -> None:

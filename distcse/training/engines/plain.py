@@ -69,10 +69,6 @@ class PlainEngine:
         """A norm that is not finite makes the gradients NaN: divided by it they would be zero, and nobody would see."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        if (
-            norm.device.type == "cpu" and norm + 1e-6 <= longest
-        ):  # torch would multiply them by one; a GPU would have to be asked
-            return
         norm = torch.where(norm.isfinite(), norm, torch.nan)
         nn.utils.clip_grads_with_norm_(self._parameters.values(), longest, norm)
 
