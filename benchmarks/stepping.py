@@ -139,10 +139,12 @@ def stepping_on_ray(config: dict[str, Any]) -> None:
 def _accepted(listener: Listener, wait_for_end: Callable[[], object]) -> Connection:
     """The process's connection; `EOFError` from it where the process ended before it could connect."""
 
+    address = listener.address
+
     def knock() -> None:
         wait_for_end()
         with suppress(OSError, EOFError):  # the listener is closed by then, unless somebody still waits
-            Client(listener.address, authkey=_KEY).close()
+            Client(address, authkey=_KEY).close()
 
     threading.Thread(target=knock, daemon=True).start()
     return listener.accept()
