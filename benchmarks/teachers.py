@@ -259,12 +259,13 @@ def _real_actors(
     from ray.util import ActorPool
 
     from distcse.teachers.actors import ShardBuilder
+    from distcse.teachers.pulse import CONCURRENCY
     from distcse.training.cluster import cluster
 
     table = table_of(section, corpus, folder / "real", teachers.shard_rows)
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
-        actor = ray.remote(num_cpus=1)(ShardBuilder)
+        actor = ray.remote(num_cpus=1, **CONCURRENCY)(ShardBuilder)
         told = (section, corpus.directory, table.directory, table.identity, 4096)
         builders = [actor.remote(*told) for _ in range(2)]
 
