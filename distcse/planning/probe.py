@@ -91,11 +91,10 @@ class _Clock:
             torch.cuda.synchronize()
 
 
-def anonymous_bytes(highest: bool = False) -> int:
+def anonymous_bytes() -> int:
     """Memory of this process that is no file's, now; files that are mapped can be given back at any time."""
-    wanted = "VmHWM:" if highest else "RssAnon:"
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(wanted):
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
 

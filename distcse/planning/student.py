@@ -15,6 +15,7 @@ from distcse.planning.passes import Pass, Terms
 from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
 from distcse.planning.terms import Lists, ObjectiveWork, list_seconds, objective_work
 from distcse.recipe import EncoderSection, Recipe, TeacherSection
+from distcse.student.plan import AT_A_TIME
 from distcse.training.schedule import total_steps
 
 STSB_SENTENCES = 3000
@@ -150,7 +151,7 @@ class StudentRun:
         if memory is None or not memory.landmarks:
             return []
         texts = memory.landmarks / workers / memory.refresh
-        return [Pass(self.student, texts, self.padded(256), False, self.recipe.training.precision, False)]
+        return [Pass(self.student, texts, self.padded(AT_A_TIME), False, self.recipe.training.precision, False)]
 
     def extra_flops(self, rows: float, passes: list[Pass]) -> float:
         """Of the heads: projection of both views, the generator's words and the discriminator's verdict."""

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 _BYTES = 256 * 2**20
 """Held at a time beside the references: similarities of a chunk of rows."""
-_BYTES_A_CELL = 4
 _INSIDE = 2**30
 """Rank vectors of one call that are held in memory; more lie in a file."""
-
 _TERMS = 4096
+"""Of an inner product that are summed in float32."""
 _BINS = 2**16
 _LOST = 1e-11
 """Most that t / n of a row may be (see `counted_rank_vectors`)."""
@@ -70,14 +69,14 @@ def counted_rank_vectors(
     for row, found in zip(similarities, ranks, strict=True):
         low, high = row.min(), row.max()
         if not low < high:
-            found[:] = rank_vectors(row[None])[0]
+            rank_vectors(row[None], found[None])
             continue
         bins = ((row - low) * ((_BINS - 1) / (high - low))).astype(np.intp)
         counts = np.bincount(bins, minlength=_BINS)
         full = counts.astype(np.float64)
         lost = full @ (full * full) - n
         if lost > _LOST * n * (n**3 - n):
-            found[:] = rank_vectors(row[None])[0]
+            rank_vectors(row[None], found[None])
             continue
         middles = np.cumsum(counts) - (counts + n) / 2
         np.take((middles * scale).astype(np.float32), bins, out=found)
@@ -111,7 +110,7 @@ class RankSpace:
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """(m, d) unit vectors -> (m, n) unit rank vectors, a chunk of rows at a time; into `out` where it is given."""
         ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
-        step = max(1, _BYTES // (_BYTES_A_CELL * len(self._references)))
+        step = max(1, _BYTES // (4 * len(self._references)))
         for begin in range(0, len(vectors), step):
             chunk = slice(begin, begin + step)
             self._rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T, ranks[chunk])

@@ -25,7 +25,7 @@ _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
 _LANDMARKS = 2**32 - 2
 """Stream of the landmarks' draw, beside the epochs'."""
-_AT_A_TIME = 64
+AT_A_TIME = 64
 """Sentences of the memory that are encoded in one pass."""
 
 
@@ -118,7 +118,7 @@ class Plan:
 
     def _parts(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
         mine = rows[own_part(len(rows))]
-        return [self._collated(mine[at : at + _AT_A_TIME], device) for at in range(0, len(mine), _AT_A_TIME)]
+        return [self._collated(mine[at : at + AT_A_TIME], device) for at in range(0, len(mine), AT_A_TIME)]
 
     def _collated(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs).to(device)

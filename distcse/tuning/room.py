@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distcse.errors import RunError
 from distcse.nodes import Resources, even_share, fitting, nodes_with, told_nodes, told_resources
 from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
-from distcse.teachers import uses_table
+from distcse.teachers.actors import live_demands
 
 _AROUND_A_TRAINER = 0.01
 """CPUs of a trial's process whose workers are others."""
@@ -88,9 +88,10 @@ def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) 
     """What servers of live teachers leave: they keep a CPU each, and their GPUs, to themselves."""
     if isinstance(recipe, MutualRecipe):
         return list(nodes)
-    section = recipe.teachers
-    servers = sum(section.servers for teacher in section.encoders if not uses_table(section, teacher))
-    return _without(nodes, servers, {"CPU": 1.0, "GPU": section.builder_gpus or 0.0})
+    left = list(nodes)
+    for demand in live_demands(recipe.teachers):
+        left = _without(left, demand.number, demand.each)
+    return left
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:
