@@ -1,4 +1,4 @@
-"""Rows 24 to 26 and 29: what Ray and DeepSpeed add to a step, to waiting and to a start.
+"""Rows 24 to 26, 29 and 31 (exposed): what Ray and DeepSpeed add to a step, to waiting and to a start.
 
     python -m benchmarks.orchestration --data ../shared/data [--quick] [--rows 24 25]
 
@@ -34,7 +34,7 @@ from benchmarks.protocol import (
 )
 from benchmarks.stepping import bare, ray_worker
 from distcse.corpus import Corpus
-from distcse.events import Event, Steps, Watch
+from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.plan import Plan
 from distcse.student.run import run
@@ -54,10 +54,12 @@ def measure(options: Options) -> Report:
             found += [calls(place / "calls", options)]
         if options.wants(29):
             found += starts(place / "starts", options)
-        if options.wants(24, 25, 26):
+        if options.wants(24, 25, 26, 31):
             with cluster(cpus=2):
                 if options.wants(24, 25):
                     found += loops(place / "loops", options, effort)
+                if options.wants(31):
+                    found += [exposed(place / "beside", options)]
                 if options.wants(26):
                     found += [waiting(place / mode, options, mode) for mode in ("table", "live")]
     return Report("orchestration", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
@@ -130,17 +132,44 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
         teachers={"mode": mode, "block_steps": 4},
         training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "plain"},
     )
-    shares = [100 * event.waited / event.seconds for event in _reports(recipe)[1:]]
+    shares = [100 * event.waited / event.seconds for event in _told(recipe, Steps)[1:]]
     at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
     part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
     return of_spread(26, part, spread_of(shares), at)
 
 
-def _reports(recipe: Recipe) -> list[Steps]:
-    seen: list[Steps] = []
+def exposed(folder: Path, options: Options) -> Figure:
+    """Row 31's asynchronous part: how long the worker stands still for a dev score that another process makes meanwhile.
+
+    The first score, which waits for that process to start, and the last, which nothing goes on beside, are left out.
+    """
+    n, every = (16, 4) if options.quick else (64, 24)
+    student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
+    teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
+    recipe = list_recipe(
+        folder,
+        wiki_file(options.data),
+        student,
+        [teacher],
+        {},
+        n,
+        4 * n,
+        training={"workers": 1, "cpus_per_worker": 1, "max_steps": 4 * every, "log_every": 4, "engine": "plain"},
+        evaluation={"dev": "stsb", "data": str(options.data), "every": every, "beside": {}},
+    )
+    told = _told(recipe, Steps, DevScore)
+    step = float(np.median([event.seconds for event in told if isinstance(event, Steps)][1:]))
+    stood = [event.stood for event in told if isinstance(event, DevScore)][1:-1]
+    at = f"{'tiny' if options.quick else 'MiniLM'} student, N = {n}, one core each, of 125 steps"
+    shares = spread_of([100 * seconds / (125 * step) for seconds in stood])
+    return of_spread(31, "exposed share, asynchronous", shares, at)
+
+
+def _told(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
+    seen: list[Any] = []
 
     def listen(event: Event) -> None:
-        if isinstance(event, Steps):
+        if isinstance(event, kinds):
             seen.append(event)
 
     run(recipe, Watch(listen))

@@ -49,6 +49,8 @@ class DevScore:
     score: float
     best: float
     best_step: int
+    stood: float = 0.0
+    """Seconds that the training stood still for it."""
 
 
 @dataclass(frozen=True)

@@ -135,10 +135,10 @@ class StudentPlan:
         found.append(
             Phase(
                 "dev scores",
-                scores * run.dev_seconds(machine),
+                run.dev_seconds(machine, self.step_seconds),
                 scores * run.dev_flops(),
                 "",
-                f"{scores:,}, with checkpoints",
+                f"{scores:,}, with checkpoints" + (", beside the training" if run.recipe.evaluation.beside else ""),
             )
         )
         return found

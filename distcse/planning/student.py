@@ -225,8 +225,18 @@ class StudentRun:
         served = self.serving_seconds(machine, workers, batch)
         return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
 
-    def dev_seconds(self, machine: Machine) -> float:
-        """Seconds of one dev score and the checkpoint after it."""
+    def dev_seconds(self, machine: Machine, step: float) -> float:
+        """Seconds that the training stands still for all dev scores and the checkpoints after them.
+
+        Scores that are made beside it are waited for where they take longer than the steps up to the next one; the last always.
+        """
+        score, checkpoint = self._score_seconds(machine), 12.0 * self.trained / machine.disk
+        still = score
+        if self.recipe.evaluation.beside is not None:
+            still = max(0.0, score - self.recipe.evaluation.every * step)
+        return self.dev_scores * checkpoint + (self.dev_scores - 1) * still + score
+
+    def _score_seconds(self, machine: Machine) -> float:
         score = self.recipe.dev_score
         if score == "none":
             texts, length = 0.0, 1.0
@@ -236,7 +246,7 @@ class StudentRun:
             texts, length = float(self.recipe.evaluation.held_out), self.lengths.mean(self.recipe.student.max_length)
         work = Pass(self.student, texts, length, False, "fp32", False)
         encoded = _in_batches(work, max(1.0, work.tokens / _BATCH_TOKENS), machine) if texts else 0.0
-        return encoded + texts / machine.tokenise + 12.0 * self.trained / machine.disk
+        return encoded + texts / machine.tokenise
 
     def dev_flops(self) -> float:
         """Of one dev score."""

@@ -53,6 +53,15 @@ class CorpusSection(Section):
         return self
 
 
+class BesideSection(Section):
+    """What the process that scores beside the training takes, on one of the nodes that may train."""
+
+    cpus: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs of it."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs of it, or a fraction of one."""
+
+
 class EvaluationSection(Section):
     """What is measured during the run and at its end."""
 
@@ -67,6 +76,9 @@ class EvaluationSection(Section):
     """Rows of the corpus that are never trained on and that `agreement` is measured on."""
     every: Annotated[int, Field(ge=1)] = 125
     """Steps between two dev scores; each is also a checkpoint."""
+    beside: BesideSection | None = None
+    """Dev scores are made by a process beside the workers, which go on meanwhile; `{}` takes a CPU for it. A score is known one
+    checkpoint later at the latest, and so early stopping stops one later. null scores in the workers, as trials of a sweep do."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after so many dev scores without a new best; null never stops early."""
     final: list[Measure] | None = None
@@ -217,6 +229,11 @@ class Recipe(Section):
         if self.corpus.exclude_evaluation and self.evaluation.data is None:
             raise ValueError(
                 "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
+            )
+        if self.evaluation.beside is not None and not self.training.workers:
+            raise ValueError(
+                "evaluation.beside starts a process of Ray's, and training.workers is 0, which wants none; write "
+                "training.workers: 1, or evaluation.beside: null"
             )
         final = self.evaluation.final or []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)

@@ -20,6 +20,7 @@ from distcse.teachers import Alphas, ListSource, TeacherEnsemble
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.lesson import told_rows
 from distcse.training.loop import Outcome, finished, learn
+from distcse.training.scorer import Scorer
 from distcse.training.workers import rank, world_size
 
 
@@ -110,7 +111,11 @@ class ListLesson:
 
 
 def fit(
-    job: Job, sources: Sequence[ListSource], watch: Watch, report: Callable[[dict[str, float]], None] | None = None
+    job: Job,
+    sources: Sequence[ListSource],
+    watch: Watch,
+    report: Callable[[dict[str, float]], None] | None = None,
+    scorer: Scorer | None = None,
 ) -> Outcome:
     """Train the student of `job` to its end, from its latest checkpoint where it has one; see `learn`.
 
@@ -119,10 +124,11 @@ def fit(
         sources: The teachers, in the recipe's order.
         watch: Hears events from the first worker, and may wish the run to stop at the next report.
         report: Called by every worker after every dev score.
+        scorer: Makes dev scores beside the training; None makes them here.
     """
     plan = Plan(job, rank(), world_size())
     checkpoints = Checkpoints(job.run, job.claim)
     position = finished(checkpoints)
     if position is not None:
         return Outcome(position, plan.steps, 0.0, 0.0)
-    return learn(ListLesson(job, plan, sources), job.recipe.training, checkpoints, watch, report)
+    return learn(ListLesson(job, plan, sources), job.recipe.training, checkpoints, watch, report, scorer)

@@ -154,6 +154,7 @@ def _use_own_network() -> None:
 
 def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     """Ray Train's loop function."""
+    from distcse.student.beside import Beside
     from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
     from distcse.training.metrics import Queue
 
@@ -167,8 +168,9 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     except DistcseError as mistake:
         return mistake
     sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]
+    scorer = Beside(job, mine) if job.recipe.evaluation.beside is not None else None
     try:
-        return fit(job, sources, watch_of(config["board"]), report=ray.train.report)
+        return fit(job, sources, watch_of(config["board"]), ray.train.report, scorer)
     except RunError as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
@@ -176,15 +178,12 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
 
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
-    from distcse.teachers.actors import live_demands
-
     training, teachers = recipe.training, recipe.teachers
     nodes = nodes_with(training.nodes, "training.nodes")
     nodes_with(teachers.nodes, "teachers.nodes")
-    serving = live_demands(teachers)
     beside = [
         demand
-        for demand in serving
+        for demand in _others(recipe)
         if (training.nodes or {}).items() <= (demand.labels or training.nodes or {}).items()
     ]
     cpus, gpus = (_left(nodes, kind, beside) for kind in ("CPU", "GPU"))
@@ -197,13 +196,19 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
 
 
 def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
-    """What must run at the same time: so many workers, and the servers of live teachers."""
-    from distcse.teachers.actors import live_demands
-
+    """What must run at the same time: so many workers, and what runs beside them."""
     fewer = "training.workers" if recipe.training.least_workers is None else "training.least_workers"
     smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
     training = Demand(f"{fewer}={workers}", workers, each, recipe.training.nodes, fewer, smaller)
-    return [training, *live_demands(recipe.teachers)]
+    return [training, *_others(recipe)]
+
+
+def _others(recipe: Recipe) -> list[Demand]:
+    """The servers of live teachers, and who makes dev scores beside the workers."""
+    from distcse.student.beside import beside_demands
+    from distcse.teachers.actors import live_demands
+
+    return [*live_demands(recipe.teachers), *beside_demands(recipe)]
 
 
 def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[Demand]) -> list[float]:

@@ -136,6 +136,13 @@ class Checkpoints:
         if self._claim is not None:
             self._claim.check()
 
+    def best_is(self, step: int) -> None:
+        """Point `best` to the checkpoint of a step, which is there: its score came after it was written."""
+        if self._claim is not None:
+            self._claim.check_here()
+        with writing(self._root):
+            self._point("best", f"step-{step:06d}")
+
     def adopt(self, folder: Path) -> None:
         """Go on from a copy of another training's checkpoint; those of this one are dropped."""
         step = load_position(folder).step

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
+
+from distcse.errors import DistcseError
 
 T = TypeVar("T")
 
@@ -27,6 +30,23 @@ def from_first(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def by_first(work: Callable[[], T]) -> T:
+    """What work of the first worker alone comes to, on all workers; its mistake is raised by all of them, at this place.
+
+    The others would wait for the first one for ever, were it raised there alone.
+    """
+    came: T | DistcseError | None = None
+    if rank() == 0:
+        try:
+            came = work()
+        except DistcseError as mistake:
+            came = mistake
+    came = from_first(came)
+    if isinstance(came, DistcseError):
+        raise came
+    return cast(T, came)
 
 
 def add_over_workers(tensor: Tensor) -> Tensor:

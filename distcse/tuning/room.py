@@ -80,6 +80,7 @@ def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
     alike = {"evaluation": recipe.evaluation.model_copy(update={"final": []}), "track": TrackSection()}
     if isinstance(recipe, MutualRecipe):
         return recipe.model_copy(update={**alike, "ray": False})
+    alike["evaluation"] = recipe.evaluation.model_copy(update={"final": [], "beside": None})
     share = {"cpus_per_worker": room.cpus, "gpus_per_worker": room.gpus}
     return recipe.model_copy(update={**alike, "training": recipe.training.model_copy(update=share)})
 

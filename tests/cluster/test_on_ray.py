@@ -74,26 +74,24 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
 
 
 @pytest.mark.slow
-def test_a_killed_worker_and_a_killed_server_change_nothing(recipe_with: MakeRecipe) -> None:
+def test_killed_workers_servers_and_dev_scores_beside_the_training_change_nothing(recipe_with: MakeRecipe) -> None:
     import ray
 
     undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Watch())
-    killed: list[str] = []
+    to_kill = ["RayTrainWorker", "TeacherServer", "DevJudge"]
 
     def kill(event: Event) -> None:
-        if not isinstance(event, Steps) or event.step < 16 or len(killed) == 2:
-            return
-        wanted = "TeacherServer" if killed else "RayTrainWorker"
-        if kill_actor(wanted):
-            killed.append(wanted)
+        if isinstance(event, Steps) and event.step >= 16 and to_kill and kill_actor(to_kill[0]):
+            to_kill.pop(0)
 
-    disturbed = run(
-        recipe_with("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2"),
-        Watch(kill),
-    )
-    assert killed == ["RayTrainWorker", "TeacherServer"]
+    knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2")
+    disturbed = run(recipe_with(*knobs, "evaluation.beside={}"), Watch(kill))
+    assert not to_kill
     assert disturbed.outcome.position.finished
     assert_same_learning(weights_of(undisturbed.directory.path), weights_of(disturbed.directory.path))
+    one, other = undisturbed.outcome.position.scores, disturbed.outcome.position.scores
+    assert [step for step, _ in one] == [step for step, _ in other]
+    assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=0.1)
     assert ray.is_initialized()
 
 

@@ -1,0 +1,99 @@
+"""Dev scores beside the training: an actor has a student of its own, and is sent the weights that are to be scored.
+
+Ray Train's validation function would be given a checkpoint's folder, which a run of ours keeps where its recipe says and
+not where Ray Train does, and its score would come to the driver, where nobody waits for it: the workers stop early by it, and
+have it in their checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayTaskError
+
+from distcse.encoder.device import device_here
+from distcse.errors import DistcseError, RunError
+from distcse.nodes import Demand
+from distcse.recipe import Recipe
+from distcse.student.lists import ListLesson
+from distcse.student.plan import Job, Plan
+from distcse.teachers.actors import RemoteSource, use_assigned_threads
+from distcse.training.board import own_name
+from distcse.training.checkpoint import TrainingState
+
+_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
+_INSTEAD = "evaluation.beside=null scores in the workers"
+
+
+class DevJudge:
+    """Scores students; an actor. Its servers are those of the first worker."""
+
+    def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
+        use_assigned_threads()
+        sources = [RemoteSource(server, lambda _: None) for server in servers.values()]
+        self._lesson = ListLesson(job, Plan(job, 0, 1), sources)
+        self._lesson.model.to(device_here()).eval()
+
+    def score(self, weights: Mapping[str, NDArray[Any]]) -> float:
+        """Dev score of the student with these weights."""
+        self._lesson.model.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in weights.items()})
+        return self._lesson.score()
+
+
+class Beside:
+    """The first worker's `Scorer`: an actor that is started for the first score, and ends with the worker.
+
+    Args:
+        job: The run.
+        servers: The worker's server of each teacher, by the teacher's number.
+    """
+
+    def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
+        self._job, self._servers = job, servers
+        self._judge: Any = None
+        self._answer: Any = None
+
+    def begin(self, state: TrainingState) -> None:
+        if self._judge is None:
+            (demand,) = beside_demands(self._job.recipe)
+            self._judge = (
+                ray.remote(**_OUTLIVES)(DevJudge)
+                .options(
+                    name=f"dev-scores-{own_name(self._job.run.name)}",
+                    num_cpus=demand.each["CPU"],
+                    num_gpus=demand.each["GPU"],
+                    label_selector=demand.labels,
+                )
+                .remote(self._job, self._servers)
+            )
+        weights = {name: weight.numpy() for name, weight in state.weights.items()}
+        self._answer = self._judge.score.options(name="dev score").remote(weights)
+
+    def is_ready(self) -> bool:
+        return bool(ray.wait([self._answer], timeout=0)[0])
+
+    def take(self) -> float:
+        try:
+            return float(ray.get(self._answer))
+        except RayTaskError as failed:
+            if isinstance(failed.cause, DistcseError):
+                raise failed.cause from failed
+            raise RunError(f"the dev score failed: {str(failed).strip().splitlines()[-1]}; {_INSTEAD}") from failed
+        except RayActorError as lost:
+            told = str(lost).strip().splitlines()[0]
+            raise RunError(f"the process of the dev scores was lost again and again: {told}; {_INSTEAD}") from lost
+
+
+def beside_demands(recipe: Recipe) -> list[Demand]:
+    """What dev scores beside the training take; nothing where the workers make them."""
+    section = recipe.evaluation.beside
+    if section is None:
+        return []
+    smaller = {"CPU": "evaluation.beside.cpus", "GPU": "evaluation.beside.gpus"}
+    each = {"CPU": section.cpus, "GPU": section.gpus}
+    return [Demand("evaluation.beside", 1, each, recipe.training.nodes, "training.workers", smaller, _INSTEAD)]

@@ -1,0 +1,130 @@
+"""Dev scores beside the training: they come late, and everything else comes to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from distcse.errors import RecipeError, RunError
+from distcse.events import DevScore, Event, Note, Watch
+from distcse.recipe import Recipe
+from distcse.student.beside import beside_demands
+from distcse.student.lists import ListLesson, fit
+from distcse.student.plan import Job, Plan
+from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.training.checkpoint import Checkpoints, TrainingState, load_position
+from distcse.training.loop import Outcome
+from tests.jobs import make_job, train
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+
+
+class Later:
+    """Scores with a student of its own when it is asked for the score; says to be ready, or not, as it is told."""
+
+    def __init__(self, job: Job, tables: list[EmbeddingTable], ready: bool) -> None:
+        self._lesson = ListLesson(job, Plan(job, 0, 1), sources_of(job, tables))
+        self._lesson.model.eval()
+        self._ready = ready
+        self.begun = 0
+
+    def begin(self, state: TrainingState) -> None:
+        self._lesson.model.load_state_dict({name: weight.clone() for name, weight in state.weights.items()})
+        self.begun += 1
+
+    def is_ready(self) -> bool:
+        return self._ready
+
+    def take(self) -> float:
+        return self._lesson.score()
+
+
+class Refusing(Later):
+    """One that has no score."""
+
+    def take(self) -> float:
+        raise RunError("the dev score failed: no reason")
+
+
+def sources_of(job: Job, tables: list[EmbeddingTable]) -> list[LocalSource]:
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    return [LocalSource(serving(teacher, table, job.recipe.seed)) for teacher, table in teachers]
+
+
+def train_beside(
+    job: Job, tables: list[EmbeddingTable], scorer: Later, events: list[Event], stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    return fit(job, sources_of(job, tables), Watch(events.append, stop), scorer=scorer)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_scores_beside_the_training_are_those_made_in_it(ready: bool, recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.lr=3e-2")  # so high that the best is not the last
+    here, tables = make_job(recipe)
+    told: list[Event] = []
+    outcome = train(here, tables, told)
+    beside, tables = make_job(recipe)
+    heard: list[Event] = []
+    later = train_beside(beside, tables, scorer := Later(beside, tables, ready), heard)
+    assert later.position == outcome.position and scorer.begun == len(outcome.position.scores) == 5
+    one, other = ([replace(e, stood=0.0) for e in events if isinstance(e, DevScore)] for events in (told, heard))
+    assert one == other
+    assert_equal_weights(weights_of(here.run), weights_of(beside.run))
+    best, also = Checkpoints(here.run).best(), Checkpoints(beside.run).best()
+    assert best is not None and also is not None and best.name == also.name
+    assert best != Checkpoints(here.run).latest()
+
+
+def test_a_checkpoint_has_all_scores_but_its_own_and_a_run_that_goes_on_has_it_made(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.log_every=6")
+    undisturbed, tables = make_job(recipe)
+    train(undisturbed, tables)
+    job, tables = make_job(recipe)
+    scorer, events = Later(job, tables, ready=False), []  # type: ignore[var-annotated]
+    first = train_beside(job, tables, scorer, events, stop=lambda: scorer.begun == 2)
+    latest = Checkpoints(job.run).latest()
+    assert first.interrupted and latest is not None
+    assert [step for step, _ in load_position(latest).scores] == [0, 6] and latest.name == "step-000012"
+    again = Later(job, tables, ready=False)
+    last = train_beside(job, tables, again, [])
+    assert [step for step, _ in last.position.scores] == [0, 6, 12, 18, 22] and again.begun == 3
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+
+
+def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.lr=3e-2", "evaluation.patience=1", "evaluation.every=2", "training.log_every=2")
+    here, tables = make_job(recipe)
+    outcome = train(here, tables)
+    beside, tables = make_job(recipe)
+    events: list[Event] = []
+    later = train_beside(beside, tables, Later(beside, tables, ready=False), events)
+    assert outcome.position.finished and later.position.finished
+    assert later.position.step == outcome.position.step + 2 < later.steps
+    assert later.position.scores[:-1] == outcome.position.scores
+    assert any("stopped early" in event.text for event in events if isinstance(event, Note))
+
+
+def test_a_score_that_fails_ends_the_run_and_leaves_its_checkpoints(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with())
+    with pytest.raises(RunError, match="no reason"):
+        train_beside(job, tables, Refusing(job, tables, ready=False), [])
+    latest = Checkpoints(job.run).latest()
+    assert latest is not None and latest.name == "step-000000"
+
+
+def test_nothing_to_score_asks_nobody(recipe_with: MakeRecipe) -> None:
+    job, tables = make_job(recipe_with("evaluation.dev=none"))
+    scorer = Later(job, tables, ready=True)
+    assert train_beside(job, tables, scorer, []).position.scores == [] and scorer.begun == 0
+
+
+def test_it_wants_a_worker_and_takes_room(recipe_with: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"evaluation\.beside starts a process"):
+        recipe_with("evaluation.beside={}")
+    recipe = recipe_with("evaluation.beside={gpus: 0.5}", "training.workers=1")
+    (demand,) = beside_demands(recipe)
+    assert demand.each == {"CPU": 1.0, "GPU": 0.5} and beside_demands(recipe_with()) == []
+    assert demand.ways_out(["GPU"]).startswith("training.workers or evaluation.beside.gpus")
