@@ -126,7 +126,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         theirs[kind].model.eval()
         _equal_losses(kind, ours[kind].loss().item(), theirs[kind].loss().item())
     found = [_filled(ours)]
-    scored = list(kept[: 32 if options.quick else 256].both())
+    scored = list(kept[: 32 if options.quick else 128].both())
     sides = [one for one, _ in scored], [other for _, other in scored]
     bi_start, cross_start = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval()
     plain_bi, plain_cross = load(MINILM), copy.deepcopy(their_cross)

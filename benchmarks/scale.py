@@ -1,4 +1,4 @@
-"""Row 28: more workers for one student, simulated, and two of them for real. Row 33 has nothing to measure yet.
+"""Row 28: more workers for one student, simulated, and two of them for real.
 
     python -m benchmarks.scale --data ../shared/data [--quick]
 

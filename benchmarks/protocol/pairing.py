@@ -98,6 +98,7 @@ def interleave(ways: Mapping[str, Sampler], effort: Effort, again: str | None = 
         again: The way that is sampled twice a round: the A/A run.
         seed: Of the orders.
     """
+    began = time.perf_counter()
     whole = dict(ways) if again is None else {**ways, again + AGAIN: ways[again]}
     repeats = {name: _repeats(sample, effort) for name, sample in ways.items()}
     durations: dict[str, list[Duration]] = {name: [] for name in whole}
@@ -106,6 +107,7 @@ def interleave(ways: Mapping[str, Sampler], effort: Effort, again: str | None = 
         shuffler.shuffle(order)
         for name in order:
             durations[name].append(whole[name](repeats[name.removesuffix(AGAIN)]))
+    print(f"{', '.join(ways)}: {effort.pairs} rounds in {time.perf_counter() - began:.0f} s", flush=True)
     return Rounds(durations)
 
 
