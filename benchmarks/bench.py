@@ -3,45 +3,76 @@
     make bench                      or: python -m benchmarks.bench --data ../shared/data
     python -m benchmarks.bench --quick    every script at its smallest: shows that they work, stores nothing
 
-A script that fails keeps its stored report; the others go on, and the exit status is 1.
+Scripts of one thread run on a core each, where there are two, at the same time; those that start workers have the machine to
+themselves. A script that fails keeps its stored report; the others go on, and the exit status is 1.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
 
-from benchmarks.options import parsed
+from benchmarks.options import Options, parsed
 from benchmarks.protocol import Report, moved, read_reports
 from benchmarks.table import write_readme
 
-SCRIPTS = ("step", "teachers", "rank_encoder", "pairs", "orchestration", "scale")
+LANES = (("step",), ("rank_encoder", "pairs", "teachers"))
+"""Scripts of one thread, each lane one after the other."""
+ALONE = ("orchestration", "scale")
 
 
 def main() -> None:
     options = parsed(__doc__)
-    stored, failed, lines = read_reports(options.out), [], []
+    stored, lines = read_reports(options.out), []
     with tempfile.TemporaryDirectory() as folder:
-        for name in SCRIPTS:
-            begun = time.monotonic()
-            print(f"== {name}", flush=True)
-            told = ["--data", str(options.data), "--out", folder, "--pairs", str(options.pairs)]
-            done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *told, *(["--quick"] * options.quick)])
-            print(f"== {name}: {(time.monotonic() - begun) / 60:.1f} min", flush=True)
-            if done.returncode:
-                failed.append(name)
-            elif not options.quick:
-                report = Report.read(Path(folder) / f"{name}.json")
-                lines += what_moved(report, stored.get(name))
+        failed = _all_scripts(options, Path(folder))
+        if not options.quick:
+            for file in sorted(Path(folder).glob("*.json")):
+                report = Report.read(file)
+                lines += what_moved(report, stored.get(report.group))
                 report.write(options.out)
     if not options.quick:
         write_readme(read_reports(options.out))
         print("what moved by more than its spread:", *(lines or ["nothing"]), sep="\n  ")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; their stored figures stay as they were")
+
+
+def _all_scripts(options: Options, out: Path) -> list[str]:
+    """Names of those that failed; reports of the others are in `out`."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    with ThreadPoolExecutor(len(LANES) if len(cores) >= len(LANES) else 1) as pool:
+        failed = list(pool.map(_one_after_the_other, LANES, repeat(options), repeat(out), chain(cores, repeat(None))))
+    return [name for names in [*failed, _one_after_the_other(ALONE, options, out, None)] for name in names]
+
+
+def _one_after_the_other(scripts: Sequence[str], options: Options, out: Path, core: int | None) -> list[str]:
+    """Names of the scripts that failed; what each printed is shown when it ended."""
+    failed = []
+    for name in scripts:
+        begun = time.monotonic()
+        print(f"== {name} …", flush=True)
+        told = ["--data", str(options.data), "--out", str(out), "--pairs", str(options.pairs)]
+        script = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.{name}", *told, *(["--quick"] * options.quick)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if core is not None:
+            os.sched_setaffinity(script.pid, {core})
+        printed, _ = script.communicate()
+        print(f"{printed}== {name}: {(time.monotonic() - begun) / 60:.1f} min", flush=True)
+        if script.returncode:
+            failed.append(name)
+    return failed
 
 
 def what_moved(new: Report, stored: Report | None) -> list[str]:

@@ -1,8 +1,6 @@
-"""Rows 12 (Trans-Encoder) and 20 to 23: pair scoring and steps of Trans-Encoder, mutual groups, DiffCSE.
+"""Rows 12 (Trans-Encoder), 20, 21 and 23: pair scoring and steps of Trans-Encoder, and DiffCSE's step.
 
-    python -m benchmarks.pairs --data ../shared/data [--quick] [--rows 20 21]
-
-Row 22 simulates two groups side by side from the phase times of the same groups in turns, and runs them side by side for real.
+python -m benchmarks.pairs --data ../shared/data [--quick] [--rows 20 21]
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from benchmarks.material import MINILM, OurStep, list_recipe, masked_stand_in, p
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
-from benchmarks.side_by_side import recipe_of, run_groups
-from benchmarks.simulator import side_by_side
 from benchmarks.step import equal_or_stop, load
 from distcse.detection.edits import _choose, _masked
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
@@ -30,7 +26,6 @@ from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import LoopSection
-from distcse.training.cluster import cluster
 from distcse.training.engines import make_engine
 from distcse.training.noise import noise
 
@@ -48,8 +43,6 @@ def measure(options: Options) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         if options.wants(12, 20, 21):
             found += trans_encoder(pairs, options, effort)
-        if options.wants(22):
-            found += groups(Path(folder), options)
         if options.wants(23):
             found += diffcse(Path(folder), options, effort)
     return Report("pairs", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
@@ -193,23 +186,6 @@ def _scoring_filled(bi: Encoder, cross: CrossEncoder, pairs: Pairs) -> Figure:
         cross.score(list(pairs.both()))
     filled = (sentences.real + both.real) / (sentences.processed + both.processed)
     return counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations")
-
-
-def groups(folder: Path, options: Options) -> list[Figure]:
-    """Row 22: two groups of three layers, one cycle, in turns and side by side."""
-    with cluster(cpus=2):
-        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 4)
-        turns, together = run_groups(recipe, in_turns=True), run_groups(recipe, in_turns=False)
-    day, real = side_by_side(turns.phases), together.makespan
-    busy = sum(times.train + times.score for group in together.phases for times in group)
-    idle, told = 100 * (1 - busy / (len(together.phases) * real)), {"simulated s": day.makespan, "real s": real}
-    at = "two groups of three layers, one cycle"
-    return [
-        Figure(22, "idle share, simulated", *(100 * day.idle,) * 3, setting=at),
-        Figure(22, "makespan / (Σ track time / W), simulated", *(day.stretch,) * 3, setting=at),
-        Figure(22, "idle share, two workers", idle, idle, idle, setting=at),
-        Figure(22, "simulated / real makespan", *(day.makespan / real,) * 3, setting=at, terms=told),
-    ]
 
 
 def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:

@@ -1,45 +1,146 @@
-"""Row 28: more workers for one student, simulated, and two of them for real.
+"""Rows 22, 27 and 28: several groups, embedding actors and student's workers, simulated, and two of each for real.
 
-    python -m benchmarks.scale --data ../shared/data [--quick]
+    python -m benchmarks.scale --data ../shared/data [--quick] [--rows 28]
 
-Every worker's share is run alone, one after the other; the collectives of two workers are run without the work. For 4 and 8
-workers, which this machine has no cores for, they are those of two times 2 (k - 1) / k, what a ring sends and receives.
+Row 22 simulates two groups side by side from the phase times of the same groups in turns. Row 27 deals the tokens of real shards
+to actors. Row 28 runs every worker's share alone, one after the other, and the collectives of two workers without the work; for 4
+and 8 workers, which this machine has no cores for, they are those of two times 2 (k - 1) / k, what a ring sends and receives.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.material import MINILM, OurStep, list_recipe, prepared, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
-from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_spread, spread_of, timed
-from benchmarks.simulator import Terms, efficiency
+from benchmarks.protocol import (
+    Duration,
+    Effort,
+    Figure,
+    Report,
+    counted,
+    interleave,
+    machine,
+    of_spread,
+    spread_of,
+    timed,
+)
+from benchmarks.side_by_side import recipe_of, run_groups
+from benchmarks.simulator import Terms, dealt, efficiency, imbalance, makespan, side_by_side
+from distcse.corpus import Corpus, TokenTable
+from distcse.encoder import Encoder
 from distcse.objectives import Views, gather_views
+from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable
+from distcse.teachers import EmbeddingTable, table_of
+from distcse.training.cluster import cluster
 from tests.workers import run_workers
 
 WORKERS = (2, 4, 8)
+_MILLION = 1_000_000
 Prepared = tuple[Job, list[EmbeddingTable | None]]
 
 
 def measure(options: Options) -> Report:
     """All rows of this script."""
-    rows, pairs = (8, 2) if options.quick else (64, min(options.pairs, 5))
-    effort = Effort(pairs, 1, 0.0 if options.quick else 0.5)
+    effort = Effort(min(options.pairs, 5), 1, 0.0 if options.quick else 0.5)
+    found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        student = str(stand_in(Path(folder) / "model", "tiny")) if options.quick else MINILM
-        jobs = {n: job_of(Path(folder), options, student, n) for n in sorted({rows, *(k * rows for k in WORKERS), 16})}
-        found = [gradient(jobs[16]), *shares(jobs, rows, effort)]
-    settings = {"pairs": pairs, "threads": 1}
-    return Report("scale", machine(), settings, found, options.quick)
+        if options.wants(22):
+            found += groups(Path(folder) / "groups", options)
+        if options.wants(27):
+            found += several_actors(Path(folder) / "actors", options, effort)
+        if options.wants(28):
+            found += several_workers(Path(folder) / "workers", options, effort)
+    return Report("scale", machine(), {"pairs": effort.pairs, "threads": 1}, found, options.quick)
+
+
+def several_workers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 28: one student's workers."""
+    rows = 8 if options.quick else 64
+    student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
+    jobs = {n: job_of(folder, options, student, n) for n in sorted({rows, *(k * rows for k in WORKERS), 16})}
+    return [gradient(jobs[16]), *shares(jobs, rows, effort)]
+
+
+def groups(folder: Path, options: Options) -> list[Figure]:
+    """Row 22: two groups of three layers, one cycle, in turns and side by side."""
+    with cluster(cpus=2):
+        folder.mkdir()
+        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 4)
+        turns, together = run_groups(recipe, in_turns=True), run_groups(recipe, in_turns=False)
+    day, real = side_by_side(turns.phases), together.makespan
+    busy = sum(times.train + times.score for group in together.phases for times in group)
+    idle, told = 100 * (1 - busy / (len(together.phases) * real)), {"simulated s": day.makespan, "real s": real}
+    at = "two groups of three layers, one cycle"
+    return [
+        Figure(22, "idle share, simulated", *(100 * day.idle,) * 3, setting=at),
+        Figure(22, "makespan / (Σ track time / W), simulated", *(day.stretch,) * 3, setting=at),
+        Figure(22, "idle share, two workers", idle, idle, idle, setting=at),
+        Figure(22, "simulated / real makespan", *(day.makespan / real,) * 3, setting=at, terms=told),
+    ]
+
+
+def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figure]:
+    """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
+    limit, shard_rows = (200, 25) if options.quick else (2048, 64)
+    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
+    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
+    teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
+    encoder = Encoder.from_section(section).eval()
+    lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))
+    whole = TeachersSection().shard_rows
+    drawn = np.random.default_rng(0).choice(lengths, _MILLION)
+    costs = [float(drawn[begin : begin + whole].sum()) for begin in range(0, _MILLION, whole)]
+    at, found = f"1M rows in {len(costs)} shards of {whole:,}, real lengths", []
+    for actors in (2, 4, 8):
+        efficiency = sum(costs) / (actors * makespan(dealt(costs, actors)))
+        found.append(counted(27, f"{actors} actors, simulated efficiency", round(efficiency, 4), at))
+    found.append(counted(27, "imbalance of tokens, 8 actors", round(100 * imbalance(dealt(costs, 8)), 3), at))
+    return found + _real_actors(folder, corpus, section, teachers, effort)
+
+
+def _real_actors(
+    folder: Path, corpus: Corpus, section: TeacherSection, teachers: TeachersSection, effort: Effort
+) -> list[Figure]:
+    """One and two actors that are up and have loaded the teacher, by turns over the same shards."""
+    import ray
+    from ray.util import ActorPool
+
+    from distcse.teachers.actors import ShardBuilder
+    from distcse.teachers.pulse import CONCURRENCY
+
+    table = table_of(section, corpus, folder / "real", teachers.shard_rows)
+    shards = list(range(table.identity.shards))
+    with cluster(cpus=2):
+        actor = ray.remote(num_cpus=1, **CONCURRENCY)(ShardBuilder)
+        told = (section, corpus.directory, table.directory, table.identity, 4096)
+        builders = [actor.remote(*told) for _ in range(2)]
+
+        def by(count: int) -> Callable[[int], Duration]:
+            def sample(repeats: int) -> Duration:
+                begun = time.perf_counter()
+                for _ in range(repeats):
+                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.build.remote(shard), shards))
+                wall = (time.perf_counter() - begun) / repeats
+                return Duration(wall, wall)  # the actors' CPU time is not this process's
+
+            return sample
+
+        rounds = interleave({"one": by(1), "two": by(2)}, effort)
+        for builder in builders:
+            ray.kill(builder)
+    efficiency = rounds.of(lambda s: s["one"] / (2 * s["two"]), "wall")
+    return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
 
 
 def job_of(folder: Path, options: Options, student: str, n: int) -> Prepared:

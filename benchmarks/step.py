@@ -162,8 +162,10 @@ def measure(options: Options) -> Report:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options, "tiny" if options.quick else "minilm", 16 if options.quick else 64)
-        if options.wants(1, 2, 3, 4, 6):
-            figures += steps(bench, options, effort)
+        if options.wants(1, 6):
+            figures += beside_simcse(bench, effort)
+        if options.wants(2, 3, 4):
+            figures += beside_reference(bench, options, effort)
         if options.wants(31):
             figures += [dev_share(Bench(Path(folder) / "dev", options, bench.size, 2 * bench.n), options, effort)]
         if options.wants(12, 34):
@@ -181,23 +183,17 @@ def measure(options: Options) -> Report:
     return Report("step", machine(), {"pairs": options.pairs, "threads": 1}, figures, options.quick)
 
 
-def steps(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
-    """Rows 1 to 4 and 6."""
-    equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
+def beside_simcse(bench: Bench, effort: Effort) -> list[Figure]:
+    """Rows 1 and 6: what distillation adds to a step."""
     ours = {
         (name, precision): bench.ours(objective, precision)
         for name, objective in (("RankCSE", RANKCSE), ("SimCSE", SIMCSE))
         for precision in ("fp32", "bf16")
     }
-    theirs = bench.theirs(ours["RankCSE", "fp32"], True)
     component, plain = parts_of(ours["RankCSE", "fp32"], ours["SimCSE", "fp32"])
-    dev, dev_texts = DevEvaluations(bench, ours["RankCSE", "fp32"], options), REFERENCE_SENTENCES
     near = {f"{name} {precision}": timed(step) for (name, precision), step in ours.items()}
     near |= {"lists and losses": timed(component), "InfoNCE": timed(plain)}
     close = interleave(near, effort.at_least(25), again="SimCSE fp32")
-    far = {name: near[name] for name in ("RankCSE fp32", "RankCSE bf16")}
-    far |= {"reference": timed(theirs), "dev, ours": timed(dev.ours), "dev, reference": timed(dev.theirs)}
-    wide = interleave(far, effort, again="RankCSE bf16")
     at, noise = bench.setting, close.noise()
     found = [
         of_ratio(1, "fp32", close, "RankCSE fp32", "SimCSE fp32", at),
@@ -208,24 +204,36 @@ def steps(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
             close.of(lambda s: 1 + (s["lists and losses"] - s["InfoNCE"]) / s["SimCSE fp32"]),
             at,
         ),
-        of_ratio(2, "fp32", wide, "reference", "RankCSE fp32", at),
-        of_ratio(3, "bf16", wide, "reference", "RankCSE bf16", at),
     ]
-
-    def epochs(seconds: Any) -> float:
-        reference = 125 * seconds["reference"] + dev_texts / dev.sampled * seconds["dev, reference"]
-        return float(
-            reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"])
-        )
-
-    terms = {name: wide.of(lambda s, name=name: s[name]).median for name in far}  # type: ignore[misc]
-    found.append(of_spread(4, "125 steps and one score", wide.of(epochs), at, wide.noise(), **terms))
     lengths = [len(row) for row in ours["RankCSE", "fp32"].tokens(0)]
     work = 2 * 3 * forward_flops(bench.size, lengths) / 1e9
     for precision in ("fp32", "bf16"):
         rate = close.of(lambda s, precision=precision: work / s[f"RankCSE {precision}"])  # type: ignore[misc]
         found.append(of_spread(6, f"{precision}, one core", rate, at, noise))
     return found
+
+
+def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
+    """Rows 2 to 4: steps and scores of the public loops."""
+    equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
+    ours = {precision: bench.ours(RANKCSE, precision) for precision in ("fp32", "bf16")}
+    theirs, dev = bench.theirs(ours["fp32"], True), DevEvaluations(bench, ours["fp32"], options)
+    far = {f"RankCSE {precision}": timed(step) for precision, step in ours.items()}
+    far |= {"reference": timed(theirs), "dev, ours": timed(dev.ours), "dev, reference": timed(dev.theirs)}
+    wide = interleave(far, effort, again="RankCSE bf16")
+
+    def epochs(seconds: Any) -> float:
+        reference = 125 * seconds["reference"] + REFERENCE_SENTENCES / dev.sampled * seconds["dev, reference"]
+        return float(
+            reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"])
+        )
+
+    terms = {name: wide.of(lambda s, name=name: s[name]).median for name in far}  # type: ignore[misc]
+    return [
+        of_ratio(2, "fp32", wide, "reference", "RankCSE fp32", bench.setting),
+        of_ratio(3, "bf16", wide, "reference", "RankCSE bf16", bench.setting),
+        of_spread(4, "125 steps and one score", wide.of(epochs), bench.setting, wide.noise(), **terms),
+    ]
 
 
 def dev_share(bench: Bench, options: Options, effort: Effort) -> Figure:
@@ -317,7 +325,7 @@ def counts(bench: Bench) -> list[Figure]:
 def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 13: a SimCSE step with all of the last layer over one with [CLS] alone, from the same weights."""
     found = []
-    for name, size, n in (("MiniLM", "minilm", 64), ("base", "base", 4)):
+    for name, size, n in (("MiniLM", "minilm", 32), ("base", "base", 4)):
         student = MINILM if size == "minilm" and not options.quick else None
         size, n = ("tiny", 8) if options.quick else (size, n)
         student = student or str(stand_in(folder / size, size))

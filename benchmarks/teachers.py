@@ -1,8 +1,6 @@
-"""Rows 8 to 12, 27, 30, 31 (sentences) and 32: teachers, their cache, dev scores and tokens.
+"""Rows 8 to 12, 30, 31 (sentences) and 32: teachers, their cache, dev scores and tokens.
 
-    python -m benchmarks.teachers --data ../shared/data [--quick] [--rows 11]
-
-Row 27's efficiency on 4 and 8 actors is simulated from the tokens of real shards, beside a real pass by one and by two actors.
+python -m benchmarks.teachers --data ../shared/data [--quick] [--rows 11]
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from benchmarks.counting import counted_calls, passes_of
 from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
-    Duration,
     Effort,
     Figure,
     Report,
@@ -37,7 +34,6 @@ from benchmarks.protocol import (
     of_spread,
     timed,
 )
-from benchmarks.simulator import dealt, imbalance, makespan
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.batching import by_length
@@ -49,7 +45,6 @@ from distcse.training.allocator import give_back
 
 LISTS, LENGTH = 10, 128
 TRIALS, EPOCHS = 16, 4
-_MILLION = 1_000_000
 
 
 def measure(options: Options) -> Report:
@@ -64,7 +59,6 @@ def measure(options: Options) -> Report:
             (10,): lambda: fidelity(place / "fidelity", options, texts),
             (11,): lambda: encoding(texts[: 64 if options.quick else 512], effort),
             (12,): lambda: filled(options),
-            (27,): lambda: several_actors(place / "actors", options, effort),
             (30,): lambda: memory(place, options),
             (31,): lambda: dev_score(options),
             (32,): lambda: tokens(place / "tokens", options, effort),
@@ -230,61 +224,6 @@ def filled(options: Options) -> list[Figure]:
     batches = by_length([[0] * length for length in lengths], budget)
     processed = sum(len(batch) * max(lengths[place] for place in batch) for batch in batches)
     return [counted(12, "teacher pass", round(sum(lengths) / processed, 5), f"a shard of {rows:,} rows")]
-
-
-def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
-    limit, shard_rows = (200, 25) if options.quick else (2048, 64)
-    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
-    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
-    teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
-    encoder = Encoder.from_section(section).eval()
-    lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))
-    whole = TeachersSection().shard_rows
-    drawn = np.random.default_rng(0).choice(lengths, _MILLION)
-    costs = [float(drawn[begin : begin + whole].sum()) for begin in range(0, _MILLION, whole)]
-    at, found = f"1M rows in {len(costs)} shards of {whole:,}, real lengths", []
-    for actors in (2, 4, 8):
-        efficiency = sum(costs) / (actors * makespan(dealt(costs, actors)))
-        found.append(counted(27, f"{actors} actors, simulated efficiency", round(efficiency, 4), at))
-    found.append(counted(27, "imbalance of tokens, 8 actors", round(100 * imbalance(dealt(costs, 8)), 3), at))
-    return found + _real_actors(folder, corpus, section, teachers, effort)
-
-
-def _real_actors(
-    folder: Path, corpus: Corpus, section: TeacherSection, teachers: TeachersSection, effort: Effort
-) -> list[Figure]:
-    """One and two actors that are up and have loaded the teacher, by turns over the same shards."""
-    import ray
-    from ray.util import ActorPool
-
-    from distcse.teachers.actors import ShardBuilder
-    from distcse.teachers.pulse import CONCURRENCY
-    from distcse.training.cluster import cluster
-
-    table = table_of(section, corpus, folder / "real", teachers.shard_rows)
-    shards = list(range(table.identity.shards))
-    with cluster(cpus=2):
-        actor = ray.remote(num_cpus=1, **CONCURRENCY)(ShardBuilder)
-        told = (section, corpus.directory, table.directory, table.identity, 4096)
-        builders = [actor.remote(*told) for _ in range(2)]
-
-        def by(count: int) -> Callable[[int], Duration]:
-            def sample(repeats: int) -> Duration:
-                begun = time.perf_counter()
-                for _ in range(repeats):
-                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.build.remote(shard), shards))
-                wall = (time.perf_counter() - begun) / repeats
-                return Duration(wall, wall)  # the actors' CPU time is not this process's
-
-            return sample
-
-        few = Effort(min(effort.pairs, 5), 1, effort.shortest)
-        rounds = interleave({"one": by(1), "two": by(2)}, few)
-        for builder in builders:
-            ray.kill(builder)
-    efficiency = rounds.of(lambda s: s["one"] / (2 * s["two"]), "wall")
-    return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
 
 
 def memory(folder: Path, options: Options) -> list[Figure]:
