@@ -1,11 +1,14 @@
-"""The one module that knows Ray Train's surface: `fit` in a `TorchTrainer`'s workers, watched from the driver."""
+"""The one module that knows Ray Train's surface: `fit` in a `TorchTrainer`'s workers, watched from the driver.
+
+Ray Train's controller, a process of its own, reads this file before it asks for workers: what only workers need, they import.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -29,12 +32,13 @@ from distcse.nodes import (
 )
 from distcse.recipe import Recipe
 from distcse.storage import address
-from distcse.student.lists import fit
-from distcse.student.plan import Job
 from distcse.training.board import open_board, relay, watch_of
 from distcse.training.cluster import worker_environment
-from distcse.training.loop import Outcome
 from distcse.training.network import use_interface_of
+
+if TYPE_CHECKING:
+    from distcse.student.plan import Job
+    from distcse.training.loop import Outcome
 
 _TOLD_AFTER = 60.0
 """Seconds without a worker after which the run says so."""
@@ -155,6 +159,7 @@ def _use_own_network() -> None:
 def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     """Ray Train's loop function."""
     from distcse.student.beside import Beside
+    from distcse.student.lists import fit
     from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
     from distcse.training.metrics import Queue
 
