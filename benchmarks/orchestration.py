@@ -35,11 +35,12 @@ from benchmarks.protocol import (
 from benchmarks.stepping import bare, ray_worker
 from distcse.corpus import Corpus
 from distcse.events import DevScore, Event, Steps, Watch
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, Sweep
 from distcse.student.plan import Plan
 from distcse.student.run import run
 from distcse.teachers import Alphas, TeacherEnsemble
 from distcse.training.cluster import cluster
+from distcse.tuning.sweep import begin, run_sweep
 
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 
@@ -177,7 +178,7 @@ def _told(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
 
 
 def starts(folder: Path, options: Options) -> list[Figure]:
-    """Row 29: from the start of a process to its first step, caches warm; a second run of the Ray process against it."""
+    """Row 29: from a process's start to its first step, caches warm; and from the end of a sweep's trial to the next one's."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     shared = {"max_steps": 2, "log_every": 1, "engine": "plain"}
     recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
@@ -196,13 +197,32 @@ def starts(folder: Path, options: Options) -> list[Figure]:
             seconds[way].append((first, second))
             print(f"{way}: first step after {first:.1f} s, of a second run after {second:.1f} s", flush=True)
     pairs = list(zip(seconds["ray"], seconds["bare"], strict=True))
+    bare_start = float(np.median([plain for plain, _ in seconds["bare"]]))
     at = "MiniLM, one teacher with a table, caches warm, against a bare cold start"
     return [
         of_spread(29, "Ray cold / bare", spread_of([ray[0] / plain[0] for ray, plain in pairs]), at),
         of_spread(
             29, "second run in a warm cluster / bare", spread_of([ray[1] / plain[0] for ray, plain in pairs]), at
         ),
+        of_spread(29, "second trial of a sweep / bare", spread_of([s / bare_start for s in next_trials(recipe)]), at),
     ]
+
+
+def next_trials(recipe: Recipe) -> list[float]:
+    """Seconds from the end of a trial to the first step of the one after it, in a sweep that runs one at a time."""
+    scored = recipe.evaluation.model_copy(update={"dev": "agreement", "held_out": 8})
+    recipe = recipe.model_copy(update={"evaluation": scored})
+    space = {"name": "rates", "knobs": {"training.lr": {"values": [1e-5, 2e-5, 3e-5, 4e-5]}}}
+    rules = {"search": {"algorithm": "grid", "concurrent": 1}, "schedule": {"kind": "none"}, "winner": {"seeds": []}}
+    sweep = Sweep.model_validate({**space, **rules})
+    folder = begin(recipe, sweep)
+    run_sweep(recipe, sweep, folder, Watch())
+    told = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
+    ]
+    first_steps = [next(event["time"] for event in events if event["event"] == "Steps") for events in told]
+    return [step - before[-1]["time"] for before, step in zip(told, first_steps[1:], strict=False)]
 
 
 if __name__ == "__main__":
