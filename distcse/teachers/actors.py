@@ -112,15 +112,11 @@ class Servers:
     def beside(self, run: str, worker: int, node: str) -> dict[int, Any]:
         """For each teacher, by its number, the server that a run's worker, on a node of this id, shall ask."""
         copy = server_of(range(self._section.servers), run, worker)
-        self._start(copy, node)
+        self.start(copy, node)
         return {number: self._running[number, copy] for number in self._makes}
 
-    def start_all(self, node: str) -> None:
-        """Start every server on a node before anybody asks: it is the only one there is."""
-        for copy in range(self._section.servers):
-            self._start(copy, node)
-
-    def _start(self, copy: int, node: str) -> None:
+    def start(self, copy: int, node: str) -> None:
+        """Start the servers of a number beside a node of this id, unless they run."""
         for number, (make, resources) in self._makes.items():
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
@@ -263,8 +259,9 @@ def served(
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     servers = ray.remote(num_cpus=0)(Servers).options(name=f"servers-{job}", scheduling_strategy=home)
     running = servers.remote(makes, section, job)
-    if len(nodes := alive()) == 1:  # where else could they stand? While the trainer starts, they do too
-        running.start_all.remote(nodes[0].id)
+    # Where there is one node there is no other place for them: they start while the trainer does.
+    if section.servers == 1 and len(nodes := alive()) == 1:
+        running.start.remote(0, nodes[0].id)
     try:
         with _guarded(section, watch, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
             yield running
