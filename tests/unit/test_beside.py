@@ -9,6 +9,9 @@ import pytest
 
 from distcse.errors import RecipeError, RunError
 from distcse.events import DevScore, Event, Note, Watch
+from distcse.planning.lengths import assumed_lengths
+from distcse.planning.machines import GPUS
+from distcse.planning.student import StudentRun
 from distcse.recipe import Recipe
 from distcse.student.beside import beside_demands
 from distcse.student.lists import ListLesson, fit
@@ -16,6 +19,7 @@ from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, LocalSource, serving
 from distcse.training.checkpoint import Checkpoints, TrainingState, load_position
 from distcse.training.loop import Outcome
+from distcse.tuning.room import Room, given
 from tests.jobs import make_job, train
 from tests.weights import assert_equal_weights, weights_of
 
@@ -128,3 +132,15 @@ def test_it_wants_a_worker_and_takes_room(recipe_with: MakeRecipe) -> None:
     (demand,) = beside_demands(recipe)
     assert demand.each == {"CPU": 1.0, "GPU": 0.5} and beside_demands(recipe_with()) == []
     assert demand.ways_out(["GPU"]).startswith("training.workers or evaluation.beside.gpus")
+    trial = given(recipe, Room(2, 1.0, 0.0, 1))
+    assert isinstance(trial, Recipe) and trial.evaluation.beside is None and trial.evaluation.final == []
+
+
+def test_a_plan_counts_the_waits_that_are_left(recipe_with: MakeRecipe) -> None:
+    assumed, machine = assumed_lengths(400, "a test says so"), GPUS["A100-40G"]
+    here = StudentRun.of(recipe_with("training.workers=1"), assumed)
+    beside = StudentRun.of(recipe_with("training.workers=1", "evaluation.beside={}"), assumed)
+    whole, left = here.dev_seconds(machine, 0.0), beside.dev_seconds(machine, 1e3)
+    assert beside.dev_seconds(machine, 0.0) == pytest.approx(whole)  # nothing goes on meanwhile
+    score = (whole - left) / (here.dev_scores - 1)
+    assert 0 < score < left < whole  # the last one is waited for, and checkpoints are written as ever
