@@ -17,6 +17,7 @@ from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
 from distcse.recipe import Recipe, StudentSection
 from distcse.student.memory import Memory, gather_parts
+from distcse.training.allocator import trim
 from distcse.training.noise import noise
 
 T = TypeVar("T")
@@ -117,6 +118,11 @@ class StudentModel(nn.Module):
         if not self.forgets:
             return part(*inputs)
         found: T = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        # What a stream leaves for the way back are small pieces between its tensors. The holes of those fit no other stream's
+        # (glibc 2.36: aligned blocks do not go into holes of their own size), so every stream would take memory of its own.
+        trim()
+        if isinstance(found, Tensor) and found.requires_grad:
+            found.register_hook(lambda _: trim())  # on the way back: what the stream after it left
         return found
 
     @torch.no_grad()

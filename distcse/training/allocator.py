@@ -19,6 +19,11 @@ def give_back() -> None:
     With `FAST` nothing is given back by itself, and every training leaves holes of other sizes than the next one needs.
     """
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Hand free memory to the kernel where nothing is left that Python would have to find first."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
