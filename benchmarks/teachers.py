@@ -39,6 +39,7 @@ from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.batching import by_length
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.objectives import list_mle
+from distcse.planning.probe import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers import EmbeddingTable, LiveTeacher, TableIdentity, TableTeacher, embed_shard, table_of
 from distcse.training.allocator import give_back
@@ -133,9 +134,8 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
 
 
 def _opened(places: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
-    """Seconds to the first vectors, and private bytes that a hundred gathers left."""
-    process = psutil.Process()
-    before, begun = process.memory_full_info().uss, time.perf_counter()
+    """Seconds to the first vectors; bytes that a hundred gathers left beside the files' own pages, which all workers share."""
+    before, begun = anonymous_bytes(), time.perf_counter()
     tables = [EmbeddingTable(directory, identity) for directory, identity in places]
     for table in tables:
         table.vectors([0])
@@ -144,7 +144,7 @@ def _opened(places: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
     for _ in range(100):
         for table in tables:
             table.vectors(draw.integers(0, table.identity.rows, LENGTH))
-    return opened, process.memory_full_info().uss - before
+    return opened, anonymous_bytes() - before
 
 
 def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
