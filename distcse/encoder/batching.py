@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+_FULL_ENOUGH = 0.25
+"""Of a batch, to end it where its longest texts do: nothing of it is padding then."""
+
 
 def by_length(ids: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
     """Places of texts, longest first, in batches of at most `batch_tokens` with padding."""
     order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
+    lengths = [-len(ids[place]) for place in order]
     batches: list[list[int]] = []
     begin = 0
     while begin < len(order):
-        end = begin + max(1, batch_tokens // max(1, len(ids[order[begin]])))
+        longest = max(1, -lengths[begin])
+        end = begin + max(1, batch_tokens // longest)
+        shorter = bisect_right(lengths, lengths[begin], lo=begin)
+        if (shorter - begin) * longest >= _FULL_ENOUGH * batch_tokens:
+            end = min(end, shorter)
         batches.append(order[begin:end])
         begin = end
     return batches
