@@ -70,16 +70,16 @@ def loops(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Rows 24 and 25: a bare loop, a Ray Train worker and DeepSpeed's stages, the same step in all."""
     found: list[Figure] = []
     tiny = str(stand_in(folder / "model", "tiny"))
-    sizes = {"tiny model": (tiny, 20)} if options.quick else {"MiniLM": (MINILM, 1), "tiny model": (tiny, 20)}
-    for name, (student, steps) in sizes.items():
+    sizes = {"tiny model": tiny} if options.quick else {"MiniLM": MINILM, "tiny model": tiny}
+    for name, student in sizes.items():
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, 32, 96)
         job, _ = prepared(recipe)
         with ExitStack() as stack:
-            steppers = {"bare": stack.enter_context(bare(job, steps))}
+            steppers = {"bare": stack.enter_context(bare(job))}
             for stage in (0, 1, 2):
-                engine = bare(job, steps, engine="deepspeed", zero_stage=stage)
+                engine = bare(job, engine="deepspeed", zero_stage=stage)
                 steppers[f"stage {stage}"] = stack.enter_context(engine)
-            steppers["ray"] = stack.enter_context(ray_worker(job, steps, folder / "ray"))
+            steppers["ray"] = stack.enter_context(ray_worker(job, folder / "ray"))
             ways = {way: stepper.sample for way, stepper in steppers.items()}
             enough = effort.at_least(25) if name == "MiniLM" else effort
             rounds = interleave(ways, enough, again="bare")

@@ -63,18 +63,17 @@ class Stepper:
 
     Args:
         connection: To the process.
-        steps: Of one sample's unit: a call of the way.
         reports: Whether a report follows each block.
     """
 
-    def __init__(self, connection: Connection, steps: int, reports: bool) -> None:
-        self._connection, self._steps, self._reports = connection, steps, reports
+    def __init__(self, connection: Connection, reports: bool) -> None:
+        self._connection, self._reports = connection, reports
         self.report_seconds: list[float] = []
         assert connection.recv() == "ready"
 
     def sample(self, repeats: int) -> Duration:
         """Seconds of one step, over a block of them."""
-        self._connection.send(self._steps * repeats)
+        self._connection.send(repeats)
         found: Duration = self._connection.recv()
         if self._reports:
             self.report_seconds.append(self._connection.recv())
@@ -87,13 +86,13 @@ class Stepper:
 
 
 @contextmanager
-def bare(job: Job, steps: int, **training: Any) -> Iterator[Stepper]:
+def bare(job: Job, **training: Any) -> Iterator[Stepper]:
     """A plain process."""
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
         told = Told(listener.address, _KEY, job, training)  # type: ignore[arg-type]
         process = multiprocessing.get_context("spawn").Process(target=stepping, args=(told,))
         process.start()
-        stepper = Stepper(_accepted(listener, process.join), steps, False)
+        stepper = Stepper(_accepted(listener, process.join), False)
         try:
             yield stepper
         finally:
@@ -102,7 +101,7 @@ def bare(job: Job, steps: int, **training: Any) -> Iterator[Stepper]:
 
 
 @contextmanager
-def ray_worker(job: Job, steps: int, storage: Path) -> Iterator[Stepper]:
+def ray_worker(job: Job, storage: Path) -> Iterator[Stepper]:
     """A worker of a `TorchTrainer` as distcse starts it; wants a cluster."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -123,7 +122,7 @@ def ray_worker(job: Job, steps: int, storage: Path) -> Iterator[Stepper]:
         )
         running = threading.Thread(target=trainer.fit)
         running.start()
-        stepper = Stepper(_accepted(listener, running.join), steps, True)
+        stepper = Stepper(_accepted(listener, running.join), True)
         try:
             yield stepper
         finally:
