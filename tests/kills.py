@@ -17,8 +17,8 @@ from tests.ports import free_ports
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
 
 
-def kill_actor(kind: str) -> bool:
-    """Kill the process of one live actor whose class name holds `kind`; whether there was one.
+def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL) -> bool:
+    """Kill the process of one live actor whose class name holds `kind`, or stop it; whether there was one.
 
     Ray lists an actor as alive for a moment after its process has ended: such a one is passed over.
     """
@@ -27,7 +27,7 @@ def kill_actor(kind: str) -> bool:
     for actor in list_actors(limit=1000):
         if kind in actor.class_name and actor.state == "ALIVE" and actor.pid:
             try:
-                os.kill(actor.pid, signal.SIGKILL)
+                os.kill(actor.pid, how)
             except ProcessLookupError:
                 continue
             return True

@@ -181,8 +181,8 @@ class TeachersSection(Section):
     servers: Annotated[int, Field(ge=1)] = 1
     """List servers of each teacher; workers share them evenly."""
     deadline: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a sign of life after which a server or embedding actor hangs, and is ended and started again. It gives
-    signs while it works, however long a list or a shard takes."""
+    """Seconds without a sign of life after which a server, an embedding actor or the process of dev scores hangs, and is ended
+    and started again. It gives signs while it works, however long a list or a shard takes."""
     block_steps: Annotated[int, Field(ge=1, le=1024)] = 32
     """Steps whose lists travel as one object; the next block is always asked for ahead."""
     shard_rows: Annotated[int, Field(ge=1)] = 8192

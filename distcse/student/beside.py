@@ -7,7 +7,8 @@ have it in their checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,28 @@ from distcse.recipe import Recipe
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Job, Plan
 from distcse.teachers.actors import RemoteSource, use_assigned_threads
+from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
 from distcse.training.board import own_name
 from distcse.training.checkpoint import TrainingState
 
-_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3}
+_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 _INSTEAD = "evaluation.beside=null scores in the workers"
 
 
-class DevJudge:
+class DevJudge(Pulse):
     """Scores students; an actor. Its servers are those of the first worker."""
 
     def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
         use_assigned_threads()
-        sources = [RemoteSource(server, lambda _: None) for server in servers.values()]
-        self._lesson = ListLesson(job, Plan(job, 0, 1), sources)
-        self._lesson.model.to(device_here()).eval()
+        self._job, self._servers = job, servers
+
+    @cached_property
+    def _lesson(self) -> ListLesson:
+        # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
+        sources = [RemoteSource(server, lambda _: None) for server in self._servers.values()]
+        lesson = ListLesson(self._job, Plan(self._job, 0, 1), sources)
+        lesson.model.to(device_here()).eval()
+        return lesson
 
     def score(self, weights: Mapping[str, NDArray[Any]]) -> float:
         """Dev score of the student with these weights."""
@@ -48,15 +56,26 @@ class DevJudge:
 class Beside:
     """The first worker's `Scorer`: an actor that is started for the first score, and ends with the worker.
 
+    One that hangs is replaced while this is entered, and its score made again.
+
     Args:
         job: The run.
         servers: The worker's server of each teacher, by the teacher's number.
+        tell: Told in a line of an actor that hangs.
     """
 
-    def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
+    def __init__(self, job: Job, servers: Mapping[int, Any], tell: Callable[[str], None]) -> None:
         self._job, self._servers = job, servers
+        self._guard = Guard(job.recipe.teachers.deadline, tell)
         self._judge: Any = None
         self._answer: Any = None
+
+    def __enter__(self) -> Beside:
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._guard.__exit__(*raised)
 
     def begin(self, state: TrainingState) -> None:
         if self._judge is None:
@@ -71,6 +90,7 @@ class Beside:
                 )
                 .remote(self._job, self._servers)
             )
+            self._guard.add("the process of the dev scores", self._judge)
         weights = {name: weight.numpy() for name, weight in state.weights.items()}
         self._answer = self._judge.score.options(name="dev score").remote(weights)
 

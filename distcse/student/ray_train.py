@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -173,9 +174,12 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     except DistcseError as mistake:
         return mistake
     sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]
-    scorer = Beside(job, mine) if job.recipe.evaluation.beside is not None else None
+    watch = watch_of(config["board"])
+    apart = job.recipe.evaluation.beside is not None
+    scorers = Beside(job, mine, lambda told: watch.post(Note(told, warning=True))) if apart else nullcontext()
     try:
-        return fit(job, sources, watch_of(config["board"]), ray.train.report, scorer)
+        with scorers as scorer:
+            return fit(job, sources, watch, ray.train.report, scorer)
     except RunError as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake

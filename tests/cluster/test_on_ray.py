@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RunError
-from distcse.events import DevScore, Event, Stage, Steps, Watch
+from distcse.events import DevScore, Event, Note, Stage, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.run import run
 from distcse.training.directory import RunDirectory
@@ -74,19 +75,25 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
 
 
 @pytest.mark.slow
-def test_killed_workers_servers_and_dev_scores_beside_the_training_change_nothing(recipe_with: MakeRecipe) -> None:
+def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training_change_nothing(
+    recipe_with: MakeRecipe,
+) -> None:
     import ray
 
     undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Watch())
-    to_kill = ["RayTrainWorker", "TeacherServer", "DevJudge"]
+    to_kill = [("RayTrainWorker", signal.SIGKILL), ("TeacherServer", signal.SIGKILL), ("DevJudge", signal.SIGSTOP)]
+    told: list[str] = []
 
     def kill(event: Event) -> None:
-        if isinstance(event, Steps) and event.step >= 16 and to_kill and kill_actor(to_kill[0]):
+        if isinstance(event, Note):
+            told.append(event.text)
+        if isinstance(event, Steps) and event.step >= 16 and to_kill and kill_actor(*to_kill[0]):
             to_kill.pop(0)
 
     knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2")
-    disturbed = run(recipe_with(*knobs, "evaluation.beside={}"), Watch(kill))
+    disturbed = run(recipe_with(*knobs, "evaluation.beside={}", "teachers.deadline=3"), Watch(kill))
     assert not to_kill
+    assert any("the process of the dev scores, process" in text and "has not answered for 3 s" in text for text in told)
     assert disturbed.outcome.position.finished
     assert_same_learning(weights_of(undisturbed.directory.path), weights_of(disturbed.directory.path))
     one, other = undisturbed.outcome.position.scores, disturbed.outcome.position.scores
