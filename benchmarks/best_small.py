@@ -74,19 +74,14 @@ ROWS: dict[str, tuple[str, ...]] = {
     "vectors and lists of two teachers, trust": (*LISTS_TOO, "TWO", "teachers.trust=0.5"),
     "vectors, layers: auto": (*VECTORS, *CHOSEN),
     "vectors, layers 1, 3, 5": (*VECTORS, "student.layers=[1, 3, 5]"),
-    "vectors, layers: auto, a fifth of the start": (*VECTORS, *CHOSEN, "student.start_share=0.2"),
     "vectors, layers 1, 3, 5, a fifth of the start": (*VECTORS, "student.layers=[1, 3, 5]", "student.start_share=0.2"),
     "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
     "vectors and lists, layers 1, 3, 5": (*LISTS_TOO, "student.layers=[1, 3, 5]"),
-    "two layers (0, 2), lists alone": ("student.layers=[0, 2]",),
-    "two layers (0, 2), vectors alone": (*VECTORS, "student.layers=[0, 2]"),
     "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
-    "two layers: auto, vectors": (*VECTORS, "student.layers=auto", "student.depth=2"),
 }
 """Overrides of `minilm-3layer`; TWO stands for the second teacher."""
 
 BASELINES: dict[str, tuple[float, tuple[int, ...]]] = {
-    "MSELoss, lr 1e-4": (1e-4, (0, 2, 4)),
     "MSELoss, lr 8e-4": (8e-4, (0, 2, 4)),
     "MSELoss, lr 8e-4, layers 1, 3, 5": (8e-4, (1, 3, 5)),
     "MSELoss, lr 8e-4, two layers (0, 2)": (8e-4, (0, 2)),
