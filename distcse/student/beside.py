@@ -7,7 +7,7 @@ have it in their checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,16 +19,16 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from distcse.encoder.device import device_here
 from distcse.errors import DistcseError, RunError
+from distcse.events import Watch
 from distcse.nodes import Demand
 from distcse.recipe import Recipe
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Job, Plan
-from distcse.teachers.actors import RemoteSource, use_assigned_threads
-from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
+from distcse.teachers.actors import RemoteSource, guarded, use_assigned_threads
+from distcse.teachers.pulse import OUTLIVES, Pulse
 from distcse.training.board import own_name
 from distcse.training.checkpoint import TrainingState
 
-_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 _INSTEAD = "evaluation.beside=null scores in the workers"
 
 
@@ -61,12 +61,12 @@ class Beside:
     Args:
         job: The run.
         servers: The worker's server of each teacher, by the teacher's number.
-        tell: Told in a line of an actor that hangs.
+        watch: Told of an actor that hangs.
     """
 
-    def __init__(self, job: Job, servers: Mapping[int, Any], tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, servers: Mapping[int, Any], watch: Watch) -> None:
         self._job, self._servers = job, servers
-        self._guard = Guard(job.recipe.teachers.deadline, tell)
+        self._guard = guarded(job.recipe.teachers, watch)
         self._judge: Any = None
         self._answer: Any = None
 
@@ -81,7 +81,7 @@ class Beside:
         if self._judge is None:
             (demand,) = beside_demands(self._job.recipe)
             self._judge = (
-                ray.remote(**_OUTLIVES)(DevJudge)
+                ray.remote(**OUTLIVES)(DevJudge)
                 .options(
                     name=f"dev-scores-{own_name(self._job.run.name)}",
                     num_cpus=demand.each["CPU"],

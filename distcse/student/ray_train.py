@@ -176,7 +176,7 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]
     watch = watch_of(config["board"])
     apart = job.recipe.evaluation.beside is not None
-    scorers = Beside(job, mine, lambda told: watch.post(Note(told, warning=True))) if apart else nullcontext()
+    scorers = Beside(job, mine, watch) if apart else nullcontext()
     try:
         with scorers as scorer:
             return fit(job, sources, watch, ray.train.report, scorer)

@@ -30,14 +30,12 @@ from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_wit
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import live, open_embedder, serving, uses_table
-from distcse.teachers.pulse import CONCURRENCY, Guard, Pulse
+from distcse.teachers.pulse import OUTLIVES, Guard, Pulse
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder, Teacher
 
 T = TypeVar("T")
 
-_OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
-"""An actor comes back after its process or node was lost. Not without end: what kills it every time is told at last."""
 _LOOK = 1.0
 _UNDER_WAY = 2
 """Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
@@ -119,7 +117,7 @@ class Servers:
         """Start the servers of a number beside a node of this id, unless they run."""
         for number, (make, resources) in self._makes.items():
             if (number, copy) not in self._running:
-                server = ray.remote(**resources, **_OUTLIVES)(TeacherServer).options(
+                server = ray.remote(**resources, **OUTLIVES)(TeacherServer).options(
                     name=f"teacher-{number}-{copy}-{self._job}",
                     **_near(node, self._section.nodes, takes_room=any(resources.values())),
                 )
@@ -181,7 +179,7 @@ def build_shards(
     each = builder_resources(section, nodes)
     count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
     refuse_impossible([_builders(section, count, each)], alive())
-    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **_OUTLIVES)(ShardBuilder)
+    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **OUTLIVES)(ShardBuilder)
     builders = [
         actor.options(
             name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
@@ -193,7 +191,7 @@ def build_shards(
     for shard in missing:
         pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
     try:
-        with _guarded(section, watch) as guard:
+        with guarded(section, watch) as guard:
             for number, builder in enumerate(builders):
                 guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
             while pool.has_next():
@@ -263,13 +261,14 @@ def served(
     if section.servers == 1 and len(nodes := alive()) == 1:
         running.start.remote(0, nodes[0].id)
     try:
-        with _guarded(section, watch, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
+        with guarded(section, watch, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
             yield running
     finally:
         ray.kill(running)
 
 
-def _guarded(section: TeachersSection, watch: Watch, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
+def guarded(section: TeachersSection, watch: Watch, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
+    """A `Guard` by `teachers.deadline` that warns the watch."""
     return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)), find)
 
 

@@ -18,6 +18,8 @@ from ray.exceptions import RayError
 
 CONCURRENCY = {"concurrency_groups": {"pulse": 1}}
 """Option of actors that have a pulse."""
+OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
+"""Options of one that comes back after its process or node was lost. Not without end: what always kills it is told at last."""
 
 
 class Pulse:
