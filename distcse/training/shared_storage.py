@@ -67,11 +67,11 @@ def _others(labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
 
 def _asked(nodes: Mapping[str, str], marks: Places, read: Places, token: str) -> dict[str, str | None]:
     """What each node, by its address, does not see; None where it sees all."""
-    look = ray.remote(num_cpus=0, max_retries=0)(_look)
+    looks = ray.remote(num_cpus=0, max_retries=0)(look)
     answers = {
-        address: look.options(
+        address: looks.options(
             name="look for shared storage", scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(marks, read, token)
+        ).remote(marks, read, token, node)
         for node, address in nodes.items()
     }
     found: dict[str, str | None] = {}
@@ -90,10 +90,10 @@ def _asked(nodes: Mapping[str, str], marks: Places, read: Places, token: str) ->
     return found
 
 
-def _look(marks: Places, read: Places, token: str) -> str | None:
-    """On a node: what is wrong with what it sees, in words that follow its name."""
+def look(marks: Places, read: Places, token: str, node: str) -> str | None:
+    """On the node of that id: what is wrong with what it sees, in words that follow its name."""
     for knob, mark in marks.items():
-        beside = mark.with_name(f"{mark.name}-there")
+        beside = mark.with_name(f"{mark.name}-{node}")  # nodes look at the same time: each writes a file of its own
         try:
             if mark.read_text() != token:
                 return f"reads another file than was written at {mark.parent}, {knob}; mend that file system"
