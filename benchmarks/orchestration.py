@@ -119,7 +119,7 @@ def calls(folder: Path, options: Options) -> Figure:
 
 def waiting(folder: Path, options: Options, mode: str) -> Figure:
     """Row 26's waits, by the worker's own clock on a Ray cluster; the first report, with the start in it, is left out."""
-    n, steps = (16, 12) if options.quick else (64, 24)
+    n, steps = (16, 12) if options.quick else (32, 24)
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
     teachers = [{"backbone": MINILM, "pooling": "mean", "max_length": 32, "prompt": ". " * k} for k in range(2)]
     recipe = list_recipe(
@@ -144,7 +144,7 @@ def exposed(folder: Path, options: Options) -> Figure:
 
     The first score, which waits for that process to start, and the last, which nothing goes on beside, are left out.
     """
-    n, every = (16, 4) if options.quick else (64, 24)
+    n, every = (16, 4) if options.quick else (32, 12)
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     recipe = list_recipe(

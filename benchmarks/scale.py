@@ -92,7 +92,7 @@ def groups(folder: Path, options: Options) -> list[Figure]:
 
 def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
-    limit, shard_rows = (200, 25) if options.quick else (2048, 64)
+    limit, shard_rows = (200, 25) if options.quick else (1024, 32)
     corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
     teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)

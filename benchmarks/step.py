@@ -193,7 +193,7 @@ def beside_simcse(bench: Bench, effort: Effort) -> list[Figure]:
     component, plain = parts_of(ours["RankCSE", "fp32"], ours["SimCSE", "fp32"])
     near = {f"{name} {precision}": timed(step) for (name, precision), step in ours.items()}
     near |= {"lists and losses": timed(component), "InfoNCE": timed(plain)}
-    close = interleave(near, effort.at_least(25), again="SimCSE fp32")
+    close = interleave(near, effort.at_least(25), again="SimCSE bf16")
     at, noise = bench.setting, close.noise()
     found = [
         of_ratio(1, "fp32", close, "RankCSE fp32", "SimCSE fp32", at),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
+from distcse.encoder.laid_out import lay_out
 from distcse.errors import EvaluationError
 from distcse.evaluation.evaluation import About, Candidate
 from distcse.evaluation.exposure import Exposure
@@ -68,7 +69,9 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     folder = resolve_model(_model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
-        return scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
+        pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
+        lay_out(scorer, reading.precision)
+        return pairs
     if is_rank_space(folder):
         ranker = RankSpaceEncoder.load(folder)
         ranker.encoder.to(reading.device)
@@ -80,6 +83,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
             ranker.encoder.max_length,
             _parameters(ranker.encoder),
         )
+        lay_out(ranker.encoder, reading.precision)
         model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.precision, on_progress))
         return Candidate(about, model, Exposure.read(folder))
     knobs: dict[str, Any] = {
@@ -88,7 +92,9 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         "prompt": reading.prompt,
     }
     encoder = Encoder.load(folder, pooling=reading.pooling, **knobs).to(reading.device)
-    return candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
+    vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
+    lay_out(encoder, reading.precision)
+    return vectors
 
 
 def candidate_of(

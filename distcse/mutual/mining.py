@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.encoder.device import device_here
+from distcse.encoder.laid_out import lay_out
 from distcse.errors import CorpusError, RunError
 from distcse.evaluation import excluded_from
 from distcse.events import Listener, Stage
@@ -68,6 +69,7 @@ def _bands(
 ) -> list[tuple[float, Found]]:
     """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
     encoder = Encoder.from_section(recipe.groups[0]).to(device_here())
+    lay_out(encoder)
     vectors = encoder.encode(
         texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.device import device_here
+from distcse.encoder.laid_out import lay_out
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch
 from distcse.files import sealed, unsealed
@@ -172,6 +173,7 @@ class Scorer:
             EncoderError: A score is not finite.
         """
         model = self._model(phase).to(device_here())
+        lay_out(model, self._bench.recipe.mutual.precision)
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
         scores = np.empty(end - begin, dtype=np.float32)
         for here in range(begin, end, _SLICE):

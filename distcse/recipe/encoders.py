@@ -185,7 +185,7 @@ class TeachersSection(Section):
     and started again. It gives signs while it works, however long a list or a shard takes."""
     block_steps: Annotated[int, Field(ge=1, le=1024)] = 32
     """Steps whose lists travel as one object; the next block is always asked for ahead."""
-    shard_rows: Annotated[int, Field(ge=1)] = 8192
+    shard_rows: Annotated[int, Field(ge=1)] = 4096
     """Rows of one table shard: what is lost at most when a builder is killed."""
     shuffle_groups: Annotated[int, Field(ge=2)] | None = None
     """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""

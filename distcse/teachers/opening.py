@@ -7,6 +7,7 @@ import numpy as np
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
 from distcse.encoder.device import device_here
+from distcse.encoder.laid_out import lay_out
 from distcse.errors import TeacherError
 from distcse.files import text_checksum
 from distcse.recipe import TeacherSection, TeachersSection
@@ -24,7 +25,10 @@ def open_embedder(teacher: TeacherSection) -> Embedder:
         return open_own(teacher)
     if teacher.endpoint is not None:
         return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
-    return Encoder.from_section(teacher).to(device_here()).eval()
+    encoder = Encoder.from_section(teacher).to(device_here()).eval()
+    if teacher.precision == "fp32":  # in half precision it may be asked for either
+        lay_out(encoder)
+    return encoder
 
 
 def scores_pairs(teacher: TeacherSection) -> bool:
@@ -63,5 +67,6 @@ def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teac
         if teacher.space == "rank":
             raise TeacherError(f"teacher {teacher.backbone} is a cross-encoder: it has no vectors, so no rank space")
         scorer = CrossEncoder.load(teacher.backbone, teacher.max_length, teacher.trust_remote_code)
-        return PairTeacher(scorer.to(device_here()).eval(), corpus, tokens_per_batch)
+        lay_out(scorer.to(device_here()).eval())
+        return PairTeacher(scorer, corpus, tokens_per_batch)
     return LiveTeacher(open_embedder(teacher), corpus, teacher.precision, tokens_per_batch)

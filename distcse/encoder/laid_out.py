@@ -1,0 +1,52 @@
+"""Weights of a frozen model as a CPU's kernels read them: brought into that order once, and not at every product.
+
+oneDNN, which PyTorch uses for bf16, multiplies float32 too, and on CPUs that MKL was not written for faster than MKL does.
+PyTorch has the two operators for its compiler's own use; where they are missing, models stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def lay_out(model: nn.Module, precision: str = "fp32") -> None:
+    """Lay out the linear maps of a model that learns no more and is not saved, in place; on a GPU nothing is done.
+
+    The plain weights are let go. Vectors move by rounding alone.
+
+    Args:
+        model: On its device, for inference.
+        precision: Of the passes that follow, `fp32` or `bf16`; for `fp16` nothing is done.
+    """
+    if precision not in _KINDS or not _has_operators():
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+                setattr(parent, name, _LaidOut(child, _KINDS[precision]))
+
+
+def _has_operators() -> bool:
+    here = torch.ops.mkldnn
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(here, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+    )
+
+
+class _LaidOut(nn.Module):
+    """A linear map without a gradient; `weight` can be asked for its shape and kind alone."""
+
+    def __init__(self, plain: nn.Linear, kind: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        weight = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach().to(kind))
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach().to(kind), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        told = hidden.to(self.weight.dtype)  # type: ignore[arg-type]
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(told, self.weight, self.bias, "none", [], "")
+        return found

@@ -1,0 +1,65 @@
+"""Weights of frozen models in the kernels' own order: what is computed stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.encoder.laid_out import lay_out
+from distcse.recipe import TeacherSection
+from distcse.teachers import open_embedder
+from tests.models import make_cross_encoder
+
+_HAS_KERNELS = torch.backends.mkldnn.is_available()
+needs_kernels = pytest.mark.skipif(not _HAS_KERNELS, reason="this PyTorch has no oneDNN")
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet"])
+def test_vectors_stay_and_plain_weights_go(tiny: Callable[..., Path], sentences: list[str], kind: str) -> None:
+    plain = Encoder.load(tiny(kind), pooling="mean").eval()
+    laid = copy.deepcopy(plain)
+    lay_out(laid)
+    np.testing.assert_allclose(laid.encode(sentences[:50]), plain.encode(sentences[:50]), atol=2e-6)
+    assert any(type(part) is nn.Linear for part in plain.modules())
+    assert not any(type(part) is nn.Linear for part in laid.modules())
+
+
+@needs_kernels
+def test_bf16_is_that_of_autocast(tiny: Callable[..., Path], sentences: list[str]) -> None:
+    plain = Encoder.load(tiny(), pooling="mean").eval()
+    laid = copy.deepcopy(plain)
+    lay_out(laid, "bf16")
+    half = laid.encode(sentences[:50], precision="bf16")
+    np.testing.assert_allclose(half, plain.encode(sentences[:50], precision="bf16"), atol=1e-2)
+    assert np.abs(half - plain.encode(sentences[:50])).max() > 1e-4
+
+
+@needs_kernels
+def test_scores_of_pairs_stay(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    plain = CrossEncoder.load(make_cross_encoder(tmp_path, tiny()))
+    laid, pairs = copy.deepcopy(plain), list(zip(sentences[:20], sentences[20:40], strict=True))
+    lay_out(laid)
+    np.testing.assert_allclose(laid.score(pairs), plain.score(pairs), atol=1e-6)
+
+
+def test_fp16_leaves_a_model_as_it_is(tiny: Callable[..., Path]) -> None:
+    model = Encoder.load(tiny(), pooling="mean")
+    lay_out(model, "fp16")
+    assert any(type(part) is nn.Linear for part in model.modules())
+
+
+@needs_kernels
+def test_teachers_are_laid_out_where_they_embed_in_float32(tiny: Callable[..., Path], sentences: list[str]) -> None:
+    sections = [TeacherSection(backbone=str(tiny()), pooling="mean", precision=how) for how in ("fp32", "bf16")]
+    laid, plain = map(open_embedder, sections)
+    assert isinstance(laid, Encoder) and isinstance(plain, Encoder)
+    assert not any(type(part) is nn.Linear for part in laid.modules())
+    np.testing.assert_allclose(laid.encode(sentences[:9]), plain.encode(sentences[:9]), atol=2e-6)
