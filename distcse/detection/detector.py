@@ -7,6 +7,8 @@ generator is any masked language model with the student's vocabulary; it stays a
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from distcse.corpus.collate import Tokens
 from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.attention import made_mask
-from distcse.encoder.loading import load_tokenizer
+from distcse.encoder.device import device_here
+from distcse.encoder.laid_out import lay_out
+from distcse.encoder.loading import attention_of, load_tokenizer
+from distcse.encoder.packing import can_pack, packed
 from distcse.errors import EncoderError
 from distcse.objectives.detection import Detection, detection
 from distcse.recipe import DetectionSection
@@ -50,24 +55,28 @@ class EditDetector(nn.Module):
 
         Masks and dropout are drawn from the current random state.
         """
-        edited = self._edited(tokens.ids, tokens.mask)
-        logits = self.head(self._conditioned(edited, vectors))
+        edited = self._edited(tokens)
+        reads_padding = edited.mask is not tokens.mask or self._section.reduction == "all"
+        with _through(self.backbone, None if reads_padding else tokens.places, edited.mask):
+            logits = self.head(self._conditioned(edited, vectors))
         return detection(logits, edited.labels, edited.mask, self._section.reduction)
 
-    def _edited(self, ids: Tensor, mask: Tensor) -> Edited:
-        section, words = self._section, self._words
+    def _edited(self, tokens: Tokens) -> Edited:
+        section, words, ids, mask = self._section, self._words, tokens.ids, tokens.mask
         with torch.no_grad():
             if section.operation == "insertion":
                 return insert(ids, mask, section.masking_ratio, words, self._fill)
             if section.operation == "deletion":
                 return delete(ids, mask, section.masking_ratio, words)
             masked_only = section.replace == "masked_only"
-            return replace(ids, mask, section.masking_ratio, words, self._fill, masked_only)
+            fill = partial(self._fill, places=tokens.places)
+            return replace(ids, mask, section.masking_ratio, words, fill, masked_only)
 
-    def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
+    def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
         generator: Any = self._generator[0].to(ids.device)
         generator.train(self.training and self._section.generator_dropout)
-        hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
+        with _through(generator.base_model, places, mask):
+            hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
         at_a_time = max(1, _LOGITS // (4 * self._words.size))
         best = [_best_words(generator, part) for part in hidden[wanted].split(at_a_time)]
         return ids.masked_scatter(wanted, torch.cat(best))
@@ -87,6 +96,11 @@ class EditDetector(nn.Module):
         return hidden
 
 
+def _through(backbone: nn.Module, places: Tensor | None, mask: Tensor) -> AbstractContextManager[None]:
+    """Inside, a backbone leaves padding out, where the batch's places are told and it can."""
+    return packed(backbone, places, mask, None) if places is not None and can_pack(backbone, mask) else nullcontext()
+
+
 def _best_words(generator: Any, hidden: Tensor) -> Tensor:
     """(M, H) last hidden states -> (M,) best tokens: the model's head alone, whatever its family calls it.
 
@@ -103,8 +117,12 @@ def _best_words(generator: Any, hidden: Tensor) -> Tensor:
     return best
 
 
-def build_detector(section: DetectionSection, student: Encoder, fresh: Encoder) -> EditDetector:
+def build_detector(
+    section: DetectionSection, student: Encoder, fresh: Encoder, precision: str = "fp32"
+) -> EditDetector:
     """The detector of a recipe; `fresh` is a second encoder from the student's start, which becomes the discriminator.
+
+    `precision` is the training's, `fp32` or `bf16`.
 
     Raises:
         EncoderError: The backbone has no embeddings to condition, or the generator another vocabulary.
@@ -121,11 +139,13 @@ def build_detector(section: DetectionSection, student: Encoder, fresh: Encoder) 
         tokenizer.mask_token_id,
         tuple(tokenizer.all_special_ids),
     )
-    generator = None if section.operation == "deletion" else _load_generator(section, tokenizer)
+    generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
+    if generator is not None and device_here() == "cpu":
+        lay_out(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 
 
-def _load_generator(section: DetectionSection, tokenizer: Any) -> nn.Module:
+def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) -> nn.Module:
     from transformers import AutoModelForMaskedLM
 
     folder = resolve_model(str(section.generator))
@@ -136,7 +156,11 @@ def _load_generator(section: DetectionSection, tokenizer: Any) -> nn.Module:
         )
     try:
         model, told = AutoModelForMaskedLM.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, dtype=torch.float32
+            folder,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation=attention_of(max_length),
         )
     except (OSError, ValueError, KeyError) as refused:
         raise EncoderError(

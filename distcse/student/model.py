@@ -162,7 +162,8 @@ def build_student(recipe: Recipe) -> StudentModel:
         queued = longer.batches * recipe.training.batch_size
         student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)
     if (detection := objective.detection) is not None and detection.weight:
-        student.detector = build_detector(detection, student.encoder, Encoder.from_section(recipe.student))
+        fresh = Encoder.from_section(recipe.student)
+        student.detector = build_detector(detection, student.encoder, fresh, recipe.training.precision)
         student.condition = detection.condition
     return student
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from distcse.corpus.collate import Tokens
+from distcse.corpus.collate import Tokens, collate
 from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
@@ -134,6 +135,29 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     assert torch.equal(found, torch.where(wanted, expected, tokens[0])) and wanted.sum() > 3
     assert max(at_a_time) == 3 and sum(at_a_time) == wanted.sum()
     assert "forward" not in generator.base_model.__dict__
+
+
+@pytest.mark.parametrize("reduction", ["all", "nonpad"])
+@pytest.mark.parametrize("operation", ["replacement", "insertion"])
+def test_without_padding_it_finds_the_same(
+    operation: str, reduction: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    section = DetectionSection(generator=str(generator), operation=operation, reduction=reduction)
+    encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
+    detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls", max_length=24)).eval()
+    tokens = collate([np.asarray(row) for row in encoder.token_ids(sentences[:16])], pad_id=0, placed=True)
+    assert tokens.places is not None and len(tokens.places) < tokens.ids.numel()
+    told = []
+    for given in (tokens, Tokens(tokens.ids, tokens.mask)):
+        vectors = torch.ones(16, encoder.dimension, requires_grad=True)
+        torch.manual_seed(0)
+        found = detector(given, vectors)
+        found.loss.backward()
+        told.append((found.loss.item(), found.counts, vectors.grad))
+    (loss, counts, gradient), (plain, plain_counts, plain_gradient) = told
+    assert loss == pytest.approx(plain, rel=1e-5) and torch.equal(counts, plain_counts)
+    torch.testing.assert_close(gradient, plain_gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_generators_that_do_not_fit_are_refused(
