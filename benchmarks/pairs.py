@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.counting import passes_of
 from benchmarks.material import MINILM, OurStep, list_recipe, masked_stand_in, prepared, stand_in, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
@@ -22,6 +21,7 @@ from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens
 from benchmarks.step import equal_or_stop, load
 from distcse.detection.edits import _choose, _masked
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
+from distcse.encoder.batching import by_length
 from distcse.encoder.laid_out import lay_out
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson
@@ -142,7 +142,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         print(f"{kind} scores against the reference style: apart by at most {apart:.1e}", flush=True)
         if apart > 1e-4:
             raise SystemExit("the two ways do not give the same scores; nothing is timed")
-    found.append(_scoring_filled(bi_start, cross_start, kept))
+    found.append(_scoring_filled(bi_start, cross_start, pairs[: 64 if options.quick else len(pairs)]))
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="cross step")
     at = f"MiniLM, the task's repetitions, from {len(scored)} pairs"
     share = repetitions(pairs, scored)
@@ -199,17 +199,19 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     for step in steps.values():
         for number in range(20):
             for part in step.lesson.inputs(number, torch.device("cpu")).parts:
-                real, processed = real + int(part.mask.sum()), processed + part.mask.numel()
+                assert part.places is not None
+                real, processed = real + int(part.mask.sum()), processed + len(part.places)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
 
 
 def _scoring_filled(bi: Encoder, cross: CrossEncoder, pairs: Pairs) -> Figure:
-    with passes_of(bi) as sentences:
-        VectorModel.of(bi).similarities(pairs.first, pairs.second)
-    with passes_of(cross) as both:
-        cross.score(list(pairs.both()))
-    filled = (sentences.real + both.real) / (sentences.processed + both.processed)
-    return counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations")
+    """Tokens of what both formulations score of the task, over what their batches process."""
+    real = processed = 0
+    for ids in (bi.token_ids([*dict.fromkeys([*pairs.first, *pairs.second])]), cross.token_ids(list(pairs.both()))[0]):
+        rows = list(dict.fromkeys(map(tuple, ids)))
+        real += sum(map(len, rows))
+        processed += sum(len(batch) * max(len(rows[place]) for place in batch) for batch in by_length(rows, 4096))
+    return counted(12, "Trans-Encoder scoring", round(real / processed, 4), f"{len(pairs):,} pairs, both formulations")
 
 
 def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:

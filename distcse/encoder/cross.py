@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from distcse.encoder.folder import check_weights, refuse_pickled_weights, replac
 from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
+from distcse.encoder.packing import can_pack, packed
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
@@ -99,13 +100,23 @@ class CrossEncoder(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
-    def forward(self, ids: Tensor, mask: Tensor, kinds: Tensor | None = None) -> Tensor:
-        """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits."""
+    def forward(
+        self, ids: Tensor, mask: Tensor, places: Tensor | None = None, *, kinds: Tensor | None = None
+    ) -> Tensor:
+        """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits.
+
+        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
+        """
         inputs = {"input_ids": ids, "attention_mask": made_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
-        with last_layer_at(self.model, ids.new_zeros(len(ids))) if reads_first else nullcontext():
+        short_cut: AbstractContextManager[None] = nullcontext()
+        if type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model):
+            first = ids.new_zeros(len(ids))
+            short_cut = last_layer_at(self.model, first)
+            if places is not None and can_pack(self.model, mask):
+                short_cut = packed(self.model, places, mask, first)
+        with short_cut:
             logits: Tensor = self.model(**inputs).logits[:, 0]
         return logits
 
@@ -144,7 +155,7 @@ class CrossEncoder(nn.Module):
                 sides = None
                 if kinds is not None:
                     sides = padded([kinds[place] for place in places], 0, self.device)[0]
-                logits[places] = self(tokens, mask, sides).double().cpu().numpy()
+                logits[places] = self(tokens, mask, kinds=sides).double().cpu().numpy()
                 done += len(places)
                 if on_progress is not None:
                     on_progress(done)

@@ -24,7 +24,7 @@ from distcse.training.schedule import total_steps
 
 T = TypeVar("T")
 Row = NDArray[np.int32]
-FILLED = 0.75
+FILLED = 0.5
 """Share of the longest text that the shortest of a rectangle has at least."""
 _SLICE = 10_000
 
@@ -34,8 +34,16 @@ class Texts(NamedTuple):
 
     ids: Tensor
     mask: Tensor
+    places: Tensor | None
+    """Where the tokens are, see `Tokens`; None where the rectangle goes through as it is."""
     kinds: Tensor | None
     """Token types, for cross-encoders that have them."""
+
+    def through(self, encoder: nn.Module) -> Tensor:
+        """What an encoder makes of them."""
+        told = {} if self.kinds is None else {"kinds": self.kinds}
+        found: Tensor = encoder(self.ids, self.mask, self.places, **told)
+        return found
 
 
 class PairBatch(NamedTuple):
@@ -51,7 +59,7 @@ class PairBatch(NamedTuple):
     def through(self, encoder: nn.Module) -> Tensor:
         """What an encoder makes of all texts, in the batch's order."""
         with noise(self.seed, self.order.device):
-            found = torch.cat([encoder(*(tensor for tensor in part if tensor is not None)) for part in self.parts])
+            found = torch.cat([part.through(encoder) for part in self.parts])
         return found[self.order.argsort()]
 
 
@@ -83,13 +91,14 @@ class CrossPairs(nn.Module):
 def _batch(
     rows: Sequence[Row], kinds: Sequence[Row] | None, pad: int, seed: int, device: torch.device, filled: float
 ) -> PairBatch:
-    # On a GPU one padded pass costs less than several small ones.
-    parts = alike([len(row) for row in rows], filled if device.type == "cpu" else 0.0)
+    # On a GPU one padded pass costs less than several small ones, or than one without its padding.
+    on_cpu = device.type == "cpu"
+    parts = alike([len(row) for row in rows], filled if on_cpu else 0.0)
     texts = []
     for part in parts:
-        tokens = collate([rows[place] for place in part], pad).to(device)
+        tokens = collate([rows[place] for place in part], pad, placed=on_cpu).to(device)
         sides = None if kinds is None else collate([kinds[place] for place in part], 0).ids.to(device)
-        texts.append(Texts(tokens.ids, tokens.mask, sides))
+        texts.append(Texts(tokens.ids, tokens.mask, tokens.places, sides))
     return PairBatch(texts, torch.tensor([place for part in parts for place in part], device=device), seed)
 
 
