@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ from distcse.training.noise import noise
 
 BI, CROSS = 128, 32
 """Pairs of a step (Trans-Encoder, Table 16)."""
-PAIRS = 37_081
-"""Pairs of the STS task; their phases of a cycle: bi scores, cross learns both orders, cross scores, bi learns ten epochs."""
 
 
 def measure(options: Options) -> Report:
@@ -122,14 +121,18 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     found = [_filled(ours)]
     scored = list(kept[: 32 if options.quick else 64].both())
     sides = [one for one, _ in scored], [other for _, other in scored]
+    sentences, both = (
+        Batches.of([*dict.fromkeys([*pairs.first, *pairs.second])], bi),
+        Batches.of([*pairs.both()], cross),
+    )
     bi_start, cross_start, half = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval(), copy.deepcopy(cross).eval()
     for model, precision in ((bi_start, "fp32"), (cross_start, "fp32"), (half, "bf16")):
         lay_out(model, precision)
     plain_bi, plain_cross = load(MINILM), copy.deepcopy(their_cross)
     ways: dict[str, Any] = {
-        "bi scores": lambda: VectorModel.of(bi_start).similarities(*sides),
-        "cross scores": lambda: PairScores(cross_start).similarities(*sides),
-        "cross scores, bf16": lambda: PairScores(half, precision="bf16").similarities(*sides),
+        "bi scores": lambda: sentences.through(bi_start.encode),
+        "cross scores": lambda: both.through(cross_start.score),
+        "cross scores, bf16": lambda: both.through(partial(half.score, precision="bf16")),
         "bi step": ours["bi"],
         "cross step": ours["cross"],
         "bi scores, reference": lambda: score_bi(plain_bi, tokenizer, scored),
@@ -137,34 +140,42 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         "bi step, reference": theirs["bi"],
         "cross step, reference": theirs["cross"],
     }
-    for kind in ("bi", "cross"):
-        apart = np.abs(ways[f"{kind} scores"]() - ways[f"{kind} scores, reference"]()).max()
+    for kind, model in (("bi", VectorModel.of(bi_start)), ("cross", PairScores(cross_start))):
+        apart = np.abs(model.similarities(*sides) - ways[f"{kind} scores, reference"]()).max()
         print(f"{kind} scores against the reference style: apart by at most {apart:.1e}", flush=True)
         if apart > 1e-4:
             raise SystemExit("the two ways do not give the same scores; nothing is timed")
-    found.append(_scoring_filled(bi_start, cross_start, pairs[: 64 if options.quick else len(pairs)]))
-    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="cross step")
-    at = f"MiniLM, the task's repetitions, from {len(scored)} pairs"
-    share = repetitions(pairs, scored)
-    for part, mine, reference in (
-        ("bi, fp32", "bi scores", "bi scores, reference"),
-        ("cross, fp32", "cross scores", "cross scores, reference"),
-        ("bf16", "cross scores, bf16", "cross scores, reference"),
+    filled = (sentences.real + both.real) / (sentences.processed + both.processed)
+    found.append(counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations"))
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="bi scores")
+    many = {
+        "": {"bi": sentences.many, "cross": both.many},
+        ", reference": dict.fromkeys(("bi", "cross"), len(pairs) / len(scored)),
+    }
+    at = f"MiniLM, {len(pairs):,} pairs, from samples of them"
+    for part, kind, mine in (
+        ("bi, fp32", "bi", "bi scores"),
+        ("cross, fp32", "cross", "cross scores"),
+        ("bf16", "cross", "cross scores, bf16"),
     ):
-        once = share[mine.split()[0]]
-        ratio = rounds.of(lambda s, mine=mine, reference=reference, once=once: s[reference] / (once * s[mine]))  # type: ignore[misc]
-        setting = f"cross, {at}" if part == "bf16" else at
-        found.append(of_spread(20, part, ratio, setting, rounds.noise(), scored_once=once))
+        theirs_whole, ours_whole = many[", reference"][kind], many[""][kind]
+        ratio = rounds.of(
+            lambda s, kind=kind, mine=mine, above=theirs_whole, below=ours_whole: (  # type: ignore[misc]
+                above * s[f"{kind} scores, reference"] / (below * s[mine])
+            )
+        )
+        found.append(of_spread(20, part, ratio, f"cross, {at}" if part == "bf16" else at, rounds.noise()))
     for kind, size in zip(("bi", "cross"), sizes, strict=True):
         found.append(
             of_ratio(21, f"{kind} step", rounds, f"{kind} step, reference", f"{kind} step", f"MiniLM, {size} pairs")
         )
 
     def cycle(seconds: Any, suffix: str) -> float:
-        scores = sum((1 if suffix else share[kind]) * seconds[f"{kind} scores{suffix}"] for kind in ("bi", "cross"))
-        scores *= PAIRS / len(scored)
+        """Bi scores, cross learns both orders, cross scores, bi learns ten epochs."""
+        scores = sum(many[suffix][kind] * seconds[f"{kind} scores{suffix}"] for kind in ("bi", "cross"))
         steps = (
-            2 * PAIRS / sizes[1] * seconds[f"cross step{suffix}"] + 10 * PAIRS / sizes[0] * seconds[f"bi step{suffix}"]
+            2 * len(pairs) / sizes[1] * seconds[f"cross step{suffix}"]
+            + 10 * len(pairs) / sizes[0] * seconds[f"bi step{suffix}"]
         )
         return float(scores + steps)
 
@@ -173,17 +184,39 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     return [*found, of_spread(21, "whole cycle", whole, "MiniLM, from its parts", rounds.noise(), **terms)]
 
 
-def repetitions(pairs: Pairs, sample: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Of what the reference style scores, the share that is left where each sentence and each pair is scored once.
+class Batches:
+    """What a model scores of the whole task, each sentence or pair once, as batches by length; some of them stand for all.
 
-    Against a sample of pairs, which has hardly any repetition: what it lacks of the task's.
+    A sample of pairs would not do: what is sorted by length is filled the better the more there is of it.
+
+    Attributes:
+        real: Tokens of all batches.
+        processed: The same with their padding.
+        many: How often the samples fit into the whole.
     """
 
-    def shares(both: Sequence[tuple[str, str]]) -> tuple[float, float]:
-        return len({one for pair in both for one in pair}) / (2 * len(both)), len(set(both)) / len(both)
+    SAMPLES = 2
 
-    (bi, cross), (bi_here, cross_here) = shares(list(pairs.both())), shares(sample)
-    return {"bi": bi / bi_here, "cross": cross / cross_here}
+    def __init__(self, texts: Sequence[Any], ids: Sequence[Sequence[int]]) -> None:
+        batches = by_length(ids, 4096)
+        self.real = sum(map(len, ids))
+        self.processed = sum(len(batch) * max(len(ids[place]) for place in batch) for batch in batches)
+        picked = [batches[(2 * number + 1) * len(batches) // (2 * self.SAMPLES)] for number in range(self.SAMPLES)]
+        self._sampled = [[texts[place] for place in batch] for batch in picked]
+        self.many = len(batches) / self.SAMPLES
+
+    @classmethod
+    def of(cls, texts: Sequence[Any], model: Encoder | CrossEncoder) -> Batches:
+        """Of texts or pairs, those of the same tokens once."""
+        read = model.token_ids(texts)
+        ids = read[0] if isinstance(model, CrossEncoder) else read
+        once = {tuple(row): place for place, row in enumerate(ids)}
+        return cls([texts[place] for place in once.values()], list(once))
+
+    def through(self, score: Callable[[Sequence[Any]], object]) -> None:
+        """The samples, one batch after the other."""
+        for texts in self._sampled:
+            score(texts)
 
 
 def _equal_losses(kind: str, mine: float, reference: float) -> None:
@@ -202,16 +235,6 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
                 assert part.places is not None
                 real, processed = real + int(part.mask.sum()), processed + len(part.places)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
-
-
-def _scoring_filled(bi: Encoder, cross: CrossEncoder, pairs: Pairs) -> Figure:
-    """Tokens of what both formulations score of the task, over what their batches process."""
-    real = processed = 0
-    for ids in (bi.token_ids([*dict.fromkeys([*pairs.first, *pairs.second])]), cross.token_ids(list(pairs.both()))[0]):
-        rows = list(dict.fromkeys(map(tuple, ids)))
-        real += sum(map(len, rows))
-        processed += sum(len(batch) * max(len(rows[place]) for place in batch) for batch in by_length(rows, 4096))
-    return counted(12, "Trans-Encoder scoring", round(real / processed, 4), f"{len(pairs):,} pairs, both formulations")
 
 
 def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
