@@ -110,3 +110,8 @@ def counted_calls(function: Callable[..., Any]) -> tuple[Callable[..., Any], lis
         return function(*arguments, **named)
 
     return counting, calls
+
+
+def with_padding(ids: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]) -> int:
+    """Tokens that batches of texts, by their places, are once each is padded to its longest."""
+    return sum(len(batch) * max(len(ids[place]) for place in batch) for batch in batches)

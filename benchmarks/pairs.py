@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.counting import with_padding
 from benchmarks.material import MINILM, OurStep, list_recipe, masked_stand_in, prepared, stand_in, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
@@ -122,8 +123,8 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     scored = list(kept[: 32 if options.quick else 64].both())
     sides = [one for one, _ in scored], [other for _, other in scored]
     sentences, both = (
-        Batches.of([*dict.fromkeys([*pairs.first, *pairs.second])], bi),
-        Batches.of([*pairs.both()], cross),
+        Batches([*dict.fromkeys([*pairs.first, *pairs.second])], bi),
+        Batches([*pairs.both()], cross),
     )
     bi_start, cross_start, half = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval(), copy.deepcopy(cross).eval()
     for model, precision in ((bi_start, "fp32"), (cross_start, "fp32"), (half, "bf16")):
@@ -148,22 +149,16 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     filled = (sentences.real + both.real) / (sentences.processed + both.processed)
     found.append(counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations"))
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="bi scores")
-    many = {
-        "": {"bi": sentences.many, "cross": both.many},
-        ", reference": dict.fromkeys(("bi", "cross"), len(pairs) / len(scored)),
-    }
+    many = {"bi scores": sentences.many, "cross scores": both.many, "cross scores, bf16": both.many}
+    many |= dict.fromkeys(("bi scores, reference", "cross scores, reference"), len(pairs) / len(scored))
     at = f"MiniLM, {len(pairs):,} pairs, from samples of them"
-    for part, kind, mine in (
-        ("bi, fp32", "bi", "bi scores"),
-        ("cross, fp32", "cross", "cross scores"),
-        ("bf16", "cross", "cross scores, bf16"),
+    for part, mine, reference in (
+        ("bi, fp32", "bi scores", "bi scores, reference"),
+        ("cross, fp32", "cross scores", "cross scores, reference"),
+        ("bf16", "cross scores, bf16", "cross scores, reference"),
     ):
-        theirs_whole, ours_whole = many[", reference"][kind], many[""][kind]
-        ratio = rounds.of(
-            lambda s, kind=kind, mine=mine, above=theirs_whole, below=ours_whole: (  # type: ignore[misc]
-                above * s[f"{kind} scores, reference"] / (below * s[mine])
-            )
-        )
+        fit = many[reference] / many[mine]
+        ratio = rounds.of(lambda s, mine=mine, reference=reference, fit=fit: fit * s[reference] / s[mine])  # type: ignore[misc]
         found.append(of_spread(20, part, ratio, f"cross, {at}" if part == "bf16" else at, rounds.noise()))
     for kind, size in zip(("bi", "cross"), sizes, strict=True):
         found.append(
@@ -172,7 +167,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
 
     def cycle(seconds: Any, suffix: str) -> float:
         """Bi scores, cross learns both orders, cross scores, bi learns ten epochs."""
-        scores = sum(many[suffix][kind] * seconds[f"{kind} scores{suffix}"] for kind in ("bi", "cross"))
+        scores = sum(many[way] * seconds[way] for way in (f"bi scores{suffix}", f"cross scores{suffix}"))
         steps = (
             2 * len(pairs) / sizes[1] * seconds[f"cross step{suffix}"]
             + 10 * len(pairs) / sizes[0] * seconds[f"bi step{suffix}"]
@@ -197,21 +192,15 @@ class Batches:
 
     SAMPLES = 2
 
-    def __init__(self, texts: Sequence[Any], ids: Sequence[Sequence[int]]) -> None:
-        batches = by_length(ids, 4096)
-        self.real = sum(map(len, ids))
-        self.processed = sum(len(batch) * max(len(ids[place]) for place in batch) for batch in batches)
-        picked = [batches[(2 * number + 1) * len(batches) // (2 * self.SAMPLES)] for number in range(self.SAMPLES)]
-        self._sampled = [[texts[place] for place in batch] for batch in picked]
-        self.many = len(batches) / self.SAMPLES
-
-    @classmethod
-    def of(cls, texts: Sequence[Any], model: Encoder | CrossEncoder) -> Batches:
-        """Of texts or pairs, those of the same tokens once."""
+    def __init__(self, texts: Sequence[Any], model: Encoder | CrossEncoder) -> None:
         read = model.token_ids(texts)
-        ids = read[0] if isinstance(model, CrossEncoder) else read
-        once = {tuple(row): place for place, row in enumerate(ids)}
-        return cls([texts[place] for place in once.values()], list(once))
+        once = {tuple(row): place for place, row in enumerate(read[0] if isinstance(model, CrossEncoder) else read)}
+        ids, places = list(once), list(once.values())
+        batches = by_length(ids, 4096)
+        self.real, self.processed = sum(map(len, ids)), with_padding(ids, batches)
+        picked = [batches[(2 * number + 1) * len(batches) // (2 * self.SAMPLES)] for number in range(self.SAMPLES)]
+        self._sampled = [[texts[places[place]] for place in batch] for batch in picked]
+        self.many = len(batches) / self.SAMPLES
 
     def through(self, score: Callable[[Sequence[Any]], object]) -> None:
         """The samples, one batch after the other."""

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from benchmarks.counting import counted_calls, passes_of
+from benchmarks.counting import counted_calls, passes_of, with_padding
 from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
@@ -220,10 +220,9 @@ def filled(options: Options) -> list[Figure]:
     """Row 12's teacher pass: the batches of one shard, by their tokens."""
     rows = 200 if options.quick else TeachersSection().shard_rows
     encoder, budget = Encoder.load(MINILM, max_length=32), TeachersSection().tokens_per_batch
-    lengths = [len(row) for row in encoder.token_ids(sentences(options.data, rows))]
-    batches = by_length([[0] * length for length in lengths], budget)
-    processed = sum(len(batch) * max(lengths[place] for place in batch) for batch in batches)
-    return [counted(12, "teacher pass", round(sum(lengths) / processed, 5), f"a shard of {rows:,} rows")]
+    ids = encoder.token_ids(sentences(options.data, rows))
+    filled = sum(map(len, ids)) / with_padding(ids, by_length(ids, budget))
+    return [counted(12, "teacher pass", round(filled, 5), f"a shard of {rows:,} rows")]
 
 
 def memory(folder: Path, options: Options) -> list[Figure]:

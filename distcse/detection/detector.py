@@ -7,7 +7,6 @@ generator is any masked language model with the student's vocabulary; it stays a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from distcse.encoder.attention import made_mask
 from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.encoder.loading import attention_of, load_tokenizer
-from distcse.encoder.packing import can_pack, packed
+from distcse.encoder.packing import short_cut
 from distcse.errors import EncoderError
 from distcse.objectives.detection import Detection, detection
 from distcse.recipe import DetectionSection
@@ -57,7 +56,7 @@ class EditDetector(nn.Module):
         """
         edited = self._edited(tokens)
         reads_padding = edited.mask is not tokens.mask or self._section.reduction == "all"
-        with _through(self.backbone, None if reads_padding else tokens.places, edited.mask):
+        with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.places, None):
             logits = self.head(self._conditioned(edited, vectors))
         return detection(logits, edited.labels, edited.mask, self._section.reduction)
 
@@ -75,7 +74,7 @@ class EditDetector(nn.Module):
     def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
         generator: Any = self._generator[0].to(ids.device)
         generator.train(self.training and self._section.generator_dropout)
-        with _through(generator.base_model, places, mask):
+        with short_cut(generator.base_model, mask, places, None):
             hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
         at_a_time = max(1, _LOGITS // (4 * self._words.size))
         best = [_best_words(generator, part) for part in hidden[wanted].split(at_a_time)]
@@ -94,11 +93,6 @@ class EditDetector(nn.Module):
         finally:
             hook.remove()
         return hidden
-
-
-def _through(backbone: nn.Module, places: Tensor | None, mask: Tensor) -> AbstractContextManager[None]:
-    """Inside, a backbone leaves padding out, where the batch's places are told and it can."""
-    return packed(backbone, places, mask, None) if places is not None and can_pack(backbone, mask) else nullcontext()
 
 
 def _best_words(generator: Any, hidden: Tensor) -> Tensor:
@@ -140,7 +134,7 @@ def build_detector(
         tuple(tokenizer.all_special_ids),
     )
     generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
-    if generator is not None and device_here() == "cpu":
+    if generator is not None and device_here() == "cpu":  # it follows its batches, on a GPU too
         lay_out(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
-from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
+from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
-from distcse.encoder.packing import can_pack, packed
+from distcse.encoder.packing import short_cut
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
 from distcse.errors import EncoderError
@@ -110,13 +110,9 @@ class CrossEncoder(nn.Module):
         inputs = {"input_ids": ids, "attention_mask": made_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        short_cut: AbstractContextManager[None] = nullcontext()
-        if type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model):
-            first = ids.new_zeros(len(ids))
-            short_cut = last_layer_at(self.model, first)
-            if places is not None and can_pack(self.model, mask):
-                short_cut = packed(self.model, places, mask, first)
-        with short_cut:
+        reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
+        first = ids.new_zeros(len(ids)) if reads_first else None
+        with short_cut(self.model, mask, places if reads_first else None, first):
             logits: Tensor = self.model(**inputs).logits[:, 0]
         return logits
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch.nn.functional import normalize as unit
 from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
-from distcse.encoder.last_layer import can_stop_at_one, last_layer_at
+from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
-from distcse.encoder.packing import can_pack, packed
+from distcse.encoder.packing import short_cut
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import SENTENCE, is_template, prompted
@@ -124,11 +123,7 @@ class Encoder(nn.Module):
         at_one = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
             at_one = place_of(self.pooling, mask, self._marked(ids))
-        if places is not None and self.pooling not in NEEDS_ALL_LAYERS and can_pack(self.backbone, mask):
-            short_cut: AbstractContextManager[None] = packed(self.backbone, places, mask, at_one)
-        else:
-            short_cut = nullcontext() if at_one is None else last_layer_at(self.backbone, at_one)
-        with short_cut:
+        with short_cut(self.backbone, mask, None if self.pooling in NEEDS_ALL_LAYERS else places, at_one):
             states = self._states(ids, mask)
         if at_one is not None:
             return states[-1][:, 0].float()

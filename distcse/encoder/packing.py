@@ -8,7 +8,7 @@ than that of a padded pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, split
+from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, last_layer_at, split
 from distcse.encoder.layers import layers_of
 
 _KNOWN = {"TransformerBlock": distilbert, "MPNetLayer": None, "ModernBertEncoderLayer": None}
@@ -43,6 +43,18 @@ def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
 def has_known_layers(backbone: nn.Module) -> bool:
     """Whether a backbone's layers are known here."""
     return can_stop_at_one(backbone) and _layer_of(backbone) is not None
+
+
+def short_cut(
+    backbone: nn.Module, mask: Tensor, places: Tensor | None, one: Tensor | None
+) -> AbstractContextManager[None]:
+    """Inside, a backbone does no more than is asked: without padding where places are told and it can, its last layer at `one`.
+
+    See `packed` and `last_layer_at`; None for `one` wants all tokens, for places the rectangle.
+    """
+    if places is not None and can_pack(backbone, mask):
+        return packed(backbone, places, mask, one)
+    return nullcontext() if one is None else last_layer_at(backbone, one)
 
 
 @contextmanager
