@@ -23,7 +23,7 @@ from benchmarks.options import Options, parsed
 from benchmarks.protocol import Report, moved, read_reports
 from benchmarks.table import write_readme
 
-LANES = (("step",), ("rank_encoder", "pairs", "teachers"))
+LANES = (("step", "pairs"), ("parts", "rank_encoder", "teachers"))
 """Scripts of one thread, each lane one after the other."""
 ALONE = ("orchestration", "scale")
 

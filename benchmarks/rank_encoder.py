@@ -105,11 +105,11 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     ranks = WideRanks(tables[0], references)
     ours, contrastive = OurStep(job, [LocalSource(ranks)]), OurStep(simcse, [])
     theirs, at = reference_of(job, MINILM, references), f"N = {n}, n = {len(references):,}"
-    close = interleave({"ranks": timed(ours), "SimCSE": timed(contrastive)}, effort.at_least(25), again="SimCSE")
-    far = interleave({"ranks": timed(ours), "reference": timed(theirs)}, effort, again="ranks")
+    every = {"ranks": timed(ours), "SimCSE": timed(contrastive), "reference": timed(theirs)}
+    rounds = interleave(every, effort.at_least(25), again="SimCSE")
     found = [
-        of_ratio(16, "MiniLM", close, "ranks", "SimCSE", at),
-        of_ratio(18, "fp32", far, "reference", "ranks", f"MiniLM, {at}"),
+        of_ratio(16, "MiniLM", rounds, "ranks", "SimCSE", at),
+        of_ratio(18, "fp32", rounds, "reference", "ranks", f"MiniLM, {at}"),
     ]
     if options.quick:
         return found

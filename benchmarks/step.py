@@ -1,4 +1,4 @@
-"""Rows 1 to 4, 6, 7, 12 (training), 13, 14, 15, 31 (share), 33 and 34: the student's step against the public loops'.
+"""Rows 1 to 4, 6, 12 (training), 31 (share) and 34: the student's step against the public loops'.
 
     python -m benchmarks.step --data ../shared/data [--quick] [--rows 2 3]
 
@@ -8,24 +8,17 @@ compared with ours on one batch, without dropout and with live lists, before any
 
 from __future__ import annotations
 
-import copy
-import importlib
-import multiprocessing
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from torch import Tensor, nn
-from torch.profiler import profile
+from torch import nn
 
-from benchmarks.counting import LargestTensor, NumbersRead
+from benchmarks.counting import NumbersRead
 from benchmarks.material import (
     MINILM,
     OurStep,
-    config_of,
     forward_flops,
     list_recipe,
     live_sources,
@@ -35,17 +28,14 @@ from benchmarks.material import (
     wiki_file,
 )
 from benchmarks.options import Options, script
-from benchmarks.plain import whole_last_layer
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, encode, rankcse, simcse
 from distcse.corpus import Corpus
 from distcse.encoder import resolve_model
 from distcse.encoder.layers import layers_of
 from distcse.evaluation import VectorModel, labelled_dev, read_table
-from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
+from distcse.objectives import Taught, gather_views, mix_lists
 from distcse.recipe import Recipe
-from distcse.student.plan import Job
-from distcse.training.engines.engine import make_adamw
 
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
@@ -96,12 +86,12 @@ class Bench:
         )
         return recipe
 
-    def ours(self, objective: dict[str, Any], precision: str, live: bool = False) -> OurStep:
+    def ours(self, objective: dict[str, Any], precision: str, live: bool = False, **training: Any) -> OurStep:
         """distcse's step."""
         distilled = objective is RANKCSE
         teachers = self.teachers if distilled else []
         name = f"{'rankcse' if distilled else 'simcse'}-{precision}"
-        job, tables = prepared(self.recipe(objective, teachers, name, precision=precision))
+        job, tables = prepared(self.recipe(objective, teachers, name, precision=precision, **training))
         sources = live_sources(job, Corpus.open(job.corpus)) if live else table_sources(job, tables)
         return OurStep(job, sources)
 
@@ -164,22 +154,10 @@ def measure(options: Options) -> Report:
         bench = Bench(Path(folder), options, "tiny" if options.quick else "minilm", 16 if options.quick else 64)
         if options.wants(1, 6):
             figures += beside_simcse(bench, effort)
-        if options.wants(2, 3, 4):
+        if options.wants(2, 3, 4, 31):
             figures += beside_reference(bench, options, effort)
-        if options.wants(31):
-            figures += [dev_share(Bench(Path(folder) / "dev", options, bench.size, 2 * bench.n), options, effort)]
         if options.wants(12, 34):
             figures += counts(bench)
-        if options.wants(13):
-            figures += last_layers(Path(folder) / "last", options, effort)
-        if options.wants(33):
-            figures += gradient_cache(Path(folder) / "cache", options, effort)
-        if options.wants(14):
-            figures += losses(effort, (16, 32) if options.quick else (128, 1024))
-        if options.wants(15):
-            figures += [optimiser(effort, "tiny" if options.quick else "base")]
-        if options.wants(7):
-            figures += [dispatched(Path(folder) / "dispatch", options)]
     return Report("step", machine(), {"pairs": options.pairs, "threads": 1}, figures, options.quick)
 
 
@@ -214,39 +192,39 @@ def beside_simcse(bench: Bench, effort: Effort) -> list[Figure]:
 
 
 def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Figure]:
-    """Rows 2 to 4: steps and scores of the public loops."""
+    """Rows 2 to 4 and 31's share: steps and scores of the public loops, and ours.
+
+    The share is that of the papers' batch size, twice this one: a score costs as much at any, and the steps between two do not.
+    """
     equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
     ours = {precision: bench.ours(RANKCSE, precision) for precision in ("fp32", "bf16")}
     theirs, dev = bench.theirs(ours["fp32"], True), DevEvaluations(bench, ours["fp32"], options)
-    far = {f"RankCSE {precision}": timed(step) for precision, step in ours.items()}
-    far |= {"reference": timed(theirs), "dev, ours": timed(dev.ours), "dev, reference": timed(dev.theirs)}
-    wide = interleave(far, effort, again="RankCSE bf16")
+    wide = bench.ours(RANKCSE, "fp32", batch_size=2 * bench.n)
+    ways = {f"RankCSE {precision}": timed(step) for precision, step in ours.items()}
+    ways |= {
+        "reference": timed(theirs),
+        "wide": timed(wide),
+        "dev": timed(dev.ours),
+        "dev, reference": timed(dev.theirs),
+    }
+    rounds = interleave(ways, effort, again="RankCSE bf16")
+
+    def score(seconds: Any) -> float:
+        return float(DEV_SENTENCES / dev.dev_sampled * seconds["dev"])
 
     def epochs(seconds: Any) -> float:
         reference = 125 * seconds["reference"] + REFERENCE_SENTENCES / dev.sampled * seconds["dev, reference"]
-        return float(
-            reference / (125 * seconds["RankCSE fp32"] + DEV_SENTENCES / dev.dev_sampled * seconds["dev, ours"])
-        )
+        return float(reference / (125 * seconds["RankCSE fp32"] + score(seconds)))
 
-    terms = {name: wide.of(lambda s, name=name: s[name]).median for name in far}  # type: ignore[misc]
+    share = rounds.of(lambda s: 100 * score(s) / (score(s) + 125 * s["wide"]))
+    terms = {name: rounds.of(lambda s, name=name: s[name]).median for name in ways}  # type: ignore[misc]
+    noise, every = rounds.noise(), "share of training at every 125 steps"
     return [
-        of_ratio(2, "fp32", wide, "reference", "RankCSE fp32", bench.setting),
-        of_ratio(3, "bf16", wide, "reference", "RankCSE bf16", bench.setting),
-        of_spread(4, "125 steps and one score", wide.of(epochs), bench.setting, wide.noise(), **terms),
+        of_ratio(2, "fp32", rounds, "reference", "RankCSE fp32", bench.setting),
+        of_ratio(3, "bf16", rounds, "reference", "RankCSE bf16", bench.setting),
+        of_spread(4, "125 steps and one score", rounds.of(epochs), bench.setting, noise, **terms),
+        of_spread(31, every, share, f"{bench.size} student, N = {2 * bench.n}", noise),
     ]
-
-
-def dev_share(bench: Bench, options: Options, effort: Effort) -> Figure:
-    """Row 31's share, at the papers' batch size: a score costs as much at any, and the steps between two of them do not."""
-    step = bench.ours(RANKCSE, "fp32")
-    dev = DevEvaluations(bench, step, options)
-    rounds = interleave({"step": timed(step), "score": timed(dev.ours)}, effort, again="score")
-
-    def share(seconds: Any) -> float:
-        score = DEV_SENTENCES / dev.dev_sampled * seconds["score"]
-        return float(100 * score / (score + 125 * seconds["step"]))
-
-    return of_spread(31, "share of training at every 125 steps", rounds.of(share), bench.setting, rounds.noise())
 
 
 def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
@@ -258,8 +236,6 @@ def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
     columns = distilled.rows(0)[None, :]
 
     def lists_and_losses() -> None:
-        from distcse.objectives import Taught, mix_lists
-
         lists = torch.stack([torch.from_numpy(teacher.similarities(columns, slice(None))[0]) for teacher in teachers])
         loss, _ = distilled.lesson._objective(gather_views(z1, z2), Taught(mix_lists(lists, weights)))
         torch.autograd.grad(loss, (z1, z2))
@@ -279,7 +255,7 @@ class DevEvaluations:
 
         pairs = labelled_dev(options.data)
         every = [*pairs.first, *pairs.second]
-        stride = 50 if options.quick else 10
+        stride = 50 if options.quick else 30
         self._texts = every[::stride]
         self.dev_sampled = len(self._texts)
         whole: list[str] = []
@@ -287,7 +263,7 @@ class DevEvaluations:
             for file in sorted((options.data / "sts" / name).iterdir()):
                 table = read_table(file)
                 whole += [*table.texts("sentence1"), *table.texts("sentence2")]
-        self._whole = whole[:: 10 * stride]
+        self._whole = whole[:: 500 if options.quick else 300]
         self.sampled = len(self._whole)
         self._encoder = step.lesson.model.encoder
         self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))
@@ -320,144 +296,6 @@ def counts(bench: Bench) -> list[Figure]:
         counted(12, "training", round(real / sum(processed), 4), bench.setting),
         counted(34, "numbers read from tensors a step", read.count / 3, bench.setting),
     ]
-
-
-def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 13: a SimCSE step with all of the last layer over one with [CLS] alone, from the same weights."""
-    found = []
-    for name, size, n in (("MiniLM", "minilm", 32), ("base", "base", 4)):
-        student = MINILM if size == "minilm" and not options.quick else None
-        size, n = ("tiny", 8) if options.quick else (size, n)
-        student = student or str(stand_in(folder / size, size))
-        recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, n, 3 * n)
-        ways = {way: OurStep(prepared(recipe)[0], []) for way in ("one token", "whole")}
-        encoder = ways["whole"].lesson.model.encoder
-        encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
-        same_or_stop(ways["one token"], ways["whole"])
-        rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
-        found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
-    return found
-
-
-def same_or_stop(one: OurStep, other: OurStep) -> None:
-    """Compare two ways of distcse's own step on one batch without dropout; `SystemExit` where they differ."""
-    told = []
-    for step in (one, other):
-        step.lesson.model.eval()
-        loss = step.loss()[0]
-        loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None])
-        step.lesson.model.zero_grad(set_to_none=True)
-        told.append((loss.item(), gradient))
-    (mine, first), (plain, second) = told
-    apart = abs(mine - plain) / abs(plain), float((first - second).norm() / second.norm())
-    print(f"both ways: loss {mine:.6f}, apart by {apart[0]:.1e}; gradient by {apart[1]:.1e}", flush=True)
-    if apart[0] > TOLERANCE or apart[1] > 10 * TOLERANCE:
-        raise SystemExit("the two ways do not compute the same; nothing is timed")
-
-
-def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 33: what chunks cost beside one pass, and what a step holds at two lengths of lists."""
-    n, chunk, lists = (16, 4, (16, 32)) if options.quick else (64, 8, (256, 2048))
-    size = "tiny" if options.quick else "minilm"
-    student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
-    file = wiki_file(options.data)
-
-    def job(name: str, length: int, **training: Any) -> Job:
-        recipe = list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, training=training)
-        return prepared(recipe)[0]
-
-    ways = {"plain": OurStep(job("plain", n), []), "chunks": OurStep(job("chunks", n, chunk=chunk), [])}
-    same_or_stop(ways["chunks"], ways["plain"])
-    rounds = interleave({way: timed(step) for way, step in ways.items()}, effort, again="plain")
-    context, held = multiprocessing.get_context("spawn"), []
-    for length in lists:
-        with context.Pool(1) as pool_of_one:
-            held.append(pool_of_one.apply(_held, (job(f"lists of {length}", length, chunk=32 if n == 64 else chunk),)))
-    at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, held, strict=True)}
-    grown = held[1] / held[0]
-    return [
-        of_ratio(33, "cost", rounds, "chunks", "plain", f"{at}, N = {n}, chunks of {chunk}"),
-        Figure(33, "memory, N = 2048 / N = 256", *(grown,) * 3, setting=f"{at}, SimCSE", terms=terms),
-    ]
-
-
-def _held(job: Job) -> int:
-    """Most bytes that two steps hold beyond the imports."""
-    torch.set_num_threads(1)
-    importlib.import_module("transformers.models.bert.modeling_bert")
-    before = psutil.Process().memory_info().rss
-    step = OurStep(job, [])
-    for _ in range(2):
-        step()
-    return _highest() - before
-
-
-def _highest() -> int:
-    """Bytes of this process at its highest. `ru_maxrss` would not do: a process that is spawned inherits it."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-def losses(effort: Effort, sizes: tuple[int, ...]) -> list[Figure]:
-    """Row 14: what is computed from two views of 768 numbers and the teachers' lists."""
-    found: list[Figure] = []
-    for asked, n in zip((128, 1024), sizes, strict=True):
-        all_terms = terms_of(n)
-        rounds = interleave({"losses": timed(all_terms)}, effort)
-        milliseconds = rounds.of(lambda s: 1000 * s["losses"])
-        found.append(of_spread(14, f"N = {asked}", milliseconds, f"N = {n}, 768 wide"))
-    with LargestTensor() as seen:
-        terms_of(n)()
-    return [*found, counted(14, "largest tensor of the losses / N²", seen.numbers / n**2, f"N = {n}, 768 wide")]
-
-
-def terms_of(n: int, width: int = 768) -> Any:
-    """Cosines, JS, ListNet and ListMLE of random views, forward and backward."""
-    draw = torch.Generator().manual_seed(n)
-    z1, z2 = (torch.randn(n, width, generator=draw).requires_grad_() for _ in range(2))
-    lists = torch.rand(n, n, generator=draw)
-
-    def all_terms() -> tuple[Tensor, ...]:
-        views = gather_views(z1, z2)
-        loss = jensen_shannon(views.similarities / 0.05, views.reverse / 0.05).mean()
-        loss = loss + list_net(views.similarities, lists, 0.05, 0.025).mean()
-        loss = loss + list_mle(views.similarities, lists, 0.05).mean()
-        return torch.autograd.grad(loss, (z1, z2))
-
-    return all_terms
-
-
-def optimiser(effort: Effort, size: str) -> Figure:
-    """Row 15: an update of all weights of an encoder, by AdamW as PyTorch gives it and as distcse asks for it."""
-    from transformers import BertModel
-
-    from distcse.recipe import LoopSection
-
-    model = BertModel(config_of(size), add_pooling_layer=False)
-    mine = [p.requires_grad_() for p in model.parameters()]
-    other = [p.requires_grad_() for p in copy.deepcopy(model).parameters()]
-    for parameters in (mine, other):
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-    fused, default = make_adamw(mine, LoopSection()), torch.optim.AdamW(other, lr=3e-5, weight_decay=0.0)
-    rounds = interleave({"fused": timed(fused.step), "default": timed(default.step)}, effort, again="fused")
-    return of_ratio(15, "BERT-base", rounds, "default", "fused", f"{size} size")
-
-
-def dispatched(folder: Path, options: Options) -> Figure:
-    """Row 7: operations a step of a BERT-base student hands to PyTorch, whatever its batch size."""
-    size = "tiny" if options.quick else "base"
-    small = str(stand_in(folder / "teacher", "tiny"))
-    teacher = {"backbone": small, "pooling": "cls", "max_length": 32}
-    student = str(stand_in(folder / "student", size))
-    job, tables = prepared(list_recipe(folder, wiki_file(options.data), student, [teacher], RANKCSE, 4, 64))
-    step = OurStep(job, table_sources(job, tables))
-    step()
-    with profile() as seen:
-        step()
-    calls = sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
-    return counted(7, "aten calls, BERT-base step", calls, f"{size} student")
 
 
 if __name__ == "__main__":

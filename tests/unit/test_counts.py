@@ -14,7 +14,7 @@ import distcse.corpus.tokens
 from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, passes_of
 from benchmarks.material import OurStep
 from benchmarks.material import sentences as wiki_sentences
-from benchmarks.step import terms_of
+from benchmarks.parts import terms_of
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.batching import by_length
