@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcse.encoder import CrossEncoder, Encoder
@@ -34,6 +35,13 @@ class NumbersRead(TorchDispatchMode):
             self.count += 1
             self.names.append(name)
         return func(*args, **(kwargs or {}))
+
+
+def dispatched(call: Callable[[], object]) -> int:
+    """Operations that a call hands to PyTorch."""
+    with profile() as seen:
+        call()
+    return sum(event.count for event in seen.key_averages() if event.key.startswith("aten::"))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -50,7 +50,7 @@ from distcse.recipe import LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.student.model import Batch, StudentModel
 from distcse.training.engines import PlainEngine
-from distcse.training.engines.engine import make_adamw
+from distcse.training.engines.adamw import OneCallAdamW
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -340,10 +340,11 @@ def losses(bench: Bench) -> Iterator[Figure]:
 
 def optimiser(bench: Bench) -> Iterator[Figure]:
     """Row 15."""
-    parameters = list(bench.model("base").parameters())
-    for parameter in parameters:
+    parameters = dict(bench.model("base").named_parameters())
+    for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    rounds = interleave({"fused": bench.sampler(make_adamw(parameters, LoopSection()).step)}, bench.effort)
+    fused = OneCallAdamW(parameters, LoopSection())
+    rounds = interleave({"fused": bench.sampler(lambda: fused.step(3e-5))}, bench.effort)
     yield of_spread(15, "fused step, BERT-base", rounds.of(lambda s: 1000 * s["fused"], "wall"), "base")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
+from distcse.encoder.dropout import draw_fast
 from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import keep_layers
@@ -208,6 +209,7 @@ def _load_scorer(
             f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
         ) from refused
     require_finite(folder, model)
+    draw_fast(model)
     return model, sorted(told["missing_keys"])
 
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 
+from distcse.encoder.dropout import dropout
 from distcse.encoder.layers import layers_of
 
 _ATTENTIONS = ("eager", "sdpa")
@@ -90,7 +90,7 @@ class AtOne:
     ) -> Tensor:
         """See `Reading`."""
         query, key, value = split(parts, heads)
-        return attended(query, key, value, self.row(mask), noise, training)
+        return side_by_side(attended(query, key, value, heads, self.row(mask), noise, training), heads)
 
 
 def bert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
@@ -140,8 +140,9 @@ def _modernbert(
     query, key, value = mixed.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     mask = reading.row(attention_mask)
-    query = _row(query, reading.places)
-    seen = attended(query, key, value, mask, attention.attention_dropout, layer.training)
+    heads, noise = query.shape[1], attention.attention_dropout
+    query, key, value = (part.flatten(0, 1) for part in (_row(query, reading.places), key, value))
+    seen = side_by_side(attended(query, key, value, heads, mask, noise, layer.training), heads)
     met = reading.asked(hidden) + attention.out_drop(attention.Wo(seen))
     found: Tensor = met + layer.mlp(layer.mlp_norm(met))
     return found
@@ -168,20 +169,30 @@ def _row(table: Tensor, places: Tensor) -> Tensor:
 
 
 def split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
-    """(B, L, H) each -> (B, heads, L, H / heads)."""
-    return (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts)
+    """(B, L, heads · d) each -> (B · heads, L, d)."""
+    return (part.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1) for part in parts)
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: float, training: bool) -> Tensor:
-    """(B, heads, Q, d) queries among (B, heads, L, d) keys and values -> (B, Q, heads · d).
+def side_by_side(seen: Tensor, heads: int) -> Tensor:
+    """(B · heads, Q, d) -> (B, Q, heads · d)."""
+    split_again: Tensor = seen.unflatten(0, (-1, heads))
+    return split_again.transpose(1, 2).flatten(2)
 
-    Masks are added, or true where a token is seen, as transformers makes them for `eager` and for `sdpa`.
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, noise: float, training: bool
+) -> Tensor:
+    """(B · heads, Q, d) queries among (B · heads, L, d) keys and values -> (B · heads, Q, d).
+
+    Masks are of (B, 1 or heads, 1 or Q, L); they are added, or true where a token is seen, as transformers makes them for `eager`
+    and for `sdpa`.
     """
-    scores = query @ key.transpose(2, 3) * query.shape[3] ** -0.5
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = dropout(scores.softmax(dim=3), noise, training)
-    seen: Tensor = weights.to(value.dtype) @ value
-    return seen.transpose(1, 2).flatten(2)
+    scores, scale = torch.bmm(query, key.transpose(1, 2)), query.shape[2] ** -0.5
+    if mask is None:
+        scores = scores * scale
+    else:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        scores = torch.add(mask, scores.unflatten(0, (-1, heads)), alpha=scale).flatten(0, 1)
+    weights = dropout(scores.softmax(dim=2), noise, training)
+    return torch.bmm(weights.to(value.dtype), value)

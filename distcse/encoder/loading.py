@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distcse.encoder.dropout import draw_fast
 from distcse.encoder.folder import Layout, check_weights
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection
@@ -49,6 +50,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
         raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
     backbone: nn.Module = model
     require_finite(folder, backbone)
+    draw_fast(backbone)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:

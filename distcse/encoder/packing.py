@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, last_layer_at, split
+from distcse.encoder.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, last_layer_at
 from distcse.encoder.layers import layers_of
 
 _KNOWN = {"TransformerBlock": distilbert, "MPNetLayer": None, "ModernBertEncoderLayer": None}
@@ -88,7 +88,7 @@ def _through(compute: Any, batch: _Packed, first: bool, last: bool, hidden: Tens
 
 
 class _Spread(torch.autograd.Function):
-    """(T, H) rows at their places among (rows, H) zeros. `index_copy` would keep the rows for the way back, which needs none."""
+    """(T, d) tokens at their places among (rows, d) zeros. `index_copy` would keep them for the way back, which needs none."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, places: Tensor, rows: int) -> Tensor:
@@ -101,14 +101,48 @@ class _Spread(torch.autograd.Function):
         return gradients[0].index_select(0, places), None, None
 
 
+class _Pick(torch.autograd.Function):
+    """(rows, d) -> (T, d), those at these places, each once: what `index_select` adds up on the way back is copied here."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.rows, gradients[0].shape[1]).index_copy_(0, places, gradients[0]), None
+
+
+class _Repeat(torch.autograd.Function):
+    """(T, d) tokens at their places among (rows, d), and any of them where there is none.
+
+    What stands in for padding is seen by no token, so that its gradient is zero and is not asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return tokens.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradients[0].index_select(0, places), None, None
+
+
 class _Packed:
     """All tokens; a layer's input and output are (1, T, H)."""
 
     def __init__(self, places: Tensor, mask: Tensor) -> None:
         self.places, self.shape = places, mask.shape
+        self._heads: dict[int, tuple[Tensor, Tensor]] = {}
 
     def pack(self, padded: Tensor) -> Tensor:
-        return padded.flatten(0, 1).index_select(0, self.places)[None]
+        picked: Tensor = _Pick.apply(padded.flatten(0, 1), self.places)
+        return picked[None]
 
     def unpack(self, tokens: Tensor) -> Tensor:
         rectangle: Tensor = _Spread.apply(tokens[0], self.places, self.shape.numel())
@@ -120,8 +154,33 @@ class _Packed:
     def seen(
         self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
     ) -> Tensor:
-        query, key, value = split([self.unpack(part) for part in parts], heads)
-        return self.pack(attended(query, key, value, mask, noise, training))
+        query, key, value = (self._by_head(part, heads) for part in parts)
+        found = attended(query, key, value, heads, mask, noise, training)
+        places, _ = self._places_of(heads)
+        picked: Tensor = _Pick.apply(found.flatten(0, 1), places)
+        return picked.view_as(parts[0])
+
+    def _by_head(self, tokens: Tensor, heads: int) -> Tensor:
+        """(1, T, heads · d) -> (B · heads, L, d), in one pass."""
+        places, sources = self._places_of(heads)
+        found: Tensor = _Repeat.apply(tokens.view(len(places), -1), sources, places)
+        return found.view(-1, self.shape[1], found.shape[1])
+
+    def _places_of(self, heads: int) -> tuple[Tensor, Tensor]:
+        """(T · heads,) places of all tokens' heads among (B · heads · L), and (B · heads · L,) which of them stands at each."""
+        if heads not in self._heads:
+            (rows, length), tokens = self.shape, torch.arange(len(self.places), device=self.places.device)
+            every = torch.arange(heads, device=self.places.device)
+            row, column = (
+                self.places.div(length, rounding_mode="floor")[:, None],
+                self.places.remainder(length)[:, None],
+            )
+            places = ((row * heads + every) * length + column).flatten()
+            standing = torch.zeros(rows * length, dtype=torch.int64, device=self.places.device)
+            standing[self.places] = tokens
+            sources = (standing.view(rows, 1, length) * heads + every[:, None]).flatten()
+            self._heads[heads] = places, sources
+        return self._heads[heads]
 
 
 class _OneOfPacked(_Packed):
@@ -139,5 +198,6 @@ class _OneOfPacked(_Packed):
         self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
     ) -> Tensor:
         asked, *others = parts
-        query, key, value = split([asked, *(self.unpack(part) for part in others)], heads)
-        return attended(query, key, value, mask, noise, training)
+        key, value = (self._by_head(part, heads) for part in others)
+        query = asked.reshape(len(key), 1, -1)
+        return attended(query, key, value, heads, mask, noise, training).view_as(asked)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import distcse.corpus.tokens
-from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, passes_of
+from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
 from benchmarks.material import OurStep
 from benchmarks.material import sentences as wiki_sentences
 from benchmarks.parts import terms_of
@@ -58,6 +58,19 @@ def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Rec
     for source in sources:
         assert len(source.requests) == math.ceil(steps / 4)
         assert sum(source.requests) == steps
+
+
+def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
+    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path]
+) -> None:
+    """Whatever its width; with dropout, clipping, [CLS] and rows of unlike lengths."""
+    model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
+    job, tables = make_job(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
+    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    step = OurStep(job, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    assert sum(p.requires_grad for p in step.lesson.model.parameters()) == 199
+    step()
+    assert 7000 < dispatched(step) <= 8000
 
 
 def test_a_step_reads_no_number(recipe_with: Callable[..., Recipe]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distcse.recipe import LoopSection
 from distcse.training.checkpoint import TrainingState
 
 
@@ -44,8 +42,3 @@ class Engine(Protocol):
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that receive a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def make_adamw(parameters: Iterable[nn.Parameter], training: LoopSection) -> torch.optim.AdamW:
-    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8), fused: on a CPU 4 times faster than the default loop."""
-    return torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay, fused=True)

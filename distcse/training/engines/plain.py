@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from distcse.encoder.device import device_here
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import TrainingState
-from distcse.training.engines.engine import make_adamw, trained_parameters
+from distcse.training.engines.adamw import OneCallAdamW
+from distcse.training.engines.engine import trained_parameters
 from distcse.training.workers import add_over_workers, world_size
 
 
@@ -23,11 +24,9 @@ class PlainEngine:
         self._model = model.to(self.device)
         self._training = training
         self._parameters = trained_parameters(model)
-        self._optimizer = make_adamw(self._parameters.values(), training)
-        self._batches = 0
-        self._updates = 0
-        if restored is not None:
-            self._restore(restored)
+        self._batches, self._updates = 0, 0 if restored is None else restored.updates
+        moments = None if restored is None else restored.moments
+        self._optimizer = OneCallAdamW(self._parameters, training, self._updates, moments)
 
     def forward(self, inputs: Any) -> Any:
         autocast = (
@@ -45,32 +44,20 @@ class PlainEngine:
         if self._batches % self._training.gradient_accumulation:
             return
         self._average_gradients()
-        if self._training.gradient_clipping:
-            self._clip(self._training.gradient_clipping)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(lr)
+        self._optimizer.forget()
         self._updates += 1
 
     def state(self) -> TrainingState:
         weights = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
         moments = {
-            name: {kind: self._optimizer.state[p][kind].cpu() for kind in ("exp_avg", "exp_avg_sq")}
-            for name, p in self._parameters.items()
-            if p in self._optimizer.state
+            name: {kind: tensor.cpu() for kind, tensor in kinds.items()}
+            for name, kinds in self._optimizer.moments.items()
         }
         return TrainingState(weights, moments, self._updates)
 
     def close(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _clip(self, longest: float) -> None:
-        """A norm that is not finite makes the gradients NaN: divided by it they would be zero, and nobody would see."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        norm = torch.where(norm.isfinite(), norm, torch.nan)
-        nn.utils.clip_grads_with_norm_(self._parameters.values(), longest, norm)
+        self._optimizer.forget()
 
     def _average_gradients(self) -> None:
         if world_size() == 1:
@@ -80,14 +67,3 @@ class PlainEngine:
         add_over_workers(flat).div_(world_size())
         for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(averaged.view_as(gradient))
-
-    def _restore(self, restored: TrainingState) -> None:
-        self._updates = restored.updates
-        for name, moments in restored.moments.items():
-            parameter = self._parameters[name]
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(
-                    float(restored.updates), device=self.device if self.device.type != "cpu" else None
-                ),
-                **{kind: tensor.to(self.device) for kind, tensor in moments.items()},
-            }

@@ -16,10 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import TrainingState
-from distcse.training.engines.engine import make_adamw, trained_parameters
+from distcse.training.engines.adamw import MOMENTS, make_adamw
+from distcse.training.engines.engine import trained_parameters
 from distcse.training.workers import world_size
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedEngine:
@@ -80,10 +79,10 @@ class DeepSpeedEngine:
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if self._stage == 0:
             state = self._optimizer.state[parameter]
-            return {kind: state[kind].cpu() for kind in _MOMENTS}
+            return {kind: state[kind].cpu() for kind in MOMENTS}
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in _MOMENTS}
+        return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in MOMENTS}
 
     def _restore(self, restored: TrainingState) -> None:
         """Weights came with the model; AdamW's moments and count are put where this stage keeps them."""
@@ -99,7 +98,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for name, parameter in self._parameters.items():
-            for kind in _MOMENTS:
+            for kind in MOMENTS:
                 safe_set_full_optimizer_state(parameter, restored.moments[name][kind].to(self.device), kind)
 
     def _open_partitioned_state(self, updates: int) -> None:
@@ -113,7 +112,7 @@ class DeepSpeedEngine:
         for flat in flats:
             inner.state[flat] = {
                 "step": _count(updates, flat.device),
-                **{kind: torch.zeros_like(flat) for kind in _MOMENTS},
+                **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
         if self._stage < 3:
             self._optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,91 @@
+"""AdamW over all weights in one call, the gradients' clipping in it.
+
+`torch.optim.AdamW(fused=True)` calls the same kernel. It counts updates once a tensor, though, and clipping before it goes over
+all gradients once more: with the 199 tensors of a BERT-base student, 1,400 of an update's 2,600 operations. The kernel has no
+public name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from distcse.recipe import LoopSection
+
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], training: LoopSection) -> torch.optim.AdamW:
+    """PyTorch's own, fused, for DeepSpeed, which does its clipping itself and wants an `Optimizer`."""
+    return torch.optim.AdamW(
+        parameters, lr=training.lr, betas=_BETAS, eps=_EPSILON, weight_decay=training.weight_decay, fused=True
+    )
+
+
+class OneCallAdamW:
+    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8) and clipping by the norm of all gradients.
+
+    Args:
+        parameters: What moves, by name; all on one device and of one kind.
+        training: Weight decay and the longest gradient; 0 clips nothing.
+        updates: How many there were before.
+        moments: Of a run that goes on, by name; a parameter without has none yet.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        training: LoopSection,
+        updates: int = 0,
+        moments: dict[str, dict[str, Tensor]] | None = None,
+    ) -> None:
+        self._parameters, self._decay, self._longest = parameters, training.weight_decay, training.gradient_clipping
+        device = next(iter(parameters.values())).device
+        self._updates = torch.tensor(float(updates), device=device)
+        self.moments: dict[str, dict[str, Tensor]] = {
+            name: {kind: tensor.to(device) for kind, tensor in kinds.items()} for name, kinds in (moments or {}).items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Move every parameter that has a gradient; the gradients are left as they were clipped."""
+        moving = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        for name, parameter in moving.items():
+            if name not in self.moments:
+                self.moments[name] = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        gradients: list[Tensor] = [p.grad for p in moving.values()]  # type: ignore[misc]
+        self._updates += 1
+        torch._fused_adamw_(
+            list(moving.values()),
+            gradients,
+            [self.moments[name]["exp_avg"] for name in moving],
+            [self.moments[name]["exp_avg_sq"] for name in moving],
+            [],
+            [self._updates] * len(moving),
+            lr=lr,
+            beta1=_BETAS[0],
+            beta2=_BETAS[1],
+            weight_decay=self._decay,
+            eps=_EPSILON,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._divisor(gradients),
+        )
+
+    def forget(self) -> None:
+        """Let the gradients go."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _divisor(self, gradients: list[Tensor]) -> Tensor | None:
+        """What makes the gradients as long as they may be; NaN for a norm that is not finite.
+
+        Divided by infinity they would be zero, and nobody would see.
+        """
+        if not self._longest:
+            return None
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.where(norm.isfinite(), (norm / self._longest).clamp(min=1), torch.nan)

@@ -1,0 +1,85 @@
+"""AdamW in one call: the same weights as PyTorch's optimiser and its clipping, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distcse.recipe import LoopSection
+from distcse.training.engines.adamw import MOMENTS, OneCallAdamW
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(size, generator=draw)) for name, size in (("a", (5, 3)), ("b", (7,)))}
+
+
+def give_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab", size: float = 1.0) -> None:
+    draw = torch.Generator().manual_seed(100 + step)
+    for name, parameter in named.items():
+        gradient = size * torch.randn(parameter.shape, generator=draw)
+        parameter.grad = gradient if name in names else None
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("longest", "size"), [(0.0, 1.0), (1.0, 10.0), (1.0, 1e-3)])
+def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, size: float) -> None:
+    mine, theirs = parameters(), parameters()
+    ours = OneCallAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=longest))
+    plain = torch.optim.AdamW(theirs.values(), lr=1.0, weight_decay=decay, foreach=False)
+    for step in range(10):
+        lr = 0.1 / (1 + step)
+        give_gradients(mine, step, size=size)
+        give_gradients(theirs, step, size=size)
+        if longest:
+            nn.utils.clip_grad_norm_(theirs.values(), longest)
+        plain.param_groups[0]["lr"] = lr
+        ours.step(lr)
+        plain.step()
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=2e-5, atol=1e-6)
+            for kind in MOMENTS:
+                torch.testing.assert_close(
+                    ours.moments[name][kind], plain.state[theirs[name]][kind], rtol=2e-5, atol=1e-9
+                )
+
+
+def test_a_run_that_goes_on_ends_where_it_would_have() -> None:
+    section, whole, begun = LoopSection(gradient_clipping=1.0), parameters(), parameters()
+    through, first = OneCallAdamW(whole, section), OneCallAdamW(begun, section)
+    for step in range(3):
+        for named, optimiser in ((whole, through), (begun, first)):
+            give_gradients(named, step)
+            optimiser.step(0.1)
+    moments = {name: {kind: tensor.clone() for kind, tensor in kinds.items()} for name, kinds in first.moments.items()}
+    second = OneCallAdamW(begun, section, 3, moments)
+    for step in range(3, 6):
+        for named, optimiser in ((whole, through), (begun, second)):
+            give_gradients(named, step)
+            optimiser.step(0.1)
+    assert all(torch.equal(whole[name], begun[name]) for name in whole)
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    named = parameters()
+    before = named["b"].detach().clone()
+    optimiser = OneCallAdamW(named, LoopSection(weight_decay=0.1))
+    give_gradients(named, 0, names="a")
+    optimiser.step(0.1)
+    assert torch.equal(named["b"], before) and set(optimiser.moments) == {"a"}
+    give_gradients(named, 1)
+    optimiser.step(0.1)
+    assert not torch.equal(named["b"], before)
+    optimiser.forget()
+    assert all(p.grad is None for p in named.values())
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_norm_that_is_no_number_is_seen_in_the_weights(wrong: float) -> None:
+    named = parameters()
+    give_gradients(named, 0)
+    assert named["a"].grad is not None
+    named["a"].grad[0, 0] = wrong
+    OneCallAdamW(named, LoopSection(gradient_clipping=1.0)).step(0.1)
+    assert all(p.isnan().all() for p in named.values())
