@@ -3,7 +3,7 @@
     make bench                      or: python -m benchmarks.bench --data ../shared/data
     python -m benchmarks.bench --quick    every script at its smallest: shows that they work, stores nothing
 
-Scripts of one thread run on a core each, where there are two, at the same time; those that start workers have the machine to
+Scripts that work on one core at a time run on one each, where there are two, at the same time; the others have the machine to
 themselves. A script that fails keeps its stored report; the others go on, and the exit status is 1.
 """
 
@@ -23,8 +23,8 @@ from benchmarks.options import Options, parsed
 from benchmarks.protocol import Report, moved, read_reports
 from benchmarks.table import write_readme
 
-LANES = (("step", "pairs"), ("parts", "rank_encoder", "teachers"))
-"""Scripts of one thread, each lane one after the other."""
+LANES = (("step", "rank_encoder", "teachers"), ("pairs", "parts", "loops"))
+"""Scripts that work on one core at a time, each lane one after the other."""
 ALONE = ("orchestration", "scale")
 
 

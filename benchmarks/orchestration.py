@@ -1,8 +1,6 @@
-"""Rows 24 to 26, 29 and 31 (exposed): what Ray and DeepSpeed add to a step, to waiting and to a start.
+"""Rows 26, 29 and 31 (exposed): what Ray adds to waiting and to a start.
 
-    python -m benchmarks.orchestration --data ../shared/data [--quick] [--rows 24 25]
-
-The steps of rows 24 and 25 are one function, in processes of their own that work by turns (stepping.py).
+python -m benchmarks.orchestration --data ../shared/data [--quick] [--rows 26]
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +17,7 @@ import numpy as np
 from benchmarks.counting import CountedSource
 from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
-from benchmarks.protocol import (
-    Effort,
-    Figure,
-    Report,
-    Rounds,
-    counted,
-    interleave,
-    machine,
-    of_ratio,
-    of_spread,
-    spread_of,
-)
-from benchmarks.stepping import bare, ray_worker
+from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
 from distcse.corpus import Corpus
 from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe, Sweep
@@ -42,12 +27,9 @@ from distcse.teachers import Alphas, TeacherEnsemble
 from distcse.training.cluster import cluster
 from distcse.tuning.sweep import begin, run_sweep
 
-SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
-
 
 def measure(options: Options) -> Report:
     """All rows of this script."""
-    effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 2)
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -55,51 +37,13 @@ def measure(options: Options) -> Report:
             found += [calls(place / "calls", options)]
         if options.wants(29):
             found += starts(place / "starts", options)
-        if options.wants(24, 25, 26, 31):
+        if options.wants(26, 31):
             with cluster(cpus=2):
-                if options.wants(24, 25):
-                    found += loops(place / "loops", options, effort)
                 if options.wants(31):
                     found += [exposed(place / "beside", options)]
                 if options.wants(26):
                     found += [waiting(place / mode, options, mode) for mode in ("table", "live")]
     return Report("orchestration", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
-
-
-def loops(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Rows 24 and 25: a bare loop, a Ray Train worker and DeepSpeed's stages, the same step in all."""
-    found: list[Figure] = []
-    tiny = str(stand_in(folder / "model", "tiny"))
-    sizes = {"tiny model": tiny} if options.quick else {"MiniLM": MINILM, "tiny model": tiny}
-    for name, student in sizes.items():
-        recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, 32, 96)
-        job, _ = prepared(recipe)
-        with ExitStack() as stack:
-            steppers = {"bare": stack.enter_context(bare(job))}
-            for stage in (0, 1, 2):
-                engine = bare(job, engine="deepspeed", zero_stage=stage)
-                steppers[f"stage {stage}"] = stack.enter_context(engine)
-            steppers["ray"] = stack.enter_context(ray_worker(job, folder / "ray"))
-            ways = {way: stepper.sample for way, stepper in steppers.items()}
-            enough = effort.at_least(25) if name == "MiniLM" else effort
-            rounds = interleave(ways, enough, again="bare")
-            reports = steppers["ray"].report_seconds
-        at = f"{name}, 2N = 64"
-        if name == "MiniLM":
-            report = float(np.median(reports))
-            found.append(of_ratio(24, "MiniLM, no report", rounds, "ray", "bare", at))
-            every = rounds.of(lambda s: (125 * s["ray"] + report) / (125 * s["bare"]), "wall")  # noqa: B023
-            found.append(of_spread(24, "MiniLM, a report every 125 steps", every, at, rounds.noise("wall")))
-            found.append(of_spread(24, "one report", spread_of([1000 * seconds for seconds in reports]), at))
-            found += [of_ratio(25, f"MiniLM, stage {n}", rounds, f"stage {n}", "bare", at) for n in (0, 1, 2)]
-        else:
-            found.append(_added(24, "tiny model, added", rounds, "ray", at))
-            found += [_added(25, f"tiny model, stage {n}, added", rounds, f"stage {n}", at) for n in (0, 1, 2)]
-    return found
-
-
-def _added(row: int, part: str, rounds: Rounds, way: str, at: str) -> Figure:
-    return of_spread(row, part, rounds.of(lambda s: 1000 * (s[way] - s["bare"]), "wall"), at)
 
 
 def calls(folder: Path, options: Options) -> Figure:
@@ -119,7 +63,7 @@ def calls(folder: Path, options: Options) -> Figure:
 
 def waiting(folder: Path, options: Options, mode: str) -> Figure:
     """Row 26's waits, by the worker's own clock on a Ray cluster; the first report, with the start in it, is left out."""
-    n, steps = (16, 12) if options.quick else (32, 24)
+    n, steps = (16, 12) if options.quick else (32, 16)
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
     teachers = [{"backbone": MINILM, "pooling": "mean", "max_length": 32, "prompt": ". " * k} for k in range(2)]
     recipe = list_recipe(
@@ -144,7 +88,7 @@ def exposed(folder: Path, options: Options) -> Figure:
 
     The first score, which waits for that process to start, and the last, which nothing goes on beside, are left out.
     """
-    n, every = (16, 4) if options.quick else (32, 12)
+    n, every = (16, 4) if options.quick else (32, 10)
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     recipe = list_recipe(
@@ -184,7 +128,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
     recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
     file = str(folder / "recipe.yaml")
     run(recipe, Watch())  # fills the caches
-    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "ray": []}
+    seconds: dict[str, list[float]] = {"bare": [], "ray": []}
     for number in range(1 if options.quick else max(3, options.pairs // 5)):
         for way in sorted(seconds, reverse=number % 2 == 1):
             told = subprocess.run(
@@ -193,17 +137,13 @@ def starts(folder: Path, options: Options) -> list[Figure]:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            first, second = json.loads(told.stdout.splitlines()[-1])
-            seconds[way].append((first, second))
-            print(f"{way}: first step after {first:.1f} s, of a second run after {second:.1f} s", flush=True)
-    pairs = list(zip(seconds["ray"], seconds["bare"], strict=True))
-    bare_start = float(np.median([plain for plain, _ in seconds["bare"]]))
+            seconds[way].append(float(told.stdout.splitlines()[-1]))
+            print(f"{way}: first step after {seconds[way][-1]:.1f} s", flush=True)
+    cold = [ray / plain for ray, plain in zip(seconds["ray"], seconds["bare"], strict=True)]
+    bare_start = float(np.median(seconds["bare"]))
     at = "MiniLM, one teacher with a table, caches warm, against a bare cold start"
     return [
-        of_spread(29, "Ray cold / bare", spread_of([ray[0] / plain[0] for ray, plain in pairs]), at),
-        of_spread(
-            29, "second run in a warm cluster / bare", spread_of([ray[1] / plain[0] for ray, plain in pairs]), at
-        ),
+        of_spread(29, "Ray cold / bare", spread_of(cold), at),
         of_spread(29, "second trial of a sweep / bare", spread_of([s / bare_start for s in next_trials(recipe)]), at),
     ]
 

@@ -106,7 +106,7 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     ours, contrastive = OurStep(job, [LocalSource(ranks)]), OurStep(simcse, [])
     theirs, at = reference_of(job, MINILM, references), f"N = {n}, n = {len(references):,}"
     every = {"ranks": timed(ours), "SimCSE": timed(contrastive), "reference": timed(theirs)}
-    rounds = interleave(every, effort.at_least(25), again="SimCSE")
+    rounds = interleave(every, effort, again="SimCSE")
     found = [
         of_ratio(16, "MiniLM", rounds, "ranks", "SimCSE", at),
         of_ratio(18, "fp32", rounds, "reference", "ranks", f"MiniLM, {at}"),

@@ -76,7 +76,7 @@ def groups(folder: Path, options: Options) -> list[Figure]:
     """Row 22: two groups of three layers, one cycle, in turns and side by side."""
     with cluster(cpus=2):
         folder.mkdir()
-        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 4)
+        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 3)
         turns, together = run_groups(recipe, in_turns=True), run_groups(recipe, in_turns=False)
     day, real = side_by_side(turns.phases), together.makespan
     busy = sum(times.train + times.score for group in together.phases for times in group)

@@ -255,7 +255,7 @@ class DevEvaluations:
 
         pairs = labelled_dev(options.data)
         every = [*pairs.first, *pairs.second]
-        stride = 50 if options.quick else 30
+        stride = 50 if options.quick else 10
         self._texts = every[::stride]
         self.dev_sampled = len(self._texts)
         whole: list[str] = []

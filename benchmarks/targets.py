@@ -312,7 +312,6 @@ ROWS = (
         (
             Part("Ray cold / bare", "<= 3", "<= 2"),
             Part("second trial of a sweep / bare", "<= 1.2"),
-            Part("second run in a warm cluster / bare"),
         ),
     ),
     Row(

@@ -27,6 +27,9 @@ def lay_out(model: nn.Module, precision: str = "fp32") -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.device.type == "cpu":
                 setattr(parent, name, _LaidOut(child, _KINDS[precision]))
+    for parameter in model.parameters():  # one left in the file's mapping would hold all of it
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
 
 
 def _has_operators() -> bool:
@@ -44,7 +47,9 @@ class _LaidOut(nn.Module):
         self.in_features, self.out_features = plain.in_features, plain.out_features
         weight = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach().to(kind))
         self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach().to(kind), persistent=False)
+        self.register_buffer(
+            "bias", None if plain.bias is None else plain.bias.detach().to(kind, copy=True), persistent=False
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         told = hidden.to(self.weight.dtype)  # type: ignore[arg-type]

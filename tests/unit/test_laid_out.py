@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_vectors_stay_and_plain_weights_go(tiny: Callable[..., Path], sentences:
     np.testing.assert_allclose(laid.encode(sentences[:50]), plain.encode(sentences[:50]), atol=2e-6)
     assert any(type(part) is nn.Linear for part in plain.modules())
     assert not any(type(part) is nn.Linear for part in laid.modules())
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_file_of_the_plain_weights_is_let_go(tmp_path: Path, tiny: Callable[..., Path], precision: str) -> None:
+    """One tensor that still lies in the file's mapping would keep the weights in memory twice."""
+    folder = tmp_path / "read once"
+    shutil.copytree(tiny(), folder)
+    encoder = Encoder.load(folder, pooling="mean").eval()
+    assert f"{folder}/model.safetensors" in Path("/proc/self/maps").read_text()
+    lay_out(encoder, precision)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert np.isfinite(encoder.encode(["A sentence."], precision=precision)).all()
 
 
 @needs_kernels
