@@ -78,6 +78,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
     "vectors and lists, layers 1, 3, 5": (*LISTS_TOO, "student.layers=[1, 3, 5]"),
     "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
+    "two layers (2, 5), a fifth of the start": (*VECTORS, "student.layers=[2, 5]", "student.start_share=0.2"),
 }
 """Overrides of `minilm-3layer`; TWO stands for the second teacher."""
 

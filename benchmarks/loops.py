@@ -2,7 +2,8 @@
 
     python -m benchmarks.loops --data ../shared/data [--quick] [--rows 24 25]
 
-The steps are one function, in processes of their own that work by turns (stepping.py).
+The steps are one function, in processes of their own that work by turns (stepping.py). The A/A run is of two bare processes: how
+fortunate one is with its memory is part of the noise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from benchmarks.material import MINILM, list_recipe, prepared, stand_in, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, Rounds, interleave, machine, of_ratio, of_spread, spread_of
+from benchmarks.protocol.pairing import AGAIN
 from benchmarks.stepping import bare, ray_worker
 from distcse.training.cluster import cluster
 
@@ -40,14 +42,14 @@ def loops(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, 32, 96)
         job, _ = prepared(recipe)
         with ExitStack() as stack:
-            steppers = {"bare": stack.enter_context(bare(job))}
+            steppers = {way: stack.enter_context(bare(job)) for way in ("bare", f"bare{AGAIN}")}
             for stage in (0, 1, 2):
                 engine = bare(job, engine="deepspeed", zero_stage=stage)
                 steppers[f"stage {stage}"] = stack.enter_context(engine)
             steppers["ray"] = stack.enter_context(ray_worker(job, folder / "ray"))
             ways = {way: stepper.sample for way, stepper in steppers.items()}
             enough = effort.at_least(25) if name == "MiniLM" else effort
-            rounds = interleave(ways, enough, again="bare")
+            rounds = interleave(ways, enough)
             reports = steppers["ray"].report_seconds
         at = f"{name}, 2N = 64"
         if name == "MiniLM":
