@@ -94,7 +94,7 @@ def same_or_stop(one: OurStep, other: OurStep) -> None:
 
 def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 33: what chunks cost beside one pass, and what a step holds at two lengths of lists."""
-    n, chunk, lists = (16, 4, (16, 32)) if options.quick else (32, 8, (256, 2048))
+    n, chunk, lists = (16, 4, (16, 32)) if options.quick else (64, 16, (256, 2048))
     size = "tiny" if options.quick else "minilm"
     student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
     file = wiki_file(options.data)
@@ -110,7 +110,7 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
     context, held = multiprocessing.get_context("spawn"), []
     for length in lists:
         with context.Pool(1) as pool_of_one:
-            held.append(pool_of_one.apply(_held, (job(f"lists of {length}", length, small=True, chunk=4 * chunk),)))
+            held.append(pool_of_one.apply(_held, (job(f"lists of {length}", length, small=True, chunk=2 * chunk),)))
     at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, held, strict=True)}
     grown = held[1] / held[0]
     return [
