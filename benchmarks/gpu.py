@@ -39,13 +39,15 @@ from benchmarks.protocol import (
     of_ratio,
     of_spread,
 )
-from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss
+from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss, rankencoder
 from benchmarks.targets import ROWS
 from distcse.corpus import Tokens
 from distcse.encoder import Encoder, build_projection
 from distcse.encoder.batching import by_length
 from distcse.objectives import Taught, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.objectives import list_mle as our_list_mle
+from distcse.ranks import DeviceRankSpace, pair_similarities
+from distcse.ranks.device import counted_ranks, products, sorted_ranks
 from distcse.recipe import LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.student.model import Batch, StudentModel
@@ -55,6 +57,12 @@ from distcse.training.engines.adamw import OneCallAdamW
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
+RANKENCODER: dict[str, Any] = {
+    "tau1": 0.05,
+    "consistency": None,
+    "rank": None,
+    "rank_regression": {"weight": 0.05, "lower": 0.5, "upper": 0.9999},
+}
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 PEAK = 790e12
 """bf16 operations a second of an H200, what others measured (performance.md §1): the unit of MFU here."""
@@ -142,18 +150,19 @@ class Student:
         shape: Of the student.
         objective: Its terms.
         precision: Of the engine.
-        tables: The teachers' unit vectors of some rows, on the device; none for SimCSE.
+        n: Sentences of a batch; left out, the bench's.
     """
 
     def __init__(
-        self, bench: Bench, shape: str, objective: dict[str, Any], precision: Precision, tables: list[Tensor]
+        self, bench: Bench, shape: str, objective: dict[str, Any], precision: Precision, n: int | None = None
     ) -> None:
-        self.tables = tables
+        self.taught: Callable[[slice], Tensor] | None = None
+        """The teachers' lists of so many rows of the eight batches; None for SimCSE."""
         encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
         self.engine = PlainEngine(self.model, LoopSection(precision=precision), None)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
-        self.batches = [bench.batch(bench.n) for _ in range(8)]
+        self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
 
     def __call__(self) -> Tensor:
@@ -172,10 +181,8 @@ class Student:
         views = self.engine.forward(
             Batch([(Tokens(*tokens), 8 * self.step + number) for number, tokens in enumerate(streams)])
         )
-        lists = None
-        if self.tables:
-            rows = [table[self.step % 8 * len(ids) : (self.step % 8 + 1) * len(ids)].float() for table in self.tables]
-            lists = mix_lists(torch.stack([vectors @ vectors.T for vectors in rows]), [1.0, 2.0])
+        here = self.step % 8
+        lists = self.taught(slice(here * len(ids), (here + 1) * len(ids))) if self.taught else None
         return self.objective(gather_views(views.z1, views.z2), Taught(lists))[0]
 
 
@@ -205,28 +212,36 @@ class Reference(PublicLoop):
         return rankcse_loss(views[:, 0], views[:, 1], lists, 0.05, 0.05, 0.025)
 
 
-def tables_of(reference: Reference, half: bool = True) -> list[Tensor]:
-    """The teachers' unit vectors of the eight batches, as a cache would hold them."""
-    found = []
-    with torch.no_grad():
-        for teacher in reference.teachers:
-            vectors = [
-                teacher.model(input_ids=i, attention_mask=m).last_hidden_state[:, 0] for i, m in reference._batches
-            ]
-            unit = torch.nn.functional.normalize(torch.cat(vectors), dim=1)
-            found.append(unit.half() if half else unit)
-    return found
+def cosines_of(reference: Reference, half: bool = True) -> Callable[[slice], Tensor]:
+    """Lists of some rows of the eight batches, from the teachers' unit vectors, as a cache would hold them."""
+    tables = []
+    for teacher in reference.teachers:
+        vectors = unit_vectors(teacher.model, reference._batches)
+        tables.append(vectors.half() if half else vectors)
+
+    def lists(rows: slice) -> Tensor:
+        found = [table[rows].float() for table in tables]
+        return mix_lists(torch.stack([vectors @ vectors.T for vectors in found]), [1.0, 2.0])
+
+    return lists
+
+
+@torch.no_grad()
+def unit_vectors(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[CLS] vectors of all batches, of length 1."""
+    vectors = [model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0] for ids, mask in batches]
+    return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
 
 
 def steps(bench: Bench) -> Iterator[Figure]:
     """Rows 1 to 3, 5 and 6."""
-    student = Student(bench, "base", RANKCSE, "bf16", [])
+    student = Student(bench, "base", RANKCSE, "bf16")
     live = Reference(bench, student, ("base", "large"), torch.bfloat16, half_teachers=True)
     verbatim = Reference(bench, student, ("base", "large"), None, half_teachers=False)
     verbatim.teachers = live.teachers
     check(bench, live)
-    student.tables = tables_of(live)
-    simcse = Student(bench, "base", SIMCSE, "bf16", [])
+    student.taught = cosines_of(live)
+    simcse = Student(bench, "base", SIMCSE, "bf16")
     ways = {"ours": student, "SimCSE": simcse, "live": live, "verbatim": verbatim}
     few = {"live": bench.steps // 4 or 1, "verbatim": bench.steps // 8 or 1}
     samplers = {name: bench.sampler(way, few.get(name)) for name, way in ways.items()}  # type: ignore[arg-type]
@@ -253,13 +268,13 @@ def steps(bench: Bench) -> Iterator[Figure]:
 
 def check(bench: Bench, reference: Reference) -> None:
     """Losses of both steps on one batch, float32, without dropout, live lists; `SystemExit` where they differ."""
-    student = Student(bench, "base", RANKCSE, "fp32", [])
+    student = Student(bench, "base", RANKCSE, "fp32")
     student.batches = reference._batches
     student.model.encoder.backbone.load_state_dict(reference.model.state_dict())
     student.model.projection.load_state_dict(reference.projection.state_dict())
     dtypes = reference._dtype, reference._teacher_dtype
     reference._dtype = reference._teacher_dtype = None
-    student.tables = tables_of(reference, half=False)
+    student.taught = cosines_of(reference, half=False)
     student.model.eval()
     reference.model.eval()
     mine, theirs = student.loss().item(), reference.loss().item()
@@ -271,7 +286,7 @@ def check(bench: Bench, reference: Reference) -> None:
 
 def large(bench: Bench) -> Iterator[Figure]:
     """Row 6's second part."""
-    student = Student(bench, "large", SIMCSE, "bf16", [])
+    student = Student(bench, "large", SIMCSE, "bf16")
     rounds = interleave({"ours": bench.sampler(student, bench.steps // 2 or 1)}, bench.effort, again="ours")
     tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("large")
     work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
@@ -281,7 +296,7 @@ def large(bench: Bench) -> Iterator[Figure]:
 
 def last_layers(bench: Bench) -> Iterator[Figure]:
     """Row 13: all of the last layer over [CLS] alone."""
-    ways = {name: Student(bench, "base", SIMCSE, "bf16", []) for name in ("one token", "whole")}
+    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("one token", "whole")}
     encoder = ways["whole"].model.encoder
     encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
     rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="one token")
@@ -290,7 +305,7 @@ def last_layers(bench: Bench) -> Iterator[Figure]:
 
 def gradient_cache(bench: Bench) -> Iterator[Figure]:
     """Row 33: eight chunks against eight streams that are kept."""
-    ways = {name: Student(bench, "base", SIMCSE, "bf16", []) for name in ("plain", "chunks")}
+    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("plain", "chunks")}
     ways["chunks"].model.forgets = True
     for way in ways.values():
         way.parts = 8
@@ -302,7 +317,7 @@ def dispatch(bench: Bench) -> Iterator[Figure]:
     """Rows 7 and 34: the eager step as it is."""
     if bench.device.type != "cuda":
         return
-    student = Student(bench, "base", SIMCSE, "bf16", [])
+    student = Student(bench, "base", SIMCSE, "bf16")
     for _ in range(5):
         student()
     torch.cuda.synchronize()
@@ -437,6 +452,68 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
     yield counted(10, "cosine of the ListMLE gradients, fp16 forward", cosine, at)
 
 
+class RankReference(PublicLoop):
+    """The reference style's RankEncoder step on this device: the student under autocast, its teacher live in float32."""
+
+    def __init__(self, bench: Bench, student: Student, teacher: nn.Module, references: Tensor) -> None:
+        self._bench, self._batches = bench, student.batches
+        self.model = copy.deepcopy(student.model.encoder.backbone)
+        self.projection = copy.deepcopy(student.model.projection)
+        terms = RANKENCODER["rank_regression"]
+        frozen = FrozenTeacher(teacher, "cls", 1.0)
+        self._loss = rankencoder(
+            frozen, references, RANKENCODER["tau1"], terms["weight"], terms["lower"], terms["upper"]
+        )
+        super().__init__([self.model], [*self.model.parameters(), *self.projection.parameters()], lr=3e-5)
+
+    def loss(self) -> Tensor:
+        """The step's loss, without an update."""
+        ids, mask = (tensor.repeat_interleave(2, 0) for tensor in self._batches[self.step % 8])
+        with self._bench.autocast(torch.bfloat16):
+            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+            views = self.projection(hidden).float().view(len(ids) // 2, 2, -1)
+        return self._loss(views[:, 0], views[:, 1], ids, mask)
+
+
+def rank_steps(bench: Bench) -> Iterator[Figure]:
+    """Rows 16 and 18: ranks of each batch in the step, which waits for them."""
+    n, references = (16, 500) if bench.tiny else (64, 100_000)
+    ours = Student(bench, "base", RANKENCODER, "bf16", n)
+    simcse = Student(bench, "base", SIMCSE, "bf16", n)
+    teacher = bench.model("base", seed=2).eval()
+    vectors = unit_vectors(teacher, ours.batches).cpu().numpy()
+    others = torch.nn.functional.normalize(torch.randn(references, vectors.shape[1]), dim=1)
+    space = DeviceRankSpace(others.numpy(), "histogram", str(bench.device))
+    ours.taught = lambda rows: torch.from_numpy(space.similarities(vectors[rows])).to(bench.device)
+    public = RankReference(bench, ours, teacher, others.to(bench.device))
+    few = bench.steps // 8 or 1
+    ways = {"ours": bench.sampler(ours), "SimCSE": bench.sampler(simcse), "public": bench.sampler(public, few)}
+    rounds = interleave(ways, bench.effort, again="ours")
+    at = f"base, N = {n}, n = {references:,}, histogram"
+    yield of_ratio(16, "base", rounds, "ours", "SimCSE", at, "wall")
+    yield of_ratio(18, "bf16", rounds, "public", "ours", at, "wall")
+
+
+def rank_kernels(bench: Bench) -> Iterator[Figure]:
+    """Rows 17 and 19: ranks and their products alone; pairs of different sentences, through the host's memory."""
+    n, references, sentences = (16, 500, 40) if bench.tiny else (64, 100_000, 21_531)
+    seen = torch.randn(n, references, device=bench.device) / 28
+    ways = {
+        kind: bench.sampler(lambda ranks=ranks: products(*(ranks(seen),) * 2))  # type: ignore[misc]
+        for kind, ranks in (("sort", sorted_ranks), ("histogram", counted_ranks))
+    }
+    rounds = interleave(ways, bench.effort, again="sort")
+    by_sort = 1000 * rounds.of(lambda s: s["sort"], "wall").median
+    milliseconds = rounds.of(lambda s: 1000 * s["histogram"], "wall")
+    yield of_spread(17, "64 × 100k", milliseconds, "histogram", rounds.noise("wall"), **{"by sort, ms": by_sort})
+    vectors, others = (
+        torch.nn.functional.normalize(torch.randn(count, 768), dim=1).numpy() for count in (sentences, references)
+    )
+    space, first = DeviceRankSpace(others, "sort", str(bench.device)), np.arange(sentences * 6 // 7)
+    scored = bench.sampler(lambda: pair_similarities(space, vectors, first, first[::-1]), 1)
+    yield counted(19, "seconds", scored(1).wall, f"{len(first):,} pairs of {sentences:,} sentences, exact")
+
+
 PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (1, 2, 3, 5, 6): steps,
     (7, 34): dispatch,
@@ -446,6 +523,8 @@ PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (15,): optimiser,
     (11, 12): encoding,
     (10,): fidelity,
+    (16, 18): rank_steps,
+    (17, 19): rank_kernels,
     (6,): large,
 }
 

@@ -179,7 +179,7 @@ def ranks(similarities: Tensor) -> Tensor:
     """(N, n) similarities -> (N, n) centred unit rank vectors: a sort, then each row written through its order in Python."""
     order = similarities.argsort(dim=1)
     found = torch.zeros_like(similarities)
-    places = torch.arange(similarities.shape[1], dtype=similarities.dtype)
+    places = torch.arange(similarities.shape[1], dtype=similarities.dtype, device=similarities.device)
     for row in range(len(similarities)):
         found[row, order[row]] = places
     centred = found - found.mean(dim=1, keepdim=True)

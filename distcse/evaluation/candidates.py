@@ -73,8 +73,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         lay_out(scorer, reading.precision)
         return pairs
     if is_rank_space(folder):
-        ranker = RankSpaceEncoder.load(folder)
-        ranker.encoder.to(reading.device)
+        ranker = RankSpaceEncoder.load(folder).to(reading.device)
         about = About(
             name,
             source,

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError
-from distcse.ranks.space import RankSpace, pair_similarities
+from distcse.ranks.device import rank_space
+from distcse.ranks.space import Ranker, pair_similarities
 from distcse.storage import fetch_folder, place, publish
 
 _ABOUT = Path("distcse") / "ranks.json"
@@ -43,7 +44,7 @@ class RankSpaceEncoder:
         self.weight = weight
         self.normalize = normalize
         self.references = np.asarray(references, dtype=np.float32)
-        self.space = RankSpace(unit(self.references) if normalize else self.references)
+        self.space = self._space_on("cpu")
 
     @classmethod
     def over(
@@ -56,7 +57,7 @@ class RankSpaceEncoder:
     ) -> RankSpaceEncoder:
         """With these sentences as references."""
         references = encoder.encode(sentences, normalize=False, on_progress=on_progress)
-        return cls(encoder, references, weight, normalize)
+        return cls(encoder, references, weight, normalize).to(str(encoder.device))
 
     @classmethod
     def load(cls, path: str | Path) -> RankSpaceEncoder:
@@ -68,6 +69,15 @@ class RankSpaceEncoder:
         about = json.loads((folder / _ABOUT).read_text())
         references = load_file(folder / _REFERENCES)["references"]
         return cls(Encoder.load(folder), references, about["weight"], about["normalize"])
+
+    def to(self, device: str) -> RankSpaceEncoder:
+        """Encode and rank there: on a CPU, or on a GPU. Returns itself."""
+        self.encoder.to(device)
+        self.space = self._space_on(device)
+        return self
+
+    def _space_on(self, device: str) -> Ranker:
+        return rank_space(unit(self.references) if self.normalize else self.references, "sort", device)
 
     def save(self, path: str | Path) -> None:
         """Write encoder and references; other tools read the folder as the encoder alone."""

@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,8 @@ _INSIDE = 2**30
 """Rank vectors of one call that are held in memory; more lie in a file."""
 _TERMS = 4096
 """Of an inner product that are summed in float32."""
-_BINS = 2**16
-_LOST = 1e-11
+BINS = 2**16
+LOST = 1e-11
 """Most that t / n of a row may be (see `counted_rank_vectors`)."""
 
 
@@ -71,11 +72,11 @@ def counted_rank_vectors(
         if not low < high:
             rank_vectors(row[None], found[None])
             continue
-        bins = ((row - low) * ((_BINS - 1) / (high - low))).astype(np.intp)
-        counts = np.bincount(bins, minlength=_BINS)
+        bins = ((row - low) * ((BINS - 1) / (high - low))).astype(np.intp)
+        counts = np.bincount(bins, minlength=BINS)
         full = counts.astype(np.float64)
         lost = full @ (full * full) - n
-        if lost > _LOST * n * (n**3 - n):
+        if lost > LOST * n * (n**3 - n):
             rank_vectors(row[None], found[None])
             continue
         middles = np.cumsum(counts) - (counts + n) / 2
@@ -90,6 +91,20 @@ RANKS: dict[str, Callable[[NDArray[np.floating], NDArray[np.float32] | None], ND
 """By the recipe's names."""
 
 
+class Ranker(Protocol):
+    """What orders n references as sentences see them."""
+
+    def __len__(self) -> int: ...
+
+    def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """(m, d) unit vectors -> (m, n) unit rank vectors; into `out` where it is given."""
+        ...
+
+    def similarities(self, vectors: NDArray[np.floating], rows: slice = ...) -> NDArray[np.float32]:
+        """(m, d) unit vectors -> (R, m) Spearman correlations of their similarities to the references."""
+        ...
+
+
 class RankSpace:
     """n reference vectors, and the rank vectors of others among them.
 
@@ -99,9 +114,7 @@ class RankSpace:
     """
 
     def __init__(self, references: NDArray[np.float32], ranks: str = "sort") -> None:
-        if len(references) < 2:
-            raise ValueError(f"{len(references)} references; an order needs two")
-        self._references = references
+        self._references = enough(references)
         self._rank_vectors = RANKS[ranks]
 
     def __len__(self) -> int:
@@ -116,9 +129,17 @@ class RankSpace:
             self._rank_vectors(np.asarray(vectors[chunk], dtype=np.float32) @ self._references.T, ranks[chunk])
         return ranks
 
-    def similarities(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
-        """(m, d) unit vectors -> (m, m) Spearman correlations of their similarities to the references."""
-        return inner_products(self.ranks(vectors))
+    def similarities(self, vectors: NDArray[np.floating], rows: slice = slice(None)) -> NDArray[np.float32]:
+        """(m, d) unit vectors -> (R, m) Spearman correlations of their similarities to the references."""
+        ranks = self.ranks(vectors)
+        return inner_products(ranks[rows], ranks)
+
+
+def enough(references: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Those references; `ValueError` where there are not two."""
+    if len(references) < 2:
+        raise ValueError(f"{len(references)} references; an order needs two")
+    return references
 
 
 def inner_products(ranks: NDArray[np.float32], others: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -133,7 +154,7 @@ def inner_products(ranks: NDArray[np.float32], others: NDArray[np.float32] | Non
 
 
 def pair_similarities(
-    space: RankSpace, vectors: NDArray[np.floating], first: NDArray[np.int64], second: NDArray[np.int64]
+    space: Ranker, vectors: NDArray[np.floating], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """(p,) Spearman correlations of p pairs of rows of (m, d) unit vectors; each row is ranked once.
 

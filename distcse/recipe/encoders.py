@@ -174,8 +174,8 @@ class TeachersSection(Section):
     builders: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
     builder_gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs, or a fraction of one, for each embedding actor and each live server; null gives an embedding actor a whole one where
-    there are any, and a live server, which works beside the students, none."""
+    """GPUs, or a fraction of one, for each embedding actor and each server that answers live or in rank space; null gives an
+    embedding actor a whole one where there are any, and a server, which works beside the students, none."""
     nodes: Labels | None = None
     """Labels of the nodes that embedding actors and servers are put on; null takes any."""
     servers: Annotated[int, Field(ge=1)] = 1

@@ -215,9 +215,9 @@ def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
 def _others(recipe: Recipe) -> list[Demand]:
     """The servers of live teachers, and who makes dev scores beside the workers."""
     from distcse.student.beside import beside_demands
-    from distcse.teachers.actors import live_demands
+    from distcse.teachers.actors import server_demands
 
-    return [*live_demands(recipe.teachers), *beside_demands(recipe)]
+    return [*server_demands(recipe.teachers), *beside_demands(recipe)]
 
 
 def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[Demand]) -> list[float]:

@@ -247,11 +247,12 @@ def served(
     makes: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
     for number in range(len(tables)) if asked is None else asked:
         teacher, table = section.encoders[number], tables[number]
-        makes[number] = (
-            (_table_teacher(teacher, table, seed), {"num_cpus": 0.0})
+        make = (
+            _table_teacher(teacher, table, seed)
             if table is not None
-            else (_live_teacher(teacher, corpus.directory, section.tokens_per_batch), _live_resources(section))
+            else _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         )
+        makes[number] = make, _server_resources(section, teacher)
     job = _run_token()
     # On the driver's node: with no other it shall be lost, as its servers end with it.
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -303,21 +304,28 @@ def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) 
     return lambda: live(teacher, Corpus.open(corpus), tokens_per_batch)
 
 
-def live_demands(section: TeachersSection) -> list[Demand]:
-    """What the servers of live teachers take; those of tables take nothing."""
-    number = section.servers * sum(not uses_table(section, teacher) for teacher in section.encoders)
-    resources = _live_resources(section)
-    each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-    told, smaller, instead = (
-        f"{number} live teacher servers",
-        {"GPU": "teachers.builder_gpus"},
-        "use teachers.mode=table",
-    )
-    return [Demand(told, number, each, section.nodes, "teachers.servers", smaller, instead)] if number else []
+def server_demands(section: TeachersSection) -> list[Demand]:
+    """What servers of live teachers take, and those that rank on a GPU; those that read cosines from a table take nothing."""
+    live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
+    ranking = [teacher for teacher in section.encoders if uses_table(section, teacher) and teacher.space == "rank"]
+    found = []
+    for teachers, kind, instead in (
+        (live, "live teacher servers", "use teachers.mode=table"),
+        (ranking if section.builder_gpus else [], "servers of rank space", ""),
+    ):
+        if teachers:
+            number, resources = section.servers * len(teachers), _server_resources(section, teachers[0])
+            each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+            smaller = {"GPU": "teachers.builder_gpus"}
+            found.append(Demand(f"{number} {kind}", number, each, section.nodes, "teachers.servers", smaller, instead))
+    return found
 
 
-def _live_resources(section: TeachersSection) -> dict[str, float]:
-    return {"num_cpus": 1.0, "num_gpus": section.builder_gpus or 0.0}
+def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict[str, float]:
+    gpus = section.builder_gpus or 0.0
+    if not uses_table(section, teacher):
+        return {"num_cpus": 1.0, "num_gpus": gpus}
+    return {"num_cpus": 0.0, "num_gpus": gpus if teacher.space == "rank" else 0.0}
 
 
 def _run_token() -> str:

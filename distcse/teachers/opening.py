@@ -58,7 +58,7 @@ def serving(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Teache
     if teacher.space == "cosine":
         return TableTeacher(table)
     drawn = np.random.default_rng(seed).permutation(table.identity.rows)[: teacher.references]
-    return RankSpaceTeacher(table, np.sort(drawn), teacher.ranks)
+    return RankSpaceTeacher(table, np.sort(drawn), teacher.ranks, device_here())
 
 
 def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teacher:

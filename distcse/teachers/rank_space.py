@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.ranks import RankSpace, inner_products
+from distcse.ranks import rank_space
 from distcse.teachers.table import EmbeddingTable
 
 
@@ -16,16 +16,15 @@ class RankSpaceTeacher:
         table: Unit vectors of the corpus.
         references: Row ids of the reference sentences.
         ranks: `sort` or `histogram` (see `RankSpace`).
+        device: Where sentences are ranked: `cpu` or a GPU's name.
     """
 
-    def __init__(self, table: EmbeddingTable, references: NDArray[np.int64], ranks: str = "sort") -> None:
+    def __init__(
+        self, table: EmbeddingTable, references: NDArray[np.int64], ranks: str = "sort", device: str = "cpu"
+    ) -> None:
         self._table = table
-        self._space = RankSpace(table.vectors(references), ranks)
+        self._space = rank_space(table.vectors(references), ranks, device)
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """(B, C) row ids of B steps' batches -> (B, R, C) rank-space similarities in [-1, 1]."""
-        answers = []
-        for batch in columns:
-            ranks = self._space.ranks(self._table.vectors(batch))
-            answers.append(inner_products(ranks[rows], ranks))
-        return np.stack(answers)
+        return np.stack([self._space.similarities(self._table.vectors(batch), rows) for batch in columns])

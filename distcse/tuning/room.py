@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distcse.errors import RunError
 from distcse.nodes import Resources, even_share, fitting, nodes_with, told_nodes, told_resources
 from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
-from distcse.teachers.actors import live_demands
+from distcse.teachers.actors import server_demands
 
 _AROUND_A_TRAINER = 0.01
 """CPUs of a trial's process whose workers are others."""
@@ -86,11 +86,11 @@ def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
 
 
 def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) -> list[Resources]:
-    """What servers of live teachers leave: they keep a CPU each, and their GPUs, to themselves."""
+    """What the teachers' servers leave: what they take they keep to themselves."""
     if isinstance(recipe, MutualRecipe):
         return list(nodes)
     left = list(nodes)
-    for demand in live_demands(recipe.teachers):
+    for demand in server_demands(recipe.teachers):
         left = _without(left, demand.number, demand.each)
     return left
 

@@ -9,16 +9,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import spearmanr
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
 from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
 from distcse.events import Steps, Watch
-from distcse.ranks import RankSpace, RankSpaceEncoder, inner_products, pair_similarities, rank_vectors
+from distcse.ranks import (
+    DeviceRankSpace,
+    RankSpace,
+    RankSpaceEncoder,
+    inner_products,
+    pair_similarities,
+    rank_space,
+    rank_vectors,
+)
+from distcse.ranks.device import counted_ranks, products, sorted_ranks
 from distcse.ranks.space import counted_rank_vectors
+from distcse.recipe import TeachersSection
 from distcse.student.run import run
 from distcse.teachers import serving
+from distcse.teachers.actors import server_demands
 from tests.jobs import make_job, make_recipe
 
 
@@ -77,8 +89,62 @@ def test_counted_ranks_give_the_similarities_of_sorted_ones(references: int) -> 
     assert np.array_equal(RankSpace(others, "histogram").ranks(vectors)[3:], found[3:])
 
 
+def test_pytorch_ranks_as_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs, here on a CPU: orders to the last bit, ties and rows that bins cannot tell among them."""
+    vectors, references = unit(40, 16, seed=1), unit(40_000, 16)
+    similarities = vectors @ references.T
+    similarities[0, :2], similarities[0, 7] = (0.0, -0.0), 1e6
+    similarities[1] = 0.5
+    similarities[2] = similarities[2].round(2)
+    told = torch.from_numpy(similarities)
+    assert np.array_equal(sorted_ranks(told).numpy(), rank_vectors(similarities))
+    found, expected = counted_ranks(told).numpy(), counted_rank_vectors(similarities)
+    assert np.array_equal(found[:3], expected[:3])
+    assert np.abs(inner_products(found) - inner_products(expected)).max() < 1e-6  # at a bin's edge a last bit decides
+    monkeypatch.setattr("distcse.ranks.device._BYTES", 8 * 80 * 999)  # so that products are sums of chunks
+    np.testing.assert_allclose(
+        products(torch.from_numpy(found), torch.from_numpy(found)), inner_products(found), atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("ranks", ["sort", "histogram"])
+def test_a_space_on_a_device_is_that_of_the_host(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, references = unit(20, 16, seed=1), unit(30_000, 16)
+    here, there = RankSpace(references, ranks), DeviceRankSpace(references, ranks, "cpu")
+    np.testing.assert_allclose(there.similarities(vectors, slice(4, 9)), here.similarities(vectors)[4:9], atol=2e-6)
+    monkeypatch.setattr("distcse.ranks.device._BYTES", 8 * 2**16 * 7)  # seven rows at a time
+    ranks = there.ranks(vectors)
+    assert np.abs(inner_products(ranks) - here.similarities(vectors)).max() < 2e-6
+    first, second = np.arange(10), np.arange(10, 20)
+    found, expected = (pair_similarities(space, vectors, first, second) for space in (there, here))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    with pytest.raises(ValueError, match="an order needs two"):
+        DeviceRankSpace(references[:1], ranks, "cpu")
+
+
+def test_ranks_are_made_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("distcse.ranks.device.DeviceRankSpace", lambda _, ranks, device: asked.append(device))
+    for device in ("cpu", "mps", "cuda:1", "cuda"):
+        rank_space(unit(10, 4), "sort", device)
+    assert asked == ["cuda:1", "cuda"]
+
+
+def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> None:
+    """Those of cosines take nothing, those of rank space a GPU where they are given one, live ones a CPU as well."""
+    cosine, ranks = ({"backbone": str(tiny()), "space": space} for space in ("cosine", "rank"))
+    told = {"encoders": [cosine, ranks], "servers": 2}
+    assert server_demands(TeachersSection.model_validate(told)) == []
+    (demand,) = server_demands(TeachersSection.model_validate({**told, "builder_gpus": 0.25}))
+    assert (demand.number, demand.each) == (2, {"CPU": 0.0, "GPU": 0.25})
+    assert demand.told == "2 servers of rank space" and demand.ways_out(["GPU"]).endswith("teachers.builder_gpus")
+    live = {"encoders": [cosine], "mode": "live", "builder_gpus": 0.5}
+    (demand,) = server_demands(TeachersSection.model_validate(live))
+    assert (demand.number, demand.each) == (1, {"CPU": 1.0, "GPU": 0.5})
+
+
 def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *rank_space(100))
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *in_rank_space(100))
     _, (table,) = make_job(recipe)
     teacher = serving(recipe.teachers.encoders[0], table, seed=3)
     columns = np.arange(24).reshape(2, 12)
@@ -90,7 +156,7 @@ def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentenc
         np.testing.assert_allclose(found, expected[4:8], atol=1e-5)
 
 
-def rank_space(references: int) -> tuple[str, ...]:
+def in_rank_space(references: int) -> tuple[str, ...]:
     return ("teachers.encoders.0.space=rank", f"teachers.encoders.0.references={references}")
 
 
@@ -98,7 +164,7 @@ def rank_space(references: int) -> tuple[str, ...]:
 def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], combine: str) -> None:
     events: list[Any] = []
     knobs = (
-        *rank_space(300),
+        *in_rank_space(300),
         "objective.rank=null",
         "objective.consistency=null",
         "objective.rank_regression.weight=30",
@@ -118,7 +184,7 @@ def test_rank_lists_need_a_table_and_hinge_its_terms(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     for knobs, told in (
-        ((*rank_space(9), "teachers.mode=live"), "serves from a table; write teachers.mode: table"),
+        ((*in_rank_space(9), "teachers.mode=live"), "serves from a table; write teachers.mode: table"),
         (("objective.combine=hinge",), "hinge is between info_nce and rank_regression"),
         (
             ("objective.rank_regression.lower=0.9", "objective.rank_regression.upper=0.5"),
