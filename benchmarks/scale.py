@@ -4,7 +4,8 @@
 
 Row 22 simulates two groups side by side from the phase times of the same groups in turns. Row 27 deals the tokens of real shards
 to actors. Row 28 runs every worker's share alone, one after the other, and the collectives of two workers without the work; for 4
-and 8 workers, which this machine has no cores for, they are those of two times 2 (k - 1) / k, what a ring sends and receives.
+and 8 workers, which this machine has no cores for, they are those of two that have all words of the larger batch, times
+2 (k - 1) / k, what a ring sends and receives.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, table_of
 from distcse.training.cluster import cluster
+from distcse.training.engines.plain import sum_over_workers, words_of
 from tests.workers import run_workers
 
 WORKERS = (2, 4, 8)
@@ -192,11 +194,12 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
         ways[f"weak {k}"] = Share(jobs[k * rows], 0, k)
         ways[f"strong {k}"] = Share(jobs[rows], 0, k)
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="alone")
-    collectives = {kind: _collectives(jobs[n], effort) for kind, n in (("weak", 2 * rows), ("strong", rows))}
+    sent = {n: _collectives(jobs[n], effort) for n in (rows, *(k * rows for k in WORKERS))}
     found = []
     for kind in ("weak", "strong"):
         for k in WORKERS:
-            talk, work = collectives[kind] * 2 * (k - 1) / k, k if kind == "weak" else 1
+            work = k if kind == "weak" else 1
+            talk = sent[work * rows] * 2 * (k - 1) / k
 
             def value(s: Any, kind: str = kind, k: int = k, talk: float = talk, work: float = work) -> float:
                 return efficiency(s["alone"], Terms([s[f"{kind} {k}"]] * k, talk), work)
@@ -206,7 +209,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
     real = max(run_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 6))
-    simulated = rounds.of(lambda s: s["weak 2"] + collectives["weak"], "wall").median
+    simulated = rounds.of(lambda s: s["weak 2"] + sent[2 * rows], "wall").median
     at, times = f"{rows} rows a worker", {"simulated s": simulated, "real s": real}
     one = rounds.of(lambda s: s["alone"], "wall").median
     found.append(Figure(28, "weak, 2 workers, real", *(one / real,) * 3, setting=at, terms={"alone s": one}))
@@ -225,12 +228,18 @@ def _gradient(job: Prepared) -> Tensor:
     step = OurStep(job[0], table_sources(*job), rank, workers)
     step.lesson.model.eval()
     step.engine.backward(step.loss()[0])
-    step.engine._average_gradients()  # type: ignore[attr-defined]
+    sum_gradients(step)
     return torch.cat([p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None])
 
 
+def sum_gradients(step: OurStep) -> None:
+    """As the plain engine does before an update."""
+    parameters = [p for p in step.lesson.model.parameters() if p.grad is not None]
+    sum_over_workers(parameters, words_of(step.lesson.model))
+
+
 def _collectives(job: Prepared, effort: Effort) -> float:
-    """Wall seconds of what two workers send in a step, without the step."""
+    """Wall seconds of what two workers send in a step of this batch, without the step."""
     return spread_of(run_workers(_send, 2, job, max(3, effort.pairs))).median
 
 
@@ -240,13 +249,17 @@ def _send(job: Prepared, times: int) -> float:
     views = torch.randn(2, step.lesson.rows, model.encoder.dimension, requires_grad=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    words = torch.tensor(sorted({word for row in step.tokens(0) for word in row}))
+    for table in words_of(model):
+        assert table.grad is not None
+        table.grad[words] = 1.0
     found = []
     for _ in range(times + 1):
         dist.barrier()
         begun = time.perf_counter()
         gathered = gather_views(views[0], views[1])
         (gathered.all_z1.sum() + gathered.all_z2.sum()).backward()
-        step.engine._average_gradients()  # type: ignore[attr-defined]
+        sum_gradients(step)
         found.append(time.perf_counter() - begun)
     return spread_of(found[1:]).median
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,15 +16,19 @@ from distcse.training.engines.adamw import OneCallAdamW
 from distcse.training.engines.engine import trained_parameters
 from distcse.training.workers import add_over_workers, world_size
 
+_MANY = 4096
+"""Rows of an embedding that a batch leaves mostly alone."""
+
 
 class PlainEngine:
-    """PyTorch alone: AdamW, clipping, accumulation, gradients averaged by one all-reduce."""
+    """PyTorch alone: AdamW, clipping, accumulation, gradients summed over workers by one all-reduce."""
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: TrainingState | None) -> None:
         self.device = torch.device(device_here())
         self._model = model.to(self.device)
         self._training = training
         self._parameters = trained_parameters(model)
+        self._words: set[Tensor] = words_of(model) if self.device.type == "cpu" else set()
         self._batches, self._updates = 0, 0 if restored is None else restored.updates
         moments = None if restored is None else restored.moments
         self._optimizer = OneCallAdamW(self._parameters, training, self._updates, moments)
@@ -36,14 +41,13 @@ class PlainEngine:
             return self._model(inputs)
 
     def backward(self, share: Tensor) -> None:
-        # Averaging over workers divides by their number, accumulation by its own: both are undone or done here, once.
-        (share * world_size() / self._training.gradient_accumulation).backward()
+        (share / self._training.gradient_accumulation).backward()
 
     def step(self, lr: float) -> None:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
-        self._average_gradients()
+        sum_over_workers([p for p in self._parameters.values() if p.grad is not None], self._words)
         self._optimizer.step(lr)
         self._optimizer.forget()
         self._updates += 1
@@ -59,11 +63,40 @@ class PlainEngine:
     def close(self) -> None:
         self._optimizer.forget()
 
-    def _average_gradients(self) -> None:
-        if world_size() == 1:
-            return
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        add_over_workers(flat).div_(world_size())
-        for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(averaged.view_as(gradient))
+
+def words_of(model: nn.Module) -> set[Tensor]:
+    """Weights of the embeddings that have many more rows than a batch touches."""
+    return {part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings >= _MANY}
+
+
+def sum_over_workers(parameters: Sequence[nn.Parameter], words: Set[Tensor] = frozenset()) -> None:
+    """Gradients of all workers added up, by one all-reduce.
+
+    Of words' embeddings only rows are sent that are not zero on all workers: those of the batch's words. They are most of what a
+    small student has, and a batch has a twentieth of them. Which rows they are is asked of the device, so this is for CPUs.
+    """
+    if world_size() == 1:
+        return
+    whole = [_gradient(p) for p in parameters if p not in words]
+    tables = [_gradient(p) for p in parameters if p in words]
+    rows = _seen_anywhere([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in tables])
+    sent = [*whole, *(table[those] for table, those in zip(tables, rows, strict=True))]
+    summed = add_over_workers(torch.cat([part.flatten() for part in sent])).split([part.numel() for part in sent])
+    totals = [total.view_as(part) for part, total in zip(sent, summed, strict=True)]
+    for gradient, total in zip(whole, totals, strict=False):
+        gradient.copy_(total)
+    for table, those, total in zip(tables, rows, totals[len(whole) :], strict=True):
+        table.index_copy_(0, those, total)
+
+
+def _seen_anywhere(seen: Sequence[Tensor]) -> list[Tensor]:
+    """(n,) whether this worker has each row, of each table -> row ids that any worker has."""
+    if not seen:
+        return []
+    workers = add_over_workers(torch.cat(list(seen)).int())
+    return [numbers.nonzero()[:, 0] for numbers in workers.split([len(each) for each in seen])]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,68 @@
+"""Gradients over real workers: those of words' embeddings go without the rows that nobody's batch has, and come to the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distcse.training.engines import plain
+from distcse.training.engines.plain import sum_over_workers, words_of
+from tests.workers import run_workers
+
+ROWS, WIDTH = 5000, 4
+
+
+class Small(nn.Module):
+    """Two embeddings, one of few rows; a map; a weight that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(ROWS, WIDTH), nn.Embedding(8, WIDTH)
+        self.map = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.map(self.words(ids) + self.places(ids % 8)).square().sum()
+        return found
+
+
+def in_worker(seen: list[list[int]]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Small()
+    parameters = list(model.parameters())
+    model(torch.tensor(seen[dist.get_rank()])).backward()
+    model.map.weight.grad = model.map.weight.grad.T.contiguous().T  # type: ignore[union-attr]
+    wanted = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr]
+    for gradient in wanted:
+        dist.all_reduce(gradient)
+    sent: list[int] = []
+
+    def counted(tensor: Tensor) -> Tensor:
+        sent.append(tensor.numel())
+        dist.all_reduce(tensor)
+        return tensor
+
+    plain.add_over_workers = counted
+    sum_over_workers(parameters, words_of(model))
+    return {"found": [parameter.grad for parameter in parameters], "wanted": wanted, "sent": sent}
+
+
+def test_the_sum_is_that_of_whole_gradients() -> None:
+    seen = [[1, 2, 7, 4999], [2, 3, 3, 40]]
+    for answer in run_workers(in_worker, 2, seen):
+        for found, wanted in zip(answer["found"], answer["wanted"], strict=True):
+            assert wanted.abs().max() > 0
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        rest = 8 * WIDTH + 3 * WIDTH + 3
+        assert answer["sent"] == [ROWS, rest + len({*seen[0], *seen[1]}) * WIDTH]
+
+
+def test_alone_nothing_is_sent() -> None:
+    model = Small()
+    model(torch.tensor([1, 2])).backward()
+    before = model.words.weight.grad.clone()  # type: ignore[union-attr]
+    sum_over_workers(list(model.parameters()), words_of(model))
+    assert words_of(model) == {model.words.weight}
+    assert torch.equal(model.words.weight.grad, before)  # type: ignore[arg-type]
