@@ -23,7 +23,7 @@ from benchmarks.options import Options, parsed
 from benchmarks.protocol import Report, moved, read_reports
 from benchmarks.table import write_readme
 
-LANES = (("step", "rank_encoder", "teachers"), ("pairs", "parts", "loops"))
+LANES = (("step", "rank_encoder", "loops"), ("pairs", "parts", "teachers"))
 """Scripts that work on one core at a time, each lane one after the other."""
 ALONE = ("orchestration", "scale")
 

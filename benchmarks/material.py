@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from distcse.encoder import resolve_model
 from distcse.events import Watch
 from distcse.recipe import Recipe, load_recipe
+from distcse.storage import place
 from distcse.student.houses import InProcess
 from distcse.student.lists import ListLesson
 from distcse.student.material import Text, prepare_tables
 from distcse.student.plan import Job, Plan
-from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSource, open_embedder, serving
+from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSource, open_embedder, serving, table_of
 from distcse.training.directory import RunDirectory
 from distcse.training.engines import make_engine
 from distcse.training.schedule import warmup_then_linear
@@ -134,6 +136,15 @@ def prepared(recipe: Recipe) -> tuple[Job, list[EmbeddingTable | None]]:
     text = Text.prepare(recipe, Watch())
     tables = prepare_tables(text.recipe, text.corpus, InProcess(), Watch())
     return text.job(RunDirectory.create(text.recipe).path, tables, Watch()), tables
+
+
+def make_up_tables(recipe: Recipe, width: int = 384) -> None:
+    """Store vectors at random as the teachers', before `prepared` looks for those of the corpus."""
+    text, draw = Text.prepare(recipe, Watch()), np.random.default_rng(0)
+    for teacher in recipe.teachers.encoders:
+        table = table_of(teacher, text.corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
+        for shard in table.missing_shards():
+            table.write_shard(shard, draw.standard_normal((len(table.shard_range(shard)), width), dtype=np.float32))
 
 
 def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[ListSource]:

@@ -148,8 +148,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
             raise SystemExit("the two ways do not give the same scores; nothing is timed")
     filled = (sentences.real + both.real) / (sentences.processed + both.processed)
     found.append(counted(12, "Trans-Encoder scoring", round(filled, 4), f"{len(pairs):,} pairs, both formulations"))
-    enough = Effort(min(effort.pairs, 11), effort.warmups, effort.shortest)  # a round takes 26 s
-    rounds = interleave({name: timed(way) for name, way in ways.items()}, enough, again="bi scores")
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort.at_most(11), again="bi scores")
     many = {"bi scores": sentences.many, "cross scores": both.many, "cross scores, bf16": both.many}
     many |= dict.fromkeys(("bi scores, reference", "cross scores, reference"), len(pairs) / len(scored))
     at = f"MiniLM, {len(pairs):,} pairs, from samples of them"
@@ -243,9 +242,8 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     ours = ways["ours"]
     theirs = reference_diffcse(ours, generator, student)
     logits = largest_logits(ours)
-    rounds = interleave(
-        {**{name: timed(way) for name, way in ways.items()}, "reference": timed(theirs)}, effort, "ours"
-    )
+    timers = {**{name: timed(way) for name, way in ways.items()}, "reference": timed(theirs)}
+    rounds = interleave(timers, effort.at_most(11), again="ours")
     at = f"{size} size, N = {n}"
     return [
         of_ratio(23, "identical semantics", rounds, "reference", "ours", at),

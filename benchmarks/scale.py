@@ -3,9 +3,10 @@
     python -m benchmarks.scale --data ../shared/data [--quick] [--rows 28]
 
 Row 22 simulates two groups side by side from the phase times of the same groups in turns. Row 27 deals the tokens of real shards
-to actors. Row 28 runs every worker's share alone, one after the other, and the collectives of two workers without the work; for 4
-and 8 workers, which this machine has no cores for, they are those of two that have all words of the larger batch, times
-2 (k - 1) / k, what a ring sends and receives.
+to actors. Row 28 runs every worker's share alone, one after the other, and the collectives of two workers without the work; for
+more, which this machine has no cores for, they are those of two that have all words of the larger batch, times
+2 (k - 1) / k, what a ring sends and receives, at this machine's speed to itself. Its teacher's vectors are made up: lists of
+them cost the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.material import MINILM, OurStep, list_recipe, prepared, stand_in, table_sources, wiki_file
+from benchmarks.material import (
+    MINILM,
+    OurStep,
+    list_recipe,
+    make_up_tables,
+    prepared,
+    stand_in,
+    table_sources,
+    wiki_file,
+)
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
     Duration,
@@ -47,7 +57,7 @@ from distcse.training.cluster import cluster
 from distcse.training.engines.plain import sum_over_workers, words_of
 from tests.workers import run_workers
 
-WORKERS = (2, 4, 8)
+WORKERS, FAR = (2, 4, 8), (64, 512)
 _MILLION = 1_000_000
 Prepared = tuple[Job, list[EmbeddingTable | None]]
 
@@ -68,9 +78,10 @@ def measure(options: Options) -> Report:
 
 def several_workers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 28: one student's workers."""
-    rows = 8 if options.quick else 64
+    rows = 8 if options.quick else 128
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
-    jobs = {n: job_of(folder, options, student, n) for n in sorted({rows, *(k * rows for k in WORKERS), 16})}
+    sizes = [16, rows, *(k * rows for k in (*WORKERS, *FAR))]
+    jobs = {n: job_of(folder, options, student, n, max(sizes)) for n in sizes}
     return [gradient(jobs[16]), *shares(jobs, rows, effort)]
 
 
@@ -78,7 +89,7 @@ def groups(folder: Path, options: Options) -> list[Figure]:
     """Row 22: two groups of three layers, one cycle, in turns and side by side."""
     with cluster(cpus=2):
         folder.mkdir()
-        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 3)
+        recipe = recipe_of(options.data, folder, 140 if options.quick else 500, epochs=1 if options.quick else 2)
         turns, together = run_groups(recipe, in_turns=True), run_groups(recipe, in_turns=False)
     day, real = side_by_side(turns.phases), together.makespan
     busy = sum(times.train + times.score for group in together.phases for times in group)
@@ -145,12 +156,13 @@ def _real_actors(
     return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
 
 
-def job_of(folder: Path, options: Options, student: str, n: int) -> Prepared:
-    """A RankCSE job of one teacher, for global batches of n."""
+def job_of(folder: Path, options: Options, student: str, n: int, limit: int) -> Prepared:
+    """A RankCSE job of one teacher on so many sentences, for global batches of n."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
-    place, limit = folder / str(n), 16 if options.quick else 64
+    place = folder / str(n)
     storage = {"cache": str(folder / "cache"), "runs": str(place / "runs")}
-    recipe = list_recipe(place, wiki_file(options.data), student, [teacher], {}, n, 8 * limit, storage=storage)
+    recipe = list_recipe(place, wiki_file(options.data), student, [teacher], {}, n, limit, storage=storage)
+    make_up_tables(recipe)
     return prepared(recipe)
 
 
@@ -187,17 +199,16 @@ class Share:
 
 
 def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]:
-    """Efficiencies of 2, 4 and 8 workers, weak (each has `rows`) and strong (they share them)."""
-    alone = Share(jobs[rows], 0, 1)
-    ways: dict[str, Any] = {"alone": alone}
-    for k in WORKERS:
-        ways[f"weak {k}"] = Share(jobs[k * rows], 0, k)
-        ways[f"strong {k}"] = Share(jobs[rows], 0, k)
-    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="alone")
-    sent = {n: _collectives(jobs[n], effort) for n in (rows, *(k * rows for k in WORKERS))}
+    """Efficiencies of workers that have `rows` each (weak), and of up to 8 that share them (strong)."""
+    counts = {"weak": (*WORKERS, *FAR), "strong": WORKERS}
+    ways: dict[str, Any] = {"alone": Share(jobs[rows], 0, 1)}
+    ways |= {f"weak {k}": Share(jobs[k * rows], 0, k) for k in counts["weak"]}
+    ways |= {f"strong {k}": Share(jobs[rows], 0, k) for k in counts["strong"]}
+    rounds = interleave({name: timed(way) for name, way in ways.items()}, effort.at_most(3), again="alone")
+    sent = collectives({n: job for n, job in jobs.items() if n >= rows}, effort)
     found = []
-    for kind in ("weak", "strong"):
-        for k in WORKERS:
+    for kind, workers in counts.items():
+        for k in workers:
             work = k if kind == "weak" else 1
             talk = sent[work * rows] * 2 * (k - 1) / k
 
@@ -208,7 +219,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
             at = f"{rows} rows {'a worker' if kind == 'weak' else 'in all'}"
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
-    real = max(run_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 6))
+    real = max(run_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 5))
     simulated = rounds.of(lambda s: s["weak 2"] + sent[2 * rows], "wall").median
     at, times = f"{rows} rows a worker", {"simulated s": simulated, "real s": real}
     one = rounds.of(lambda s: s["alone"], "wall").median
@@ -238,18 +249,23 @@ def sum_gradients(step: OurStep) -> None:
     sum_over_workers(parameters, words_of(step.lesson.model))
 
 
-def _collectives(job: Prepared, effort: Effort) -> float:
-    """Wall seconds of what two workers send in a step of this batch, without the step."""
-    return spread_of(run_workers(_send, 2, job, max(3, effort.pairs))).median
+def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
+    """Wall seconds of what two workers send in a step of each batch size, without the step."""
+    told = run_workers(_send, 2, jobs, max(3, effort.pairs))
+    return {n: max(worker[n] for worker in told) for n in jobs}
 
 
-def _send(job: Prepared, times: int) -> float:
-    step = OurStep(job[0], table_sources(*job), dist.get_rank(), dist.get_world_size())
+def _send(jobs: dict[int, Prepared], times: int) -> dict[int, float]:
+    return {n: _sent(job, times) for n, job in jobs.items()}
+
+
+def _sent(job: Prepared, times: int) -> float:
+    step = OurStep(job[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
     model = step.lesson.model
     views = torch.randn(2, step.lesson.rows, model.encoder.dimension, requires_grad=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    words = torch.tensor(sorted({word for row in step.tokens(0) for word in row}))
+    words = torch.tensor(sorted({int(word) for row in step.tokens(0) for word in row}))
     for table in words_of(model):
         assert table.grad is not None
         table.grad[words] = 1.0

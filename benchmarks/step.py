@@ -207,7 +207,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
         "dev": timed(dev.ours),
         "dev, reference": timed(dev.theirs),
     }
-    rounds = interleave(ways, effort, again="RankCSE bf16")
+    rounds = interleave(ways, effort.at_most(9), again="RankCSE bf16")
 
     def score(seconds: Any) -> float:
         return float(DEV_SENTENCES / dev.dev_sampled * seconds["dev"])

@@ -299,6 +299,8 @@ ROWS = (
             Part("weak, 2 workers, simulated", ">= 0.95", unit=""),
             Part("weak, 4 workers, simulated", ">= 0.93", unit=""),
             Part("weak, 8 workers, simulated", ">= 0.9", unit=""),
+            Part("weak, 64 workers, simulated", unit=""),
+            Part("weak, 512 workers, simulated", unit=""),
             Part("strong, 2 workers, simulated", unit=""),
             Part("strong, 4 workers, simulated", unit=""),
             Part("strong, 8 workers, simulated", unit=""),

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.protocol.ratios import Spread, spread_of
@@ -44,7 +44,11 @@ class Effort:
 
     def at_least(self, pairs: int) -> Effort:
         """The same with more pairs, where a difference of 3 % matters; a trial run of few stays one."""
-        return self if self.pairs < 5 else Effort(max(pairs, self.pairs), self.warmups, self.shortest)
+        return self if self.pairs < 5 else replace(self, pairs=max(pairs, self.pairs))
+
+    def at_most(self, pairs: int) -> Effort:
+        """The same with fewer pairs, where a round is long and the difference large."""
+        return replace(self, pairs=min(pairs, self.pairs))
 
 
 def timed(call: Callable[[], object]) -> Sampler:
