@@ -38,6 +38,7 @@ from benchmarks.protocol import (
     Effort,
     Figure,
     Report,
+    Rounds,
     counted,
     interleave,
     machine,
@@ -55,6 +56,7 @@ from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, table_of
 from distcse.training.cluster import cluster
 from distcse.training.engines.plain import sum_over_workers, words_of
+from distcse.training.workers import wait_for_all
 from tests.workers import run_workers
 
 WORKERS, FAR = (2, 4, 8), (64, 512)
@@ -219,12 +221,29 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
             at = f"{rows} rows {'a worker' if kind == 'weak' else 'in all'}"
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
-    real = max(run_workers(_steps, 2, jobs[2 * rows], 2 if effort.shortest == 0 else 5))
-    simulated = rounds.of(lambda s: s["weak 2"] + sent[2 * rows], "wall").median
-    at, times = f"{rows} rows a worker", {"simulated s": simulated, "real s": real}
-    one = rounds.of(lambda s: s["alone"], "wall").median
-    found.append(Figure(28, "weak, 2 workers, real", *(one / real,) * 3, setting=at, terms={"alone s": one}))
-    return [*found, Figure(28, "simulated / real step, 2 workers", *(simulated / real,) * 3, setting=at, terms=times)]
+    return [*found, *for_real(jobs[2 * rows], rounds, sent[2 * rows], f"{rows} rows a worker", effort)]
+
+
+def for_real(job: Prepared, rounds: Rounds, sent: float, at: str, effort: Effort) -> list[Figure]:
+    """Two workers' real step, and what the simulation makes of it: from shares timed alone, and beside each other."""
+    times = 2 if effort.shortest == 0 else 5
+    real, beside = (max(run_workers(way, 2, job, times)) for way in (_steps, _shares))
+    one, alone = (rounds.of(lambda s, way=way: s[way], "wall").median for way in ("alone", "weak 2"))  # type: ignore[misc]
+    terms = {
+        "alone s": one,
+        "share s": alone,
+        "share beside another s": beside,
+        "communication s": sent,
+        "real s": real,
+    }
+    return [
+        Figure(28, part, *(value,) * 3, setting=at, terms=terms)
+        for part, value in (
+            ("weak, 2 workers, real", one / real),
+            ("simulated / real step, 2 workers", (alone + sent) / real),
+            ("the same, shares timed beside each other", (beside + sent) / real),
+        )
+    ]
 
 
 def gradient(job: Prepared) -> Figure:
@@ -281,10 +300,21 @@ def _sent(job: Prepared, times: int) -> float:
 
 
 def _steps(job: Prepared, times: int) -> float:
-    step = OurStep(job[0], table_sources(*job), dist.get_rank(), dist.get_world_size())
+    return _in_step(OurStep(job[0], table_sources(*job), dist.get_rank(), dist.get_world_size()), times)
+
+
+def _shares(job: Prepared, times: int) -> float:
+    share = Share(job, dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()  # each alone, at the same time
+    return _in_step(share, times)
+
+
+def _in_step(step: Callable[[], object], times: int) -> float:
+    """Seconds of a step; workers of one group begin each together."""
     found = []
     for _ in range(times + 1):
-        dist.barrier()
+        wait_for_all()
         begun = time.perf_counter()
         step()
         found.append(time.perf_counter() - begun)

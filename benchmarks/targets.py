@@ -306,6 +306,7 @@ ROWS = (
             Part("strong, 8 workers, simulated", unit=""),
             Part("weak, 2 workers, real", unit=""),
             Part("simulated / real step, 2 workers", unit="x"),
+            Part("the same, shares timed beside each other", unit="x"),
         ),
     ),
     Row(
