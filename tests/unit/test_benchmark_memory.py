@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 
@@ -48,7 +49,8 @@ def test_a_process_that_keeps_what_it_is_given_is_seen() -> None:
     kept, given = [], [0.0]
     with MemoryWatch({"this": os.getpid()}, {"gauge": lambda: given[0]}, period=0.02) as watch:
         for _ in range(40):
-            kept.append(np.ones(MIB, dtype=np.uint8))
+            kept.append(mmap.mmap(-1, MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))  # new pages, none that were freed
+            kept[-1].write(b"1" * MIB)
             given[0] += MIB
             time.sleep(0.02)
     for grown in (watch.courses["this"]["private"], watch.courses["gauge"]["used"]):
