@@ -153,7 +153,8 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("training.dropout_streams=3", "dropout_streams is 3, which does not divide batch_size 128"),
         ("training.gradient_accumulation=7", "evaluation.every is 50, which is no multiple"),
         ("corpus.path=x.txt", "gives path and docstrings, but a corpus has one source"),
-        ("teachers.encoders=[]", "objective.rank needs teachers"),
+        ("teachers.encoders=[]", "objective.regression needs teachers"),
+        ("objective.regression=null", "objective has no term"),
         ("evaluation.dev=stsb", "evaluation.data is not set"),
         ("evaluation.final=[sts]", "evaluation.data is not set"),
         ("evaluation.held_out=2", "agreement needs teachers and evaluation.held_out of at least 3"),
@@ -172,12 +173,13 @@ def test_a_mistake_is_one_error_with_key_value_and_way_out(override: str, told: 
 
 
 def test_no_term_at_all_is_refused() -> None:
+    text = "corpus.path=x.txt"
     terms = [f"objective.{name}=null" for name in ("info_nce", "consistency", "rank")]
     with pytest.raises(RecipeError, match="objective has no term"):
-        load_recipe("quickstart", terms)
+        load_recipe("minilm-3layer", [text, *terms])
     weights = ["objective.info_nce.weight=0.0", "objective.consistency.beta=0.0", "objective.rank.gamma=0.0"]
     with pytest.raises(RecipeError, match="objective has no term"):
-        load_recipe("quickstart", weights)
+        load_recipe("minilm-3layer", [text, *weights])
 
 
 def test_several_mistakes_are_told_together() -> None:
