@@ -186,30 +186,46 @@ class Student:
         return self.objective(gather_views(views.z1, views.z2), Taught(lists))[0]
 
 
-class Reference(PublicLoop):
-    """The reference style's step on this device, over the same batches."""
+class PublicStudent(PublicLoop):
+    """The reference style's student on this device, over the batches of ours, with its weights."""
+
+    def __init__(self, bench: Bench, student: Student) -> None:
+        self._bench, self._batches = bench, student.batches
+        self.model = copy.deepcopy(student.model.encoder.backbone)
+        self.projection = copy.deepcopy(student.model.projection)
+        super().__init__([self.model], [*self.model.parameters(), *self.projection.parameters()], lr=3e-5)
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Ids and mask of the step's batch, each sentence twice."""
+        ids, mask = self._batches[self.step % 8]
+        return ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+
+    def views(self, ids: Tensor, mask: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """(N, d) of either dropout noise, under autocast where it is given a type."""
+        with self._bench.autocast(dtype):
+            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
+            views = self.projection(hidden).float().view(len(ids) // 2, 2, -1)
+        return views[:, 0], views[:, 1]
+
+
+class Reference(PublicStudent):
+    """The reference style's RankCSE step."""
 
     def __init__(
         self, bench: Bench, student: Student, shapes: tuple[str, str], dtype: torch.dtype | None, half_teachers: bool
     ) -> None:
-        self._bench = bench
-        self._dtype, self._batches = dtype, student.batches
-        self.model = copy.deepcopy(student.model.encoder.backbone)
-        self.projection = copy.deepcopy(student.model.projection)
+        super().__init__(bench, student)
+        self._dtype = dtype
         kinds = zip(shapes, (2, 3), (1.0, 2.0), strict=True)
         self.teachers = [FrozenTeacher(self._bench.model(s, seed).eval(), "cls", alpha) for s, seed, alpha in kinds]
         self._teacher_dtype = dtype if half_teachers else None
-        super().__init__([self.model], [*self.model.parameters(), *self.projection.parameters()], lr=3e-5)
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""
-        ids, mask = (tensor.repeat_interleave(2, 0) for tensor in self._batches[self.step % 8])
+        ids, mask = self.tokens()
         with self._bench.autocast(self._teacher_dtype):
             lists = live_lists(self.teachers, ids, mask).float()
-        with self._bench.autocast(self._dtype):
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
-            views = self.projection(hidden).float().view(len(ids) // 2, 2, -1)
-        return rankcse_loss(views[:, 0], views[:, 1], lists, 0.05, 0.05, 0.025)
+        return rankcse_loss(*self.views(ids, mask, self._dtype), lists, 0.05, 0.05, 0.025)
 
 
 def cosines_of(reference: Reference, half: bool = True) -> Callable[[slice], Tensor]:
@@ -452,27 +468,21 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
     yield counted(10, "cosine of the ListMLE gradients, fp16 forward", cosine, at)
 
 
-class RankReference(PublicLoop):
-    """The reference style's RankEncoder step on this device: the student under autocast, its teacher live in float32."""
+class RankReference(PublicStudent):
+    """The reference style's RankEncoder step: the student under autocast, its teacher live in float32."""
 
     def __init__(self, bench: Bench, student: Student, teacher: nn.Module, references: Tensor) -> None:
-        self._bench, self._batches = bench, student.batches
-        self.model = copy.deepcopy(student.model.encoder.backbone)
-        self.projection = copy.deepcopy(student.model.projection)
+        super().__init__(bench, student)
         terms = RANKENCODER["rank_regression"]
         frozen = FrozenTeacher(teacher, "cls", 1.0)
         self._loss = rankencoder(
             frozen, references, RANKENCODER["tau1"], terms["weight"], terms["lower"], terms["upper"]
         )
-        super().__init__([self.model], [*self.model.parameters(), *self.projection.parameters()], lr=3e-5)
 
     def loss(self) -> Tensor:
         """The step's loss, without an update."""
-        ids, mask = (tensor.repeat_interleave(2, 0) for tensor in self._batches[self.step % 8])
-        with self._bench.autocast(torch.bfloat16):
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
-            views = self.projection(hidden).float().view(len(ids) // 2, 2, -1)
-        return self._loss(views[:, 0], views[:, 1], ids, mask)
+        ids, mask = self.tokens()
+        return self._loss(*self.views(ids, mask, torch.bfloat16), ids, mask)
 
 
 def rank_steps(bench: Bench) -> Iterator[Figure]:

@@ -143,8 +143,13 @@ def make_up_tables(recipe: Recipe, width: int = 384) -> None:
     text, draw = Text.prepare(recipe, Watch()), np.random.default_rng(0)
     for teacher in recipe.teachers.encoders:
         table = table_of(teacher, text.corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
-        for shard in table.missing_shards():
-            table.write_shard(shard, draw.standard_normal((len(table.shard_range(shard)), width), dtype=np.float32))
+        fill(table, width, draw)
+
+
+def fill(table: EmbeddingTable, width: int, draw: np.random.Generator) -> None:
+    """Store vectors at random as the shards that are not there."""
+    for shard in table.missing_shards():
+        table.write_shard(shard, draw.standard_normal((len(table.shard_range(shard)), width), dtype=np.float32))
 
 
 def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[ListSource]:

@@ -51,7 +51,7 @@ from benchmarks.simulator import Terms, dealt, efficiency, imbalance, makespan, 
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.objectives import Views, gather_views
-from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
 from distcse.student.plan import Job
 from distcse.teachers import EmbeddingTable, table_of
 from distcse.training.cluster import cluster
@@ -83,7 +83,9 @@ def several_workers(folder: Path, options: Options, effort: Effort) -> list[Figu
     rows = 8 if options.quick else 128
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
     sizes = [16, rows, *(k * rows for k in (*WORKERS, *FAR))]
-    jobs = {n: job_of(folder, options, student, n, max(sizes)) for n in sizes}
+    recipes = {n: recipe_for(folder, options, student, n, max(sizes)) for n in sizes}
+    make_up_tables(recipes[rows])  # all read the same text
+    jobs = {n: prepared(recipe) for n, recipe in recipes.items()}
     return [gradient(jobs[16]), *shares(jobs, rows, effort)]
 
 
@@ -158,14 +160,12 @@ def _real_actors(
     return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
 
 
-def job_of(folder: Path, options: Options, student: str, n: int, limit: int) -> Prepared:
-    """A RankCSE job of one teacher on so many sentences, for global batches of n."""
+def recipe_for(folder: Path, options: Options, student: str, n: int, limit: int) -> Recipe:
+    """RankCSE with one teacher on so many sentences, for global batches of n."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     place = folder / str(n)
     storage = {"cache": str(folder / "cache"), "runs": str(place / "runs")}
-    recipe = list_recipe(place, wiki_file(options.data), student, [teacher], {}, n, limit, storage=storage)
-    make_up_tables(recipe)
-    return prepared(recipe)
+    return list_recipe(place, wiki_file(options.data), student, [teacher], {}, n, limit, storage=storage)
 
 
 class Share:
@@ -264,8 +264,7 @@ def _gradient(job: Prepared) -> Tensor:
 
 def sum_gradients(step: OurStep) -> None:
     """As the plain engine does before an update."""
-    parameters = [p for p in step.lesson.model.parameters() if p.grad is not None]
-    sum_over_workers(parameters, words_of(step.lesson.model))
+    sum_over_workers(step.lesson.model.parameters(), words_of(step.lesson.model))
 
 
 def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
@@ -288,15 +287,13 @@ def _sent(job: Prepared, times: int) -> float:
     for table in words_of(model):
         assert table.grad is not None
         table.grad[words] = 1.0
-    found = []
-    for _ in range(times + 1):
-        dist.barrier()
-        begun = time.perf_counter()
+
+    def send() -> None:
         gathered = gather_views(views[0], views[1])
         (gathered.all_z1.sum() + gathered.all_z2.sum()).backward()
         sum_gradients(step)
-        found.append(time.perf_counter() - begun)
-    return spread_of(found[1:]).median
+
+    return _in_step(send, times)
 
 
 def _steps(job: Prepared, times: int) -> float:

@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from benchmarks.counting import counted_calls, passes_of, with_padding
-from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, table_sources, wiki_file
+from benchmarks.material import (
+    MINILM,
+    OurStep,
+    fill,
+    list_recipe,
+    prepared,
+    sentences,
+    stand_in,
+    table_sources,
+    wiki_file,
+)
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
     Effort,
@@ -114,9 +124,7 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
     for width in (768, 1024):
         identity = TableIdentity(str(width), "made up", rows, None, None, "", "fp32", shard)
         table = EmbeddingTable.locate(folder, identity)
-        for number in range(identity.shards):
-            count = len(table.shard_range(number))
-            table.write_shard(number, draw.standard_normal((count, width), dtype=np.float32))
+        fill(table, width, draw)
         tables.append(table)
     size = sum(file.stat().st_size for table in tables for file in table.directory.iterdir())
     context = multiprocessing.get_context("spawn")

@@ -5,14 +5,12 @@ The same numbers as in `space.py`, by PyTorch in place of NumPy.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.ranks.space import BINS, LOST, Ranker, RankSpace, enough
+from distcse.ranks.space import BINS, LOST, Ranker, RankSpace, enough, unit_scale
 
 _BYTES = 256 * 2**20
 """Of the device's memory, for each of the tensors that a chunk of rows needs."""
@@ -63,7 +61,7 @@ class DeviceRankSpace:
 def sorted_ranks(similarities: Tensor) -> Tensor:
     """(m, n) float32 similarities -> (m, n) unit rank vectors g (RankEncoder Eq. 3), ascending ranks, ties by place."""
     rows, n = similarities.shape
-    places = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2) * _scale(n)
+    places = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2) * unit_scale(n)
     order = similarities.argsort(dim=1, stable=True)
     return torch.empty_like(similarities).scatter_(1, order, places.float().to(order.device).expand(rows, n))
 
@@ -78,7 +76,7 @@ def counted_ranks(similarities: Tensor) -> Tensor:
     counts = counts.double()
     spoiled = flat[:, 0] | (counts.pow(3).sum(dim=1) - n > LOST * n * (n**3 - n))
     middles = counts.cumsum(dim=1) - (counts + n) / 2
-    ranks = (middles * _scale(n)).float().gather(1, bins)
+    ranks = (middles * unit_scale(n)).float().gather(1, bins)
     if spoiled.any():
         ranks[spoiled] = sorted_ranks(similarities[spoiled])
     return ranks
@@ -91,7 +89,3 @@ def products(ranks: Tensor, others: Tensor) -> Tensor:
     for ours, theirs in zip(ranks.split(step, dim=1), others.split(step, dim=1), strict=True):
         total += ours.double() @ theirs.double().T
     return total.clamp(-1.0, 1.0).float()
-
-
-def _scale(n: int) -> float:
-    return math.sqrt(12 / (n * (n**2 - 1)))

@@ -32,12 +32,16 @@ def rank_vectors(similarities: NDArray[np.floating], out: NDArray[np.float32] | 
     One order a row: ranks are written through it. A permutation's mean and norm are constants, so nothing is reduced.
     """
     rows, references = similarities.shape
-    scale = math.sqrt(12 / (references * (references**2 - 1)))
-    places = ((np.arange(references) - (references - 1) / 2) * scale).astype(np.float32)
+    places = ((np.arange(references) - (references - 1) / 2) * unit_scale(references)).astype(np.float32)
     ranks = np.empty((rows, references), dtype=np.float32) if out is None else out
     for row, found in zip(similarities, ranks, strict=True):
         found[_order(row)] = places
     return ranks
+
+
+def unit_scale(n: int) -> float:
+    """What n centred ranks are multiplied by for length 1."""
+    return math.sqrt(12 / (n * (n**2 - 1)))
 
 
 def _order(row: NDArray[np.floating]) -> NDArray[np.intp]:
@@ -66,7 +70,7 @@ def counted_rank_vectors(
     """
     ranks = np.empty(similarities.shape, dtype=np.float32) if out is None else out
     n = similarities.shape[1]
-    scale = math.sqrt(12 / (n * (n**2 - 1)))
+    scale = unit_scale(n)
     for row, found in zip(similarities, ranks, strict=True):
         low, high = row.min(), row.max()
         if not low < high:

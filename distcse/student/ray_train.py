@@ -213,7 +213,7 @@ def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
 
 
 def _others(recipe: Recipe) -> list[Demand]:
-    """The servers of live teachers, and who makes dev scores beside the workers."""
+    """Teachers' servers that take something, and who makes dev scores beside the workers."""
     from distcse.student.beside import beside_demands
     from distcse.teachers.actors import server_demands
 

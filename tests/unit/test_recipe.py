@@ -182,6 +182,11 @@ def test_no_term_at_all_is_refused() -> None:
         load_recipe("minilm-3layer", [text, *weights])
 
 
+def test_lists_need_teachers() -> None:
+    with pytest.raises(RecipeError, match=r"objective\.rank needs teachers"):
+        load_recipe("minilm-3layer", ["corpus.path=x.txt", "teachers.encoders=[]"])
+
+
 def test_several_mistakes_are_told_together() -> None:
     with pytest.raises(RecipeError, match="has 2 errors") as raised:
         load_recipe("quickstart", ["training.lr=x", "seed=y"])

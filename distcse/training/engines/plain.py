@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,7 +47,7 @@ class PlainEngine:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
-        sum_over_workers([p for p in self._parameters.values() if p.grad is not None], self._words)
+        sum_over_workers(self._parameters.values(), self._words)
         self._optimizer.step(lr)
         self._optimizer.forget()
         self._updates += 1
@@ -69,7 +69,7 @@ def words_of(model: nn.Module) -> set[Tensor]:
     return {part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings >= _MANY}
 
 
-def sum_over_workers(parameters: Sequence[nn.Parameter], words: Set[Tensor] = frozenset()) -> None:
+def sum_over_workers(parameters: Iterable[nn.Parameter], words: Set[Tensor] = frozenset()) -> None:
     """Gradients of all workers added up, by one all-reduce.
 
     Of words' embeddings only rows are sent that are not zero on all workers: those of the batch's words. They are most of what a
@@ -77,8 +77,9 @@ def sum_over_workers(parameters: Sequence[nn.Parameter], words: Set[Tensor] = fr
     """
     if world_size() == 1:
         return
-    whole = [_gradient(p) for p in parameters if p not in words]
-    tables = [_gradient(p) for p in parameters if p in words]
+    gradients = [(p in words, p.grad) for p in parameters if p.grad is not None]
+    whole = [gradient for is_table, gradient in gradients if not is_table]
+    tables = [gradient for is_table, gradient in gradients if is_table]
     rows = _seen_anywhere([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in tables])
     sent = [*whole, *(table[those] for table, those in zip(tables, rows, strict=True))]
     summed = add_over_workers(torch.cat([part.flatten() for part in sent])).split([part.numel() for part in sent])
@@ -95,8 +96,3 @@ def _seen_anywhere(seen: Sequence[Tensor]) -> list[Tensor]:
         return []
     workers = add_over_workers(torch.cat(list(seen)).int())
     return [numbers.nonzero()[:, 0] for numbers in workers.split([len(each) for each in seen])]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
