@@ -18,15 +18,17 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     AutoTokenizer,
     BertConfig,
     DistilBertConfig,
     ModernBertConfig,
     PreTrainedTokenizerFast,
     RobertaConfig,
+    T5Config,
 )
 
-KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert")
+KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert", "t5")
 
 
 def make_encoder(
@@ -66,6 +68,17 @@ def make_encoder(
             dropout=dropout,
             attention_dropout=dropout,
         )
+    elif kind == "t5":
+        config = T5Config(
+            vocab_size=len(tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            d_model=width,
+            d_kv=8,
+            d_ff=2 * width,
+            num_layers=layers,
+            num_heads=4,
+            dropout_rate=dropout,
+        )
     else:
         config = ModernBertConfig(
             **common,
@@ -84,7 +97,7 @@ def make_encoder(
             sep_token_id=tokenizer.sep_token_id,
         )
     torch.manual_seed(seed)
-    model = AutoModel.from_config(config)
+    model = (AutoModelForTextEncoding if kind == "t5" else AutoModel).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -119,9 +119,15 @@ def build_detector(
     `precision` is the training's, `fp32` or `bf16`.
 
     Raises:
-        EncoderError: The backbone has no embeddings to condition, or the generator another vocabulary.
+        EncoderError: The backbone has no embeddings to condition, the student's vectors are not as wide, or the generator has
+            another vocabulary.
     """
     tokenizer = student.tokenizer
+    if student.dimension != student.width:
+        raise EncoderError(
+            f"objective.detection puts the student's vector among its words' ones: {student.dimension} and {student.width} "
+            "numbers; take a student without a Dense module"
+        )
     if not isinstance(getattr(fresh.backbone, "embeddings", None), nn.Module):
         raise EncoderError("objective.detection needs a BERT- or RoBERTa-shaped student: one with an embeddings module")
     if tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:

@@ -1,4 +1,4 @@
-"""A sentence encoder: tokenizer, Hugging Face backbone, pooling."""
+"""A sentence encoder: tokenizer, Hugging Face backbone, pooling, and what its folder has after that."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.nn.functional import normalize as unit
 from distcse.encoder.attention import made_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
+from distcse.encoder.head import Dense, build_head
 from distcse.encoder.last_layer import can_stop_at_one
-from distcse.encoder.layers import keep_layers
+from distcse.encoder.layers import depth_of, keep_layers
 from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
 from distcse.encoder.packing import short_cut
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
@@ -41,6 +42,7 @@ class Encoder(nn.Module):
         max_length: Tokens kept of a sentence, special tokens included.
         prompt: Text put before every sentence, or a template with `{sentence}` in it.
         normalize: Whether `encode` and readers of the saved folder give unit vectors.
+        head: From a pooled vector to the model's; None, or an empty one, leaves it as it is.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class Encoder(nn.Module):
         max_length: int,
         prompt: str = "",
         normalize: bool = False,
+        head: nn.Sequential | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
+        self.head = nn.Sequential() if head is None else head
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.max_length = max_length
@@ -98,12 +102,18 @@ class Encoder(nn.Module):
                 f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
                 f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
             )
-        return cls(backbone, tokenizer, pooling, max_length, section.prompt or layout.prompt, layout.normalize)
+        prompt, head = section.prompt or layout.prompt, build_head(folder, layout.head, _width(backbone))
+        return cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
 
     @property
     def dimension(self) -> int:
         """Numbers in one vector."""
-        return int(self.backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        return next((module.shape.outputs for module in reversed(self.head) if isinstance(module, Dense)), self.width)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a token's vector, and in a pooled one."""
+        return _width(self.backbone)
 
     @property
     def has_dropout(self) -> bool:
@@ -116,7 +126,7 @@ class Encoder(nn.Module):
         return next(self.parameters()).device
 
     def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
-        """(B, L) token ids and mask -> (B, H) float32 pooled vectors, not normalised.
+        """(B, L) token ids and mask -> (B, d) float32 vectors, not normalised.
 
         With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
         """
@@ -126,13 +136,17 @@ class Encoder(nn.Module):
         with short_cut(self.backbone, mask, None if self.pooling in NEEDS_ALL_LAYERS else places, at_one):
             states = self._states(ids, mask)
         if at_one is not None:
-            return states[-1][:, 0].float()
-        return pool(self.pooling, states, mask, self._marked(ids))
+            return self._vectors(states[-1][:, 0].float())
+        return self._vectors(pool(self.pooling, states, mask, self._marked(ids)))
 
-    def tokens_and_pooled(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, H) float32 pooled ones."""
+    def tokens_and_vectors(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, d) float32 ones of the texts."""
         states = self._states(ids, mask)
-        return states[-1], pool(self.pooling, states, mask, self._marked(ids))
+        return states[-1], self._vectors(pool(self.pooling, states, mask, self._marked(ids)))
+
+    def _vectors(self, pooled: Tensor) -> Tensor:
+        vectors: Tensor = self.head(pooled).float()
+        return vectors
 
     def _states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
         """(B, L, H) states of all layers where pooling wants them, else of the last one."""
@@ -166,7 +180,7 @@ class Encoder(nn.Module):
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """(n,) texts -> (n, H) float32 vectors, in the texts' order; without dropout or gradient.
+        """(n,) texts -> (n, d) float32 vectors, in the texts' order; without dropout or gradient.
 
         Texts of the same tokens go through once and have the same vector, to the last bit.
 
@@ -185,9 +199,9 @@ class Encoder(nn.Module):
         self.eval()
         with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
-                pooled = self(*padded([ids[place] for place in places], pad, self.device)).float()
-                pooled = unit(pooled, dim=1) if (self.normalize if normalize is None else normalize) else pooled
-                vectors[places] = pooled.cpu().numpy()
+                found = self(*padded([ids[place] for place in places], pad, self.device))
+                found = unit(found, dim=1) if (self.normalize if normalize is None else normalize) else found
+                vectors[places] = found.cpu().numpy()
                 done += len(places)
                 if on_progress is not None:
                     on_progress(done)
@@ -203,5 +217,9 @@ class Encoder(nn.Module):
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
             layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
-            write_layout(folder, layout, self.dimension, int(self.backbone.config.num_hidden_layers))  # type: ignore
+            write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
         publish(place(path))
+
+
+def _width(backbone: nn.Module) -> int:
+    return int(backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]

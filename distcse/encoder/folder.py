@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any, get_args
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from distcse.encoder.head import Dense, DenseShape, head_weights
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS
 from distcse.errors import EncoderError
 from distcse.files import checksum, flush, flush_all, sealed, unsealed, writing
@@ -45,6 +47,8 @@ class Layout:
     max_length: int | None = None
     normalize: bool = False
     prompt: str = ""
+    head: Sequence[tuple[str, DenseShape | None]] = ()
+    """Path and shape of the modules after pooling, as `build_head` takes them; a last `Normalize` is `normalize`."""
 
 
 def read_layout(folder: Path) -> Layout:
@@ -61,13 +65,16 @@ def read_layout(folder: Path) -> Layout:
         return Layout(max_length=max_length, prompt=prompt)
     pooling: Pooling | None = None
     averaged: Pooling | None = None
-    normalize = False
+    head: list[tuple[str, DenseShape | None]] = []
     for module in written_json(folder / "modules.json", kind=list):
         path, kind = _module(folder, module)
         if kind == "Pooling":
             pooling = _pooling(folder / path / "config.json")
         elif kind == "Normalize":
-            normalize = True
+            head.append((path, None))
+        elif kind == "Dense" and pooling is not None:
+            config = folder / path / "config.json"
+            head.append((path, DenseShape.read(config, written_json(config))))
         elif kind == "WeightedLayerPooling":
             averaged = _layer_average(folder / path)
         elif kind != "Transformer":
@@ -78,7 +85,8 @@ def read_layout(folder: Path) -> Layout:
         raise EncoderError(
             f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
         )
-    return Layout(averaged or pooling, max_length, normalize, prompt)
+    normalize = bool(head) and head[-1][1] is None
+    return Layout(averaged or pooling, max_length, normalize, prompt, head[:-1] if normalize else head)
 
 
 def _module(folder: Path, module: Any) -> tuple[str, str]:
@@ -154,7 +162,8 @@ def check_weights(folder: Path) -> None:
         return
     try:
         noted = unsealed(folder / CHECKSUMS)
-        changed = [name for name, digest in noted.items() if checksum(folder / Path(name).name) != digest]
+        outside = [name for name in noted if Path(name).is_absolute() or ".." in Path(name).parts]
+        changed = outside or [name for name, digest in noted.items() if checksum(folder / name) != digest]
     except (OSError, ValueError) as broken:
         raise EncoderError(f"{folder / CHECKSUMS} cannot be held to: {broken}; {_CHANGED}") from None
     if changed:
@@ -164,17 +173,19 @@ def check_weights(folder: Path) -> None:
 def _note_checksums(folder: Path) -> None:
     file = folder / CHECKSUMS
     file.parent.mkdir(exist_ok=True)
-    file.write_text(sealed({weights.name: checksum(weights) for weights in sorted(folder.glob("*.safetensors"))}))
+    weights = sorted(folder.rglob("*.safetensors"))
+    file.write_text(sealed({found.relative_to(folder).as_posix(): checksum(found) for found in weights}))
 
 
-def write_layout(folder: Path, layout: Layout, dimension: int, depth: int) -> None:
-    """Write modules.json, pooling, length and prompt files in the legacy form.
+def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.Sequential) -> None:
+    """Write modules.json, pooling, head, length and prompt files in the legacy form.
 
     Args:
         folder: A model's folder, with weights and tokenizer in it.
-        layout: What to say; its pooling is not None.
-        dimension: Numbers in one vector.
+        layout: What to say; its pooling is not None, and its head that which follows.
+        width: Numbers in a pooled vector.
         depth: Layers of the backbone.
+        head: What `build_head` made.
 
     Averages of layers need a module that only sentence-transformers knows. Their pooling file then is not where other
     readers look for it: those refuse the folder instead of pooling the last layer alone.
@@ -185,25 +196,31 @@ def write_layout(folder: Path, layout: Layout, dimension: int, depth: int) -> No
     if pooling in NEEDS_ALL_LAYERS:
         kinds.append("WeightedLayerPooling")
     kinds.append("Pooling")
+    kinds += ["Dense" if isinstance(module, Dense) else "Normalize" for module in head]
     if layout.normalize:
         kinds.append("Normalize")
-    paths = {kind: f"{place}_{kind}" if place else "" for place, kind in enumerate(kinds)}
+    paths = [f"{place}_{kind}" if place else "" for place, kind in enumerate(kinds)]
     modules = [
-        {"idx": place, "name": str(place), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
-        for place, kind in enumerate(kinds)
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(zip(kinds, paths, strict=True))
     ]
     _dump(folder / "modules.json", modules)
-    for path in paths.values():
+    for path in paths:
         (folder / path).mkdir(exist_ok=True)
     if pooling in NEEDS_ALL_LAYERS:
-        _write_layer_average(folder / paths["WeightedLayerPooling"], pooling, dimension, depth)
+        _write_layer_average(folder / paths[kinds.index("WeightedLayerPooling")], pooling, width, depth)
+    after_pooling = kinds.index("Pooling") + 1
+    for path, module in zip(paths[after_pooling:], head, strict=False):
+        if isinstance(module, Dense):
+            _dump(folder / path / "config.json", module.shape.written())
+            save_file(head_weights(module), folder / path / _WEIGHTS)
     after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
     flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(
         _OTHER_LEGACY_KEYS, False
     )
     _dump(
-        folder / paths["Pooling"] / "config.json",
-        {"word_embedding_dimension": dimension, **flags, "include_prompt": True},
+        folder / paths[after_pooling - 1] / "config.json",
+        {"word_embedding_dimension": width, **flags, "include_prompt": True},
     )
     _dump(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
     _dump(
@@ -218,14 +235,14 @@ def write_layout(folder: Path, layout: Layout, dimension: int, depth: int) -> No
     )
 
 
-def _write_layer_average(folder: Path, pooling: Pooling, dimension: int, depth: int) -> None:
+def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int) -> None:
     start = 1 if pooling == "first_last_avg" else depth - 1
     weights = torch.zeros(depth + 1 - start)
     weights[0] = weights[-1] = 1.0
     save_file({"layer_weights": weights}, folder / _WEIGHTS)
     _dump(
         folder / "config.json",
-        {"word_embedding_dimension": dimension, "layer_start": start, "num_hidden_layers": depth},
+        {"word_embedding_dimension": width, "layer_start": start, "num_hidden_layers": depth},
     )
     backbone = folder.parent / "config.json"
     _dump(backbone, {**written_json(backbone), "output_hidden_states": True})

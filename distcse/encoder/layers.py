@@ -26,6 +26,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
         raise EncoderError(
             f"layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
         )
+    _require_positions(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
     setattr(parent, name, kept)
@@ -42,6 +43,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     """Inside, the backbone runs through some of its layers alone; nothing else of it changes."""
     config: Any = backbone.config
+    _require_positions(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth_of(backbone))
     changed = _shallower(config, layers)
     before = {key: getattr(config, key) for key in changed}
@@ -77,6 +79,16 @@ def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == depth and "layer" in key
     }
     return {**by_layer, "num_hidden_layers": len(layers)}
+
+
+def _require_positions(backbone: nn.Module, layers: Sequence[int]) -> None:
+    """Raise `EncoderError` where the layer that is left out knows of positions for all others, as T5's first does."""
+    config: Any = backbone.config
+    holders = [name for name, _ in backbone.named_modules() if name.endswith(".relative_attention_bias")]
+    if len(holders) == 1 and ".0." in holders[0] and list(layers[:1]) != [0]:
+        raise EncoderError(
+            f"layers must begin with 0: layer 0 of {config.model_type} holds the positions of all layers"
+        )
 
 
 def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.ModuleList]:

@@ -14,6 +14,7 @@ from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection
 
 _LONG = 128
+_ENCODE_AND_DECODE = ("t5", "mt5", "umt5")
 
 
 def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, max_length: int | None) -> nn.Module:
@@ -22,7 +23,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
     Raises:
         EncoderError: The folder does not load as an encoder, or lacks weights, which would be random.
     """
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -31,7 +32,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if dropout is not None:
             set_dropout(config, dropout)
-        model, told = AutoModel.from_pretrained(
+        model, told = model_class(config).from_pretrained(
             folder,
             config=config,
             use_safetensors=True,
@@ -57,6 +58,13 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
         # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that makes token vectors of a config's texts: of T5's families the encoder alone."""
+    from transformers import AutoModel, AutoModelForTextEncoding
+
+    return AutoModelForTextEncoding if config.model_type in _ENCODE_AND_DECODE else AutoModel
 
 
 def require_finite(folder: Path, model: nn.Module) -> None:

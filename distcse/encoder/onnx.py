@@ -127,8 +127,8 @@ class _Graph(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """(B, L) ids and mask -> the outputs, in their order."""
-        tokens, pooled = self._encoder.tokens_and_pooled(input_ids, attention_mask)
-        vectors = unit(pooled, dim=1)
+        tokens, vectors = self._encoder.tokens_and_vectors(input_ids, attention_mask)
+        vectors = unit(vectors, dim=1)
         return (tokens, vectors) if len(self.outputs) == 2 else (vectors,)
 
 

@@ -94,7 +94,10 @@ class StudentPlan:
         graph = 0.0
         if self.run.recipe.training.neighbours is not None:  # joined and indexed, by the driver
             graph = (
-                2 * 4.0 * self.run.rows * sum(t.shape.width for t in self.run.teachers if t.shape and t.kind == "table")
+                2
+                * 4.0
+                * self.run.rows
+                * sum(t.shape.dimension for t in self.run.teachers if t.shape and t.kind == "table")
             )
         checkpoint = 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
         return sampler_bytes(self.run.rows) + checkpoint + graph
@@ -170,7 +173,9 @@ class StudentPlan:
     def _neighbours_phase(self) -> Phase:
         """faiss in one process: every pair up to 200,000 rows, an inverted file of 4 √n lists above, 32 of them probed."""
         rows = float(self.run.rows)
-        width = sum(teacher.shape.width for teacher in self.run.teachers if teacher.shape and teacher.kind == "table")
+        width = sum(
+            teacher.shape.dimension for teacher in self.run.teachers if teacher.shape and teacher.kind == "table"
+        )
         lists = 4 * math.sqrt(rows)
         compared = rows if rows <= _NEIGHBOURS_EXACT else lists + _PROBED * rows / lists
         trained = 0.0 if rows <= _NEIGHBOURS_EXACT else 2.0 * 20 * 64 * lists * lists * width

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder import resolve_model
-from distcse.encoder.folder import read_layout
+from distcse.encoder.folder import Layout, read_layout
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.packing import has_known_layers
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
@@ -56,7 +56,9 @@ class Shape:
     family: str
     layers: int
     width: int
-    """h: numbers of a token's vector between layers, and of a sentence's vector."""
+    """h: numbers of a token's vector between layers."""
+    dimension: int
+    """d: numbers of a sentence's vector; h, where no linear map after pooling makes others of it."""
     inner: int
     """Widest linear map inside a layer: the feed-forward part."""
     heads: int
@@ -65,7 +67,7 @@ class Shape:
     layer_parameters: int
     """All numbers of one layer."""
     embedding_parameters: int
-    """All else: embeddings and their norms."""
+    """All else: embeddings and their norms, and linear maps after pooling."""
     vocabulary: int
     frozen_parameters: int = 0
     """In memory, but not trained: a pooler that no pooling here uses."""
@@ -127,15 +129,17 @@ def read_shape(section: EncoderSection) -> Shape:
 
         keep_layers(backbone, layers)
     shape = _measured(section.backbone, backbone, told_by)
-    pooling = _pooling(section)
-    shape = replace(
+    if isinstance(section, StudentSection) and section.word_dimension is not None:
+        shape = _with_narrow_words(shape, config, section.word_dimension)
+    layout = _layout(section)
+    pooling, head = section.pooling or layout.pooling, [dense for _, dense in layout.head if dense is not None]
+    return replace(
         shape,
+        dimension=head[-1].outputs if head else shape.width,
+        embedding_parameters=shape.embedding_parameters + sum(dense.parameters for dense in head),
         at_one=pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
         packs=pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
     )
-    if isinstance(section, StudentSection) and section.word_dimension is not None:
-        return _with_narrow_words(shape, config, section.word_dimension)
-    return shape
 
 
 def masked_lm_head(shape: Shape) -> tuple[int, int]:
@@ -182,18 +186,19 @@ def _published(name: str) -> Any:
 def _without_numbers(config: Any, section: EncoderSection) -> Any:
     """The model of a config on torch's meta device: every parameter has a shape and no storage."""
     import torch
-    from transformers import AutoModel
+
+    from distcse.encoder.loading import model_class
 
     try:
         with torch.device("meta"):
-            return AutoModel.from_config(config, trust_remote_code=section.trust_remote_code)
+            return model_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
     except (ValueError, KeyError, ImportError) as refused:
         raise EncoderError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
 
 
-def _pooling(section: EncoderSection) -> str | None:
-    folder = None if section.pooling else folder_of(section.backbone, section.trust_remote_code)
-    return section.pooling or (read_layout(folder).pooling if folder else None)
+def _layout(section: EncoderSection) -> Layout:
+    folder = folder_of(section.backbone, section.trust_remote_code)
+    return read_layout(folder) if folder else Layout()
 
 
 def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
@@ -223,6 +228,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
         family=str(config.model_type),
         layers=len(stack),
         width=int(config.hidden_size),
+        dimension=int(config.hidden_size),
         inner=max(max(linear.in_features, linear.out_features) for linear in linears),
         heads=int(config.num_attention_heads),
         layer_weights=sum(linear.weight.numel() for linear in linears),

@@ -42,7 +42,7 @@ class TeacherWork:
 
     def table_bytes(self, rows: float) -> float:
         """Two bytes a number, for every sentence; 0 without a table."""
-        return 2.0 * rows * self.shape.width if self.shape and self.kind in ("table", "rank space") else 0.0
+        return 2.0 * rows * self.shape.dimension if self.shape and self.kind in ("table", "rank space") else 0.0
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class StudentRun:
     @cached_property
     def head_weights(self) -> int:
         """Multiply-adds of the projection for one vector."""
-        width = self.student.width
+        width = self.student.dimension
         return {"tanh_mlp": width**2, "batch_norm_mlp": 4 * width**2}.get(self.recipe.student.projection, 0)
 
     @cached_property
     def trained(self) -> int:
         """Parameters with a gradient: the student, its projection, and a discriminator."""
-        width = self.student.width
+        width = self.student.dimension
         head = {"tanh_mlp": width, "batch_norm_mlp": 4 * width}.get(
             self.recipe.student.projection, 0
         ) + self.head_weights
@@ -116,7 +116,7 @@ class StudentRun:
         """Sizes of one worker's lists of a global batch."""
         memory = self.recipe.objective.memory
         remembered = memory.batches * batch + memory.landmarks if memory else 0
-        return Lists(batch / workers, batch, remembered, self.student.width)
+        return Lists(batch / workers, batch, remembered, self.student.dimension)
 
     def padded(self, rows: float) -> float:
         """Tokens that every text of a batch of `rows` is padded to."""
@@ -177,7 +177,7 @@ class StudentRun:
         """Bytes a worker moves in a step."""
         lists, stage = self.lists(workers, batch), self.recipe.training.zero_stage
         asked = len(self.teachers) if self.wants_lists else 0
-        return step_traffic(self.trained, self.student.width, lists.rows, lists.length, workers, stage, asked)
+        return step_traffic(self.trained, self.student.dimension, lists.rows, lists.length, workers, stage, asked)
 
     def serving_seconds(self, machine: Machine, workers: int, batch: int) -> float:
         """Seconds in which the slowest teacher answers all workers for one step: its servers share them."""
@@ -195,7 +195,7 @@ class StudentRun:
         if teacher.kind == "live":
             return self._frozen(teacher, lists.length, self.lengths, machine)
         references = min(teacher.section.references, self.rows) if teacher.kind == "rank space" else None
-        return list_seconds(machine, teacher.shape.width, lists, references)
+        return list_seconds(machine, teacher.shape.dimension, lists, references)
 
     def _frozen(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
         assert teacher.shape is not None
@@ -286,7 +286,7 @@ class StudentRun:
         )
 
     def _remembered(self, batch: int) -> float:
-        return 4.0 * self.lists(1, batch).remembered * self.student.width
+        return 4.0 * self.lists(1, batch).remembered * self.student.dimension
 
 
 def _in_batches(work: Pass, batches: float, machine: Machine) -> float:

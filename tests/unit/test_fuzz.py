@@ -415,9 +415,18 @@ def test_labelled_files(place: Path, data: st.DataObject, kind: str) -> None:
 @given(data=st.data())
 def test_files_beside_a_models_weights(place: Path, data: st.DataObject) -> None:
     folder = place / "model"
-    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    for part in ("1_Pooling", "2_Dense"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
     good: dict[str, Any] = {
-        "modules.json": [{"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}],
+        "modules.json": [
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+        ],
+        "2_Dense/config.json": {
+            "in_features": 8,
+            "out_features": 8,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        },
         "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8},
         "sentence_bert_config.json": {"max_seq_length": 32},
         "config_sentence_transformers.json": {"prompts": {"default": "x"}, "default_prompt_name": "default"},
@@ -431,7 +440,25 @@ def test_files_beside_a_models_weights(place: Path, data: st.DataObject) -> None
             values,
             st.dictionaries(
                 st.sampled_from(
-                    ["path", "type", "max_seq_length", "prompts", "default_prompt_name", "weight_map", "pooling_mode"]
+                    [
+                        *(
+                            "path",
+                            "type",
+                            "max_seq_length",
+                            "prompts",
+                            "default_prompt_name",
+                            "weight_map",
+                            "pooling_mode",
+                        ),
+                        *(
+                            "in_features",
+                            "out_features",
+                            "bias",
+                            "activation_function",
+                            "module_input_name",
+                            "use_residual",
+                        ),
+                    ]
                 ),
                 values,
             ),

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel
 
 from distcse.corpus import collate
 from distcse.encoder import Encoder, resolve_model
+from distcse.encoder.loading import model_class
 from distcse.errors import EncoderError, RecipeError
 from distcse.plan import main
 from distcse.planning.calibration import Kind, _factors, _file, calibrate, here, this_machine
@@ -74,7 +75,7 @@ def passed(shape: Shape, texts: int, length: int, **how: object) -> Pass:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shape_counts_what_the_model_has(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
-    model = AutoModel.from_pretrained(folder)
+    model = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     pooler = sum(p.numel() for p in model.pooler.parameters()) if getattr(model, "pooler", None) is not None else 0
     shape = read_shape(EncoderSection(backbone=str(folder)))
     assert shape.parameters + shape.frozen_parameters == sum(p.numel() for p in model.parameters())
