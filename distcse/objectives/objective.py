@@ -86,7 +86,9 @@ class Objective(nn.Module):
             both = torch.stack([weighted["info_nce"].detach(), weighted["rank_regression"].detach()])
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(both)
-            weighted.pop("rank_regression" if both[0] >= both[1] else "info_nce")
+            # Chosen by the device: a question to it would make the host wait at every step.
+            by_rank = weighted.pop("rank_regression")
+            weighted["info_nce"] = torch.where(both[0] >= both[1], weighted["info_nce"], by_rank)
         return torch.stack(list(weighted.values())).sum()
 
 

@@ -1,0 +1,116 @@
+"""Training steps where tensors lie on a device that is not the CPU: PyTorch's `meta` device, whose tensors hold no numbers.
+
+It stands in for a GPU where there is none. What was left on the CPU cannot be combined with what lies there, and no number can
+be asked of it, which on a GPU would make the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from distcse.corpus.collate import Tokens, collate
+from distcse.detection import EditDetector, Edited
+from distcse.encoder import CrossEncoder, Encoder
+from distcse.mutual.lesson import BiPairs, BiTokens, CrossPairs, CrossTokens
+from distcse.mutual.pairs import Pairs
+from distcse.objectives import Taught, bce_soft, build_objective, gather_views, mse_cosine
+from distcse.recipe import Recipe
+from distcse.student.model import Batch, build_student
+from distcse.training.engines.plain import PlainEngine
+from tests.models import make_cross_encoder
+
+META = torch.device("meta")
+ROWS = [np.arange(2, 2 + length, dtype=np.int32) for length in (4, 7, 3, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where engines put their model. Autocast does not know the device; float32 is what is computed here."""
+    monkeypatch.setattr("distcse.training.engines.plain.device_here", lambda: "meta")
+    known = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, *rest, **more: nullcontext() if kind == "meta" else known(kind, *rest, **more)
+    )
+
+
+def tokens() -> Tokens:
+    return collate(ROWS, 0, placed=True).to(META)
+
+
+def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[str, Tensor]]:
+    """Two streams of four sentences, forward, backward and the update."""
+    model, objective = build_student(recipe).train(), build_objective(recipe.objective)
+    engine = PlainEngine(model, recipe.training, None)
+    remembered = len(model.memory.vectors) if model.memory else 0
+    landmarks = [tokens()] * 2 if model.memory and len(model.memory.landmarks) else []
+    passed = engine.forward(Batch([(tokens(), 1), (tokens(), 2)], landmarks))
+    views = gather_views(passed.z1, passed.z2, model.memory.vectors if model.memory else None, None)
+    lists = torch.empty(8, 8 + remembered, device=lists_on)
+    loss, parts = objective(views, Taught(lists, lists, torch.empty(8, 32, device=META)), passed.found)
+    engine.backward(loss)
+    assert all(weight.grad is not None for weight in model.encoder.backbone.encoder.parameters())  # type: ignore[union-attr]
+    engine.step(1e-3)
+    if model.memory:
+        model.memory.push(views.all_z1)
+    return loss, parts
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        (),
+        ("student.pooling=cls",),
+        ("student.pooling=first_last_avg",),
+        ("student.projection=batch_norm_mlp",),
+        ("student.word_dimension=8",),
+        ("training.chunk=4",),
+        ("objective.info_nce.false_negatives={above: 0.9}", "objective.rank=null"),
+        ("objective.rank.form=list_mle",),
+        ("objective.rank.memory={batches: 2, landmarks: 8}", "student.projection=none"),
+        ("objective.regression={form: cosine}", "student.projection=none"),
+        ("objective.rank=null", "objective.rank_regression={}"),
+        ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+    ],
+    ids=lambda knobs: " ".join(knobs).replace("objective.", "") or "RankCSE",
+)
+def test_a_step_lies_on_its_device_and_asks_nothing_of_it(
+    knobs: tuple[str, ...], recipe_with: Callable[..., Recipe]
+) -> None:
+    loss, parts = step(recipe_with(*knobs))
+    assert {part.device for part in (loss, *parts.values())} == {META}
+
+
+def test_what_was_left_on_the_cpu_is_found(recipe_with: Callable[..., Recipe]) -> None:
+    with pytest.raises(RuntimeError, match="on device cpu is not on the expected device meta"):
+        step(recipe_with(), lists_on=torch.device("cpu"))
+
+
+def test_of_diffcse_only_the_number_of_edits_is_asked_for(
+    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They decide on sizes; all else of the discriminator is on the device."""
+    monkeypatch.setattr(EditDetector, "_edited", lambda self, told: Edited(told.ids, told.mask, told.mask))
+    loss, parts = step(recipe_with("objective.detection={operation: deletion}"))
+    assert {part.device for part in (loss, *parts.values())} == {META}
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_steps_of_pairs_lie_on_their_device(
+    kind: str, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    pairs = Pairs(sentences[:8], sentences[8:16])
+    encoder = Encoder.load(tiny(kind), pooling="mean", max_length=16)
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny(kind)), max_length=32)
+    rows, labels = np.arange(8), torch.empty(8, device=META)
+    first, second = BiPairs(encoder).to(META)(BiTokens(encoder, pairs).batch(rows, 1, META))
+    mse_cosine(first, second, labels).sum().backward()
+    logits = CrossPairs(scorer).to(META)(CrossTokens(scorer, pairs, both_orders=True).batch(rows, 1, META))
+    bce_soft(logits, labels).sum().backward()
+    assert first.device == logits.device == META
