@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ from benchmarks.targets import ROWS
 from distcse.corpus import Tokens
 from distcse.encoder import Encoder, build_projection
 from distcse.encoder.batching import by_length
+from distcse.encoder.loading import load_backbone
+from distcse.encoder.precision import arithmetic, held_as
 from distcse.objectives import Taught, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.objectives import list_mle as our_list_mle
 from distcse.ranks import DeviceRankSpace, pair_similarities
@@ -390,6 +393,22 @@ def encode_rates(bench: Bench) -> dict[str, float]:
     return found
 
 
+def teacher_memory(bench: Bench) -> Iterator[Figure]:
+    """Row 30: what a teacher in fp16 holds on the device between two passes."""
+    if bench.device.type != "cuda":
+        return
+    with TemporaryDirectory() as folder:
+        bench.model("base").cpu().save_pretrained(folder)
+        before = torch.cuda.memory_allocated()
+        kind = held_as("fp16", bench.device.type)
+        teacher = load_backbone(Path(folder), False, None, 32, kind).to(bench.device).eval()
+        with arithmetic("fp16", bench.device):
+            through(teacher, sorted_batches(bench, 4096))
+        held = torch.cuda.memory_allocated() - before
+    weights = 2 * sum(weight.numel() for weight in teacher.parameters())
+    yield counted(30, "base, fp16: memory / weights", held / weights, f"{weights / 1e6:.0f} MB of weights")
+
+
 def sorted_batches(bench: Bench, count: int, tokens: int = 16_384) -> list[tuple[Tensor, Tensor]]:
     """Sentences as distcse's frozen pass orders them."""
     lengths = bench.lengths(count)
@@ -533,6 +552,7 @@ PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (15,): optimiser,
     (11, 12): encoding,
     (10,): fidelity,
+    (30,): teacher_memory,
     (16, 18): rank_steps,
     (17, 19): rank_kernels,
     (6,): large,

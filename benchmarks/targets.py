@@ -321,7 +321,7 @@ ROWS = (
         30,
         "memory of a teacher's actor above the imports / (1.25 · weights + 64 MB)",
         (Part("MiniLM, fp32", "<= 1"), Part("BERT-base size, fp32", "<= 1")),
-        (Part("base, fp16: memory / weights", "<= 1.1", needs="teachers in half precision weights"),),
+        (Part("base, fp16: memory / weights", "<= 1.1"),),
     ),
     Row(
         31,

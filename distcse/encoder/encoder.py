@@ -70,8 +70,12 @@ class Encoder(nn.Module):
         return cls.from_section(EncoderSection(backbone=str(path), **knobs))
 
     @classmethod
-    def from_section(cls, section: EncoderSection) -> Encoder:
+    def from_section(cls, section: EncoderSection, kind: torch.dtype = torch.float32) -> Encoder:
         """The encoder a recipe names, cut to its layers and with its dropout where it is a student.
+
+        Args:
+            section: The recipe's part.
+            kind: Of the weights; another than float32 is for frozen models.
 
         Raises:
             EncoderError: Nothing there, no safetensors, weights missing, pooling unknown, or a length beyond the
@@ -87,7 +91,7 @@ class Encoder(nn.Module):
             )
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         length_told = section.max_length or layout.max_length
-        backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told)
+        backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told, kind)
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
                 raise EncoderError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")

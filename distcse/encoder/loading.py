@@ -17,8 +17,14 @@ _LONG = 128
 _ENCODE_AND_DECODE = ("t5", "mt5", "umt5")
 
 
-def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, max_length: int | None) -> nn.Module:
-    """The Hugging Face encoder of a folder, in float32; its dropout set where one is given.
+def load_backbone(
+    folder: Path,
+    trust_remote_code: bool,
+    dropout: float | None,
+    max_length: int | None,
+    kind: torch.dtype = torch.float32,
+) -> nn.Module:
+    """The Hugging Face encoder of a folder, its weights of a kind; its dropout set where one is given.
 
     Raises:
         EncoderError: The folder does not load as an encoder, or lacks weights, which would be random.
@@ -38,7 +44,7 @@ def load_backbone(folder: Path, trust_remote_code: bool, dropout: float | None, 
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            dtype=torch.float32,
+            dtype=kind,
             attn_implementation=attention_of(max_length),
         )
     except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load

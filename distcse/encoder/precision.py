@@ -12,3 +12,12 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """What to enter for `fp32`, or for `bf16` or `fp16` autocast."""
     return torch.autocast(device.type, _HALF[precision]) if precision in _HALF else nullcontext()
+
+
+def held_as(precision: str, device: str) -> torch.dtype:
+    """The kind of number that frozen weights are on a device.
+
+    On a GPU that of the products: half the memory, and nothing is cast. On a CPU float32, which `lay_out` brings into the
+    kind and order of its kernels.
+    """
+    return torch.float32 if device == "cpu" else _HALF.get(precision, torch.float32)

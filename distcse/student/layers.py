@@ -113,7 +113,7 @@ def _lists(recipe: Recipe, corpus: Corpus, rows: np.ndarray, texts: Sequence[str
         )
     lists = []
     for teacher in teachers:
-        units = open_embedder(teacher).encode(texts, normalize=True)
+        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
         lists.append(units @ units.T)
     mixed: np.ndarray = mix_lists(torch.from_numpy(np.stack(lists)), Alphas(teachers, corpus).of(rows)).numpy()
     return mixed

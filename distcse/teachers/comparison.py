@@ -75,7 +75,7 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int,
         raise TeacherError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
     lists = []
     for number, teacher in enumerate(teachers):
-        units = open_embedder(teacher).encode(texts, normalize=True)
+        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
         lists.append(_others(units @ units.T))
         post(number, len(texts))
     pairings = [

@@ -8,6 +8,7 @@ from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
 from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
+from distcse.encoder.precision import held_as
 from distcse.errors import TeacherError
 from distcse.files import text_checksum
 from distcse.recipe import TeacherSection, TeachersSection
@@ -20,14 +21,17 @@ from distcse.teachers.teacher import Embedder, LiveTeacher, TableTeacher, Teache
 
 
 def open_embedder(teacher: TeacherSection) -> Embedder:
-    """A teacher that gives vectors: an encoder on the best device here, an endpoint, or one of the user's own."""
+    """A teacher that gives vectors: an encoder on the best device here, an endpoint, or one of the user's own.
+
+    An encoder is to be asked in the recipe's precision, in which its weights are held.
+    """
     if teacher.code is not None:
         return open_own(teacher)
     if teacher.endpoint is not None:
         return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
-    encoder = Encoder.from_section(teacher).to(device_here()).eval()
-    if teacher.precision == "fp32":  # in half precision it may be asked for either
-        lay_out(encoder)
+    device = device_here()
+    encoder = Encoder.from_section(teacher, held_as(teacher.precision, device)).to(device).eval()
+    lay_out(encoder, teacher.precision)
     return encoder
 
 
