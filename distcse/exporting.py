@@ -26,9 +26,7 @@ _APART = 1e-4
 _LEAST_COSINE = 0.95
 _LEAST_SPEARMAN_CHANGE = -1.0
 _TEXTS_OF = "requests"
-_NO_WEIGHTS = shutil.ignore_patterns(
-    "*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json"
-)
+_BACKBONE = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
 _HEADING = "## ONNX"
 
 
@@ -125,7 +123,9 @@ def export_onnx(
             write_int8(full, quantised)
             made.append((quantised, told(quantised, INT8)))
         if out is not None:
-            shutil.copytree(folder, out, ignore=_NO_WEIGHTS)
+            # Weights of modules after the backbone lie in folders of their own, which modules.json names.
+            root, modules = shutil.ignore_patterns(*_BACKBONE), shutil.ignore_patterns("checksums.json")
+            shutil.copytree(folder, out, ignore=lambda at, names: (root if Path(at) == folder else modules)(at, names))
         for file, exported in made:
             exported.file.parent.mkdir(exist_ok=True)
             with whole(exported.file) as beside:

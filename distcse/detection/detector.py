@@ -19,7 +19,7 @@ from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.attention import made_mask
 from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
-from distcse.encoder.loading import attention_of, load_tokenizer
+from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.packing import short_cut
 from distcse.errors import EncoderError
 from distcse.objectives.detection import Detection, detection
@@ -48,6 +48,8 @@ class EditDetector(nn.Module):
         self._generator = [] if generator is None else [generator.requires_grad_(False)]  # in a list: no submodule
         self._words = words
         self._section = section
+        limits = [position_limit(model) for model in (backbone, *self._generator)]
+        self._longest = min((limit for limit in limits if limit is not None), default=None)
 
     def forward(self, tokens: Tokens, vectors: Tensor) -> Detection:
         """(B, L) tokens and (B, H) vectors of the same sentences -> the discriminator's errors, as sums.
@@ -64,7 +66,7 @@ class EditDetector(nn.Module):
         section, words, ids, mask = self._section, self._words, tokens.ids, tokens.mask
         with torch.no_grad():
             if section.operation == "insertion":
-                return insert(ids, mask, section.masking_ratio, words, self._fill)
+                return insert(ids, mask, section.masking_ratio, words, self._fill, self._longest)
             if section.operation == "deletion":
                 return delete(ids, mask, section.masking_ratio, words)
             masked_only = section.replace == "masked_only"

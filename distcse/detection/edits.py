@@ -53,9 +53,16 @@ def replaced(ids: Tensor, mask: Tensor, filled: Tensor, words: Vocabulary) -> Ed
     return Edited(torch.where(seen, filled, words.pad), mask, ((filled != ids) & seen).long())
 
 
-def insert(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill) -> Edited:
-    """Insert masks behind chosen tokens, let the generator fill them in; what was inserted is to be found."""
+def insert(
+    ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill, longest: int | None = None
+) -> Edited:
+    """Insert masks behind chosen tokens, let the generator fill them in; what was inserted is to be found.
+
+    A row becomes no longer than `longest` tokens: places further back are not chosen then.
+    """
     chosen = _choose(ids, mask, ratio, words)
+    if longest is not None:
+        chosen &= chosen.cumsum(dim=1) <= longest - mask.sum(dim=1, keepdim=True)
     rows, length = ids.shape
     places = torch.arange(length, device=ids.device).expand(rows, -1)
     # Every token has its place, an inserted one the half behind its neighbour; what is not there goes to the end.

@@ -2,7 +2,7 @@
 
 from distcse.encoder.cross import CrossEncoder, is_cross_encoder
 from distcse.encoder.encoder import Encoder
-from distcse.encoder.layers import depth_of, only_layers
+from distcse.encoder.layers import depth_of, first_stays, only_layers
 from distcse.encoder.pooling import pool
 from distcse.encoder.projection import build_projection
 from distcse.encoder.source import model_fingerprint, resolve_model
@@ -12,6 +12,7 @@ __all__ = [
     "Encoder",
     "build_projection",
     "depth_of",
+    "first_stays",
     "is_cross_encoder",
     "model_fingerprint",
     "only_layers",

@@ -18,7 +18,14 @@ from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, 
 from distcse.encoder.head import Dense, build_head
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import depth_of, keep_layers
-from distcse.encoder.loading import check_vocabulary, dropouts, length_limit, load_backbone, load_tokenizer
+from distcse.encoder.loading import (
+    check_vocabulary,
+    dropouts,
+    length_limit,
+    load_backbone,
+    load_tokenizer,
+    refuse_other_reading,
+)
 from distcse.encoder.packing import short_cut
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
@@ -100,6 +107,7 @@ class Encoder(nn.Module):
             backbone = narrow_words(backbone, section.word_dimension)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)
+        refuse_other_reading(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
         if pooling == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
             raise EncoderError(

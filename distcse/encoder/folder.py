@@ -35,6 +35,14 @@ _LEGACY_KEYS: dict[Pooling, str] = {
 _NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
 _OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _WEIGHTS = "model.safetensors"
+_TOKENIZERS = [
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+]
 CHECKSUMS = Path("distcse") / "checksums.json"
 _CHANGED = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
 
@@ -47,6 +55,10 @@ class Layout:
     max_length: int | None = None
     normalize: bool = False
     prompt: str = ""
+    pools_prompt: bool = True
+    """Whether the prompt's tokens are pooled with the sentence's."""
+    lower_case: bool = False
+    """Whether texts are lowercased first, whatever the tokenizer says."""
     head: Sequence[tuple[str, DenseShape | None]] = ()
     """Path and shape of the modules after pooling, as `build_head` takes them; a last `Normalize` is `normalize`."""
 
@@ -58,18 +70,21 @@ def read_layout(folder: Path) -> Layout:
         EncoderError: A module distcse cannot reproduce, or files that are no JSON.
     """
     prompt = _default_prompt(written_json(folder / "config_sentence_transformers.json"))
-    max_length = written_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    reading = written_json(folder / "sentence_bert_config.json")
+    max_length, lower_case = reading.get("max_seq_length"), bool(reading.get("do_lower_case", False))
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise EncoderError(f"{folder / 'sentence_bert_config.json'}: max_seq_length is {max_length!r:.60}, no length")
     if not (folder / "modules.json").exists():
-        return Layout(max_length=max_length, prompt=prompt)
+        return Layout(max_length=max_length, prompt=prompt, lower_case=lower_case)
+    pools_prompt = True
     pooling: Pooling | None = None
     averaged: Pooling | None = None
     head: list[tuple[str, DenseShape | None]] = []
     for module in written_json(folder / "modules.json", kind=list):
         path, kind = _module(folder, module)
         if kind == "Pooling":
-            pooling = _pooling(folder / path / "config.json")
+            config = folder / path / "config.json"
+            pooling, pools_prompt = _pooling(config), bool(written_json(config).get("include_prompt", True))
         elif kind == "Normalize":
             head.append((path, None))
         elif kind == "Dense" and pooling is not None:
@@ -86,7 +101,15 @@ def read_layout(folder: Path) -> Layout:
             f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
         )
     normalize = bool(head) and head[-1][1] is None
-    return Layout(averaged or pooling, max_length, normalize, prompt, head[:-1] if normalize else head)
+    return Layout(
+        averaged or pooling,
+        max_length,
+        normalize,
+        prompt,
+        pools_prompt,
+        lower_case,
+        head[:-1] if normalize else head,
+    )
 
 
 def _module(folder: Path, module: Any) -> tuple[str, str]:
@@ -99,6 +122,11 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
             f"{folder / 'modules.json'} names {path!r}, which is no folder in it; distcse reads none outside"
         )
     return path, kind.rsplit(".", 1)[-1]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether one of the files is there that a tokenizer is made of."""
+    return any((folder / name).exists() for name in _TOKENIZERS)
 
 
 def refuse_pickled_weights(folder: Path) -> None:

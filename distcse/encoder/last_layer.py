@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distcse.encoder.dropout import dropout
 from distcse.encoder.layers import layers_of
+from distcse.errors import EncoderError
 
 _ATTENTIONS = ("eager", "sdpa")
 
@@ -27,7 +28,10 @@ def can_stop_at_one(backbone: nn.Module) -> bool:
     config: Any = backbone.config
     if config._attn_implementation not in _ATTENTIONS or getattr(config, "is_decoder", False):
         return False
-    kind = type(layers_of(backbone)[-1])
+    try:
+        kind = type(layers_of(backbone)[-1])
+    except EncoderError:  # no list of layers: ALBERT goes through one of them again and again
+        return False
     return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")  # a model's own code may differ
 
 

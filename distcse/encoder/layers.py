@@ -81,11 +81,15 @@ def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
     return {**by_layer, "num_hidden_layers": len(layers)}
 
 
-def _require_positions(backbone: nn.Module, layers: Sequence[int]) -> None:
-    """Raise `EncoderError` where the layer that is left out knows of positions for all others, as T5's first does."""
-    config: Any = backbone.config
+def first_stays(backbone: nn.Module) -> bool:
+    """Whether the first layer knows of positions for all others, as T5's does, so that none of them works without it."""
     holders = [name for name, _ in backbone.named_modules() if name.endswith(".relative_attention_bias")]
-    if len(holders) == 1 and ".0." in holders[0] and list(layers[:1]) != [0]:
+    return len(holders) == 1 and ".0." in holders[0]
+
+
+def _require_positions(backbone: nn.Module, layers: Sequence[int]) -> None:
+    config: Any = backbone.config
+    if list(layers[:1]) != [0] and first_stays(backbone):
         raise EncoderError(
             f"layers must begin with 0: layer 0 of {config.model_type} holds the positions of all layers"
         )

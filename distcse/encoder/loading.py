@@ -14,6 +14,8 @@ from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection
 
 _LONG = 128
+_INSTRUCTOR = "hkunlp/instructor-"
+"""Models whose folders do not say that they leave the prompt out; sentence-transformers knows them by name too."""
 _ENCODE_AND_DECODE = ("t5", "mt5", "umt5")
 
 
@@ -124,6 +126,20 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
     if words > rows:
         raise EncoderError(
             f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together"
+        )
+
+
+def refuse_other_reading(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
+    """Raise `EncoderError` where a model reads texts as distcse does not: its vectors would not be the model's own."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
+        raise EncoderError(
+            f"{section.backbone} lowercases texts (do_lower_case in sentence_bert_config.json) and its tokenizer does not; "
+            "save it with a tokenizer that does"
+        )
+    if (section.prompt or layout.prompt) and (not layout.pools_prompt or section.backbone.startswith(_INSTRUCTOR)):
+        raise EncoderError(
+            f"{section.backbone} leaves the prompt's tokens out of its vectors (include_prompt: false), which distcse does not do"
         )
 
 

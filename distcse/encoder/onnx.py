@@ -41,8 +41,8 @@ def require_onnx() -> None:
 def write_onnx(encoder: Encoder, file: Path) -> None:
     """Write an encoder as one file, for batches of any size and sentences of any length up to the encoder's.
 
-    Token vectors are an output where the last layer is what is pooled: a reader that pooled them for another pooling would
-    get other vectors than the model's own.
+    Token vectors are an output where the last layer is what is pooled, and nothing comes after that: a reader that pooled them
+    for another model would get other vectors than the model's own.
 
     Raises:
         EncoderError: It has more weights than one file holds, or torch cannot export it.
@@ -122,7 +122,7 @@ class _Graph(nn.Module):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self._encoder = encoder
-        pools_last_layer = encoder.pooling not in (*NEEDS_ALL_LAYERS, "mask")
+        pools_last_layer = encoder.pooling not in (*NEEDS_ALL_LAYERS, "mask") and not len(encoder.head)
         self.outputs = [*([_TOKENS] if pools_last_layer else []), VECTORS]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:

@@ -54,11 +54,13 @@ def resolve_model(
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Hash of every file that can change the vectors: weights, configuration, tokenizer, pooling."""
+    """Hash of every file that can change the vectors: weights, configuration, tokenizer, pooling, and code of the model's own."""
     digest = hashlib.blake2b(digest_size=16)
+    config = folder / "config.json"
+    describes = _DESCRIBES if not config.is_file() or b'"auto_map"' not in config.read_bytes() else (*_DESCRIBES, ".py")
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
-        if name.endswith(_DESCRIBES) and not name.startswith(_DOES_NOT_DESCRIBE) and not name.startswith("distcse/"):
+        if name.endswith(describes) and not name.startswith(_DOES_NOT_DESCRIBE) and not name.startswith("distcse/"):
             digest.update(f"{name}\0{checksum(file)}\0".encode())
     return digest.hexdigest()
 

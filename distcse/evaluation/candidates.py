@@ -68,7 +68,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     """
     folder = resolve_model(_model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
-        scorer = CrossEncoder.load(folder, max_length=reading.max_length).to(reading.device)
+        scorer = CrossEncoder.load(folder, reading.max_length, reading.trust_remote_code).to(reading.device)
         pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
         lay_out(scorer, reading.precision)
         return pairs

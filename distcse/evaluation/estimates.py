@@ -9,7 +9,7 @@ correlation are a few matrix operations instead of a thousand sorts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -22,6 +22,8 @@ Weights = NDArray[np.float64]
 """(R, n): how often each of n items was drawn in each of R resamples."""
 
 RESAMPLES = 1000
+_WEIGHTS_AT_A_TIME = 4_000_000
+"""32 MB, of which a rank correlation has half a dozen."""
 
 
 class Estimate(Protocol):
@@ -64,8 +66,7 @@ class MeanOf:
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
-        weights = draw(self.items, len(self.values))
-        return np.asarray(self.scale * (weights @ self.values) / len(self.values))
+        return resample(self.items, len(self.values), lambda w: self.scale * (w @ self.values) / len(self.values))
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class SpearmanOf:
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
-        weights = draw(self.items, len(self.gold))
+        return resample(self.items, len(self.gold), self._figures)
+
+    def _figures(self, weights: Weights) -> NDArray[np.float64]:
         ours, theirs = weighted_ranks(self.predicted, weights), weighted_ranks(self.gold, weights)
         return 100 * _weighted_pearson(ours, theirs, weights)
 
@@ -103,8 +106,10 @@ class AucOf:
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
+        return resample(self.items, len(self.labels), self._figures)
+
+    def _figures(self, weights: Weights) -> NDArray[np.float64]:
         """By the Mann-Whitney statistic: the mean rank of the positives says how many negatives they beat."""
-        weights = draw(self.items, len(self.labels))
         ranks, positive = weighted_ranks(self.predicted, weights), weights * (self.labels == 1)
         count = positive.sum(axis=1)
         beaten = (positive * ranks).sum(axis=1) - count * (count + 1) / 2
@@ -171,12 +176,20 @@ def spearman(predicted: NDArray[np.floating], gold: NDArray[np.float64]) -> floa
     return float(100 * spearmanr(predicted, gold).statistic)
 
 
-def draw(items: str, count: int, resamples: int = RESAMPLES) -> Weights:
-    """(resamples, count) weights, always the same for the same items."""
-    generator = np.random.default_rng(zlib.crc32(items.encode()))
-    return np.stack(
-        [np.bincount(generator.integers(0, count, count), minlength=count) for _ in range(resamples)]
-    ).astype(np.float64)
+def resample(items: str, count: int, figures: Callable[[Weights], NDArray[np.float64]]) -> NDArray[np.float64]:
+    """(RESAMPLES,) a figure on resamples of so many items, always the same for the same items.
+
+    Args:
+        items: Name of the set of items.
+        count: n.
+        figures: (R, n) weights -> (R,) figures. It is given a few resamples at a time where there are many items.
+    """
+    generator, found = np.random.default_rng(zlib.crc32(items.encode())), []
+    at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, count))
+    for begin in range(0, RESAMPLES, at_a_time):
+        drawn = [generator.integers(0, count, count) for _ in range(min(at_a_time, RESAMPLES - begin))]
+        found.append(figures(np.stack([np.bincount(places, minlength=count) for places in drawn]).astype(np.float64)))
+    return np.concatenate(found)
 
 
 def weighted_ranks(values: NDArray[np.floating], weights: Weights) -> NDArray[np.float64]:

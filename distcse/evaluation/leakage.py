@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distcse.corpus import Excluded, likeness
-from distcse.errors import RecipeError
+from distcse.errors import EvaluationError, RecipeError
 from distcse.evaluation.catalogue import STSB_DEV, Shelf
 from distcse.evaluation.pairs import PairTask
 from distcse.evaluation.sts import ScoredPairs, StsTask
-from distcse.evaluation.suites import Protocol, Tasks, collect
+from distcse.evaluation.suites import Protocol, Tasks, published
 from distcse.recipe import CorpusSection
 
 _MOST = 0.5
@@ -33,13 +33,14 @@ def excluded_from(section: CorpusSection, data: str | None, also: Iterable[str] 
         return None
     folder = Path(str(data))
     sentences = [
-        text
-        for task in collect(folder, ("sts", "transfer", "pairs"), [], Protocol()).tasks
-        for text in task.sentences()
+        text for task in published(folder, ("sts", "transfer", "pairs"), Protocol()).tasks for text in task.sentences()
     ]
     if (dev := Shelf.of(folder).take(STSB_DEV)) is not None:
         sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
-    return Excluded.of([*sentences, *also])
+    sentences += also
+    if not sentences:
+        raise EvaluationError(f"corpus.exclude_evaluation: {folder} holds no labelled set; set evaluation.data")
+    return Excluded.of(sentences)
 
 
 def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks, is_meant: bool) -> None:

@@ -69,20 +69,24 @@ class OwnSet:
         return cls(next(known for known in SUITES if known == suite), name or stem.removesuffix(ending), Path(path))
 
 
+def published(data: Path, suites: Iterable[Suite], protocol: Protocol) -> Tasks:
+    """The sets of a folder with labelled sets, none where it holds none. `EvaluationError` for a malformed file."""
+    shelf, found = Shelf.of(data), Tasks()
+    library = _Library(shelf, protocol)
+    for suite in suites:
+        found.tasks += library.tasks(suite)
+    found.missing += dict.fromkeys(shelf.missing)
+    found.warnings += dict.fromkeys(shelf.warnings)
+    return found
+
+
 def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[OwnSet], protocol: Protocol) -> Tasks:
     """Read all sets that are wanted.
 
     Raises:
         EvaluationError: A malformed file, a folder that is not there, or nothing to measure at all.
     """
-    found = Tasks()
-    if data is not None:
-        shelf = Shelf.of(data)
-        library = _Library(shelf, protocol)
-        for suite in suites:
-            found.tasks += library.tasks(suite)
-        found.missing += dict.fromkeys(shelf.missing)
-        found.warnings += dict.fromkeys(shelf.warnings)
+    found = Tasks() if data is None else published(data, suites, protocol)
     for one in own:
         found.tasks.append(_own_task(one, protocol))
     names = [(task.suite, task.name) for task in found.tasks]
@@ -182,6 +186,8 @@ def _splits(path: Path) -> dict[str, Table]:
         return {"all": read_table(path)}
     files = {split: file_of(path, split) for split in ("all", "train", "dev", "test")}
     tables = {split: read_table(file) for split, file in files.items() if file is not None}
+    if "all" in tables and len(tables) > 1:
+        raise EvaluationError(f"{path} holds all{ENDINGS[0]} beside other splits; keep it alone, or train and test")
     if "all" not in tables and not {"train", "test"} <= tables.keys():
         raise EvaluationError(f"{path} holds neither all{ENDINGS[0]} nor train{ENDINGS[0]} and test{ENDINGS[0]}")
     return tables

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from distcse.corpus.readers import find_files
 from distcse.encoder import resolve_model
-from distcse.encoder.folder import refuse_pickled_weights
-from distcse.errors import CorpusError, EncoderError, StorageError
+from distcse.encoder.folder import has_tokenizer, refuse_pickled_weights
+from distcse.errors import CorpusError, EncoderError, RecipeError, StorageError
 from distcse.health.check import Check, fail, ok, warn
-from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe
+from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
+from distcse.teachers.own import open_own
 
-_TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 _PATIENCE = 5.0
 """Seconds to wait for a hub or an endpoint."""
 
@@ -27,10 +27,12 @@ def models(recipe: Recipe | MutualRecipe) -> list[Check]:
     else:
         names[recipe.student.backbone] = None
         for teacher in recipe.teachers.encoders:
-            if teacher.endpoint is None:
-                names[teacher.backbone] = None
-            else:
+            if teacher.endpoint is not None:
                 found += endpoint(teacher.backbone, teacher.endpoint)
+            elif teacher.code is not None:
+                found.append(_own(teacher))
+            else:
+                names[teacher.backbone] = None
         detection = recipe.objective.detection
         if detection is not None and detection.generator:
             names[detection.generator] = None
@@ -46,9 +48,17 @@ def model(name: str) -> list[Check]:
         return [fail("model", str(refused), "or name a folder")]
     except EncoderError as refused:
         return [_on_hub(name, str(refused))]
-    if not any((folder / tokenizer).exists() for tokenizer in _TOKENIZERS):
+    if not has_tokenizer(folder):
         return [fail("model", f"{name}: no tokenizer in {folder}", "save the tokenizer beside the weights")]
     return [ok("model", f"{name}: {folder}")]
+
+
+def _own(teacher: TeacherSection) -> Check:
+    try:
+        open_own(teacher)
+    except RecipeError as refused:
+        return fail("model", str(refused), "see docs/extending.md")
+    return ok("model", f"{teacher.backbone}: {teacher.code} is made")
 
 
 def _on_hub(name: str, refused: str) -> Check:

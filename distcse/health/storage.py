@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from distcse.errors import StorageError
@@ -33,7 +34,10 @@ def folder(name: str, path: Path, good: float = _GOOD) -> list[Check]:
         path: The folder.
         good: Bytes that should be free.
     """
-    there = next(place for place in (path, *path.parents) if place.exists())
+    try:
+        there = next(place for place in (path, *path.parents) if place.exists())
+    except OSError as closed:  # a folder above it that this user may not look into
+        return [fail(name, f"{path}: {closed.strerror}", f"write {name}=FOLDER, one that this user may write to")]
     if not there.is_dir():
         return [fail(name, f"{there} is no folder", f"write {name}=FOLDER")]
     refused = _refused(there)
@@ -63,5 +67,6 @@ def _refused(folder: Path) -> str | None:
         return str(mistake.strerror or mistake)
     finally:
         for left in (beside, place):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # where nothing can be written nothing was left
+                left.unlink(missing_ok=True)
     return None

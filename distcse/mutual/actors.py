@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -28,6 +28,8 @@ from distcse.training.network import use_interface_of
 _PERIOD = 0.2
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
 _IN_TURNS = "write ray: false to run them in turns"
+_TOLD_OF_A_LOSS = 15
+"""Seconds in which Ray says that a worker is gone."""
 _TOLD_AFTER = 30
 """Seconds without room after which a group says so."""
 
@@ -136,7 +138,10 @@ class GroupOnRay:
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
                 relay(board, self._watch)
-                ray.get(done)  # a worker that is lost leaves the others waiting for it
+                try:
+                    ray.get(done)  # a worker that is lost leaves the others waiting for it, or failing
+                except RayTaskError as failed:
+                    raise _lost_among(answers, failed) or failed from None
             trained: Trained | None = ray.get(answers[0])
             return trained
         finally:
@@ -250,6 +255,21 @@ def _rivals(group: GroupSection, groups: Sequence[GroupSection]) -> int:
     return sum(
         other.workers for other in groups if all((other.nodes or {}).get(name, value) == value for name, value in mine)
     )
+
+
+def _lost_among(answers: Sequence[Any], failed: RayTaskError) -> RayActorError | None:
+    """The loss of a worker that made another one fail, in a collective that nobody answers; None where none was lost."""
+    if len(answers) == 1 or isinstance(failed.cause, DistcseError):
+        return None
+    ray.wait(list(answers), num_returns=len(answers), timeout=_TOLD_OF_A_LOSS)
+    for answer in answers:
+        try:
+            ray.get(answer, timeout=0)
+        except RayActorError as lost:
+            return lost
+        except (RayError, TimeoutError):
+            continue
+    return None
 
 
 def _told(group: str, phase: Phase, failed: RayTaskError) -> RunError:

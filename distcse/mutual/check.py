@@ -5,8 +5,7 @@ from __future__ import annotations
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.events import Note, Stage, Watch
-from distcse.mutual.dev import DevPairs
-from distcse.mutual.finals import wanted_tasks
+from distcse.mutual.finals import checked_tasks
 from distcse.mutual.pairs import read_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import place
@@ -25,8 +24,7 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
     uses_deepspeed(recipe.bi)
     uses_deepspeed(recipe.cross)
     check_storage(recipe.storage)
-    DevPairs.of(recipe)
-    tasks = wanted_tasks(recipe)
+    tasks = checked_tasks(recipe)
     for line in tasks.missing:
         watch.post(Note(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:

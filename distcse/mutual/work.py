@@ -152,9 +152,11 @@ class Worker:
             start = Encoder.from_section(group)
             if not follows:
                 return start
-            # A cross-encoder's folder does not say how a bi-encoder pools.
+            # A cross-encoder's folder does not say how a bi-encoder pools, nor what follows.
             known = {"pooling": start.pooling, "prompt": start.prompt, "max_length": start.max_length}
-            return Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **known}))
+            taken = Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **known}))
+            taken.head, taken.normalize = start.head, start.normalize
+            return taken
         source = model if follows else group.cross_backbone or group.backbone
         return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
 

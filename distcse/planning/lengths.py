@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import source_rows
+from distcse.encoder.folder import has_tokenizer
 from distcse.errors import DistcseError
 from distcse.planning.shapes import folder_of
 from distcse.recipe import CorpusSection, EncoderSection
@@ -115,7 +115,7 @@ def _sentences(corpus: CorpusSection) -> Iterator[str]:
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:
     """(n,) tokens of texts by the encoder's tokenizer, or by their bytes where that is not here."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
-    if folder is not None and _has_tokenizer(folder):
+    if folder is not None and has_tokenizer(folder):
         from distcse.encoder.loading import load_tokenizer
 
         tokenizer = load_tokenizer(folder, encoder.trust_remote_code)
@@ -123,10 +123,6 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
         return np.array([len(row) for row in ids["input_ids"]], dtype=np.int64), "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
     return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "vocab.txt", "spiece.model", "tokenizer.model"))
 
 
 def _assumed() -> NDArray[np.int64]:

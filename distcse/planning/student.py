@@ -35,10 +35,10 @@ class TeacherWork:
 
     name: str
     shape: Shape | None
-    """None for an endpoint, whose work is elsewhere."""
+    """None for an endpoint, whose work is elsewhere, and for a teacher of the user's own, of which nothing is known."""
     section: TeacherSection
     kind: str
-    """`table`, `rank space`, `live`, `cross-encoder` or `endpoint`."""
+    """`table`, `rank space`, `live`, `cross-encoder`, `endpoint` or `own`."""
 
     def table_bytes(self, rows: float) -> float:
         """Two bytes a number, for every sentence; 0 without a table."""
@@ -298,6 +298,8 @@ def _in_batches(work: Pass, batches: float, machine: Machine) -> float:
 def _teacher(section: TeacherSection, mode: str) -> TeacherWork:
     if section.endpoint is not None:
         return TeacherWork(section.backbone, None, section, "endpoint")
+    if section.code is not None:
+        return TeacherWork(section.backbone, None, section, "own")
     folder = folder_of(section.backbone, section.trust_remote_code)
     shape = read_shape(section)
     if folder is not None and is_cross_encoder(folder):

@@ -150,8 +150,11 @@ class Recipe(Section):
                 raise ValueError(
                     f"objective.{name} needs teachers; add teachers.encoders, or write objective.{name}: null"
                 )
-        if terms.combine == "hinge" and not (terms.info_nce and terms.rank_regression):
-            raise ValueError("objective.combine hinge is between info_nce and rank_regression; keep both, or write sum")
+        between = (terms.info_nce, terms.rank_regression)
+        if terms.combine == "hinge" and not all(term is not None and term.weight for term in between):
+            raise ValueError(
+                "objective.combine hinge is between info_nce and rank_regression; keep both, with weights above 0, or write sum"
+            )
         if self.teachers.mode == "live" and any(teacher.space == "rank" for teacher in self.teachers.encoders):
             raise ValueError("a teacher in rank space serves from a table; write teachers.mode: table")
         if self.evaluation.every % self.training.gradient_accumulation:

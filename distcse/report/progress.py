@@ -231,11 +231,15 @@ def heard_by(listen: Listener | None) -> Iterator[Listener]:
 def live_progress(console: Console) -> Progress:
     """Bars as wide as the terminal: only the note at the right gives way where it is narrow."""
     return Progress(
-        TextColumn("{task.description:<9}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.description:<9}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=20 if console.width >= 80 else 10),
-        TextColumn("{task.fields[count]}", justify="right", table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[left]}", justify="right", style="cyan", table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        TextColumn("{task.fields[count]}", markup=False, justify="right", table_column=Column(no_wrap=True)),
+        TextColumn(
+            "{task.fields[left]}", markup=False, justify="right", style="cyan", table_column=Column(no_wrap=True)
+        ),
+        TextColumn(
+            "{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        ),
         console=console,
         transient=True,
         expand=True,

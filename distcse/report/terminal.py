@@ -34,7 +34,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
 
 
 def _for_tables() -> Console:
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, markup=False)  # names of models and sets may have brackets in them
     if not console.is_terminal:
         console.width = _PIPE_WIDTH  # a file has no edge to fold lines at
     return console

@@ -25,7 +25,9 @@ class Start:
 
     def __init__(self, encoder: Encoder, share: float) -> None:
         self._share = share
-        self._weights = {n: w.detach().cpu().clone() for n, w in encoder.named_parameters()} if share else {}
+        # By every name: a weight that has two, as T5's words do, is saved under both.
+        named = encoder.named_parameters(remove_duplicate=False)
+        self._weights = {name: weight.detach().cpu().clone() for name, weight in named} if share else {}
 
     def mixed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same weights by name, each parameter of the encoder moved back by the share towards its start."""

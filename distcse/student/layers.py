@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from distcse.corpus import Corpus
-from distcse.encoder import Encoder, depth_of, model_fingerprint, only_layers, resolve_model
+from distcse.encoder import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
 from distcse.encoder.device import device_here
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
@@ -59,18 +59,22 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
     return with_layers(recipe, layers)
 
 
-def best_layers(depth: int, wanted: int, score: Score) -> dict[tuple[int, ...], float]:
+def best_layers(depth: int, wanted: int, score: Score, with_first: bool = False) -> dict[tuple[int, ...], float]:
     """Choices of `wanted` out of `depth` layers, with their scores: all of them where there are at most 64.
 
     Of more, layers are left out one after the other, each time the one without which the others score best; only choices of the
-    wanted number are returned.
+    wanted number are returned, and `with_first` only such as keep the first layer.
     """
+
+    def choices(kept: Sequence[int], number: int) -> list[tuple[int, ...]]:
+        return [choice for choice in combinations(kept, number) if not with_first or choice[0] == 0]
+
     if comb(depth, wanted) <= _MOST_TRIED:
-        return {choice: score(choice) for choice in combinations(range(depth), wanted)}
+        return {choice: score(choice) for choice in choices(range(depth), wanted)}
     kept = tuple(range(depth))
     tried: dict[tuple[int, ...], float] = {}
     while len(kept) > wanted:
-        tried = {shorter: score(shorter) for shorter in combinations(kept, len(kept) - 1)}
+        tried = {shorter: score(shorter) for shorter in choices(kept, len(kept) - 1)}
         kept = max(tried, key=lambda choice: tried[choice])
     return tried
 
@@ -98,7 +102,7 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
         watch.post(Stage("layers", done, None, "choices tried"))
         return found
 
-    tried = best_layers(depth, wanted, score)
+    tried = best_layers(depth, wanted, score, first_stays(encoder.backbone))
     best = max(tried, key=lambda choice: tried[choice])
     in_order = sorted(tried.items(), key=lambda entry: -entry[1])
     return list(best), tried[best], [(list(layers), round(found, 2)) for layers, found in in_order]

@@ -21,7 +21,7 @@ from distcse.training.checkpoint import Checkpoints
 from distcse.training.lesson import told_rows
 from distcse.training.loop import Outcome, finished, learn
 from distcse.training.scorer import Scorer
-from distcse.training.workers import rank, world_size
+from distcse.training.workers import by_all, rank, world_size
 
 
 class ListLesson:
@@ -126,9 +126,9 @@ def fit(
         report: Called by every worker after every dev score.
         scorer: Makes dev scores beside the training; None makes them here.
     """
-    plan = Plan(job, rank(), world_size())
+    plan = by_all(lambda: Plan(job, rank(), world_size()))
     checkpoints = Checkpoints(job.run, job.claim)
-    position = finished(checkpoints)
+    position = by_all(lambda: finished(checkpoints))
     if position is not None:
         return Outcome(position, plan.steps, 0.0, 0.0)
     return learn(ListLesson(job, plan, sources), job.recipe.training, checkpoints, watch, report, scorer)

@@ -163,6 +163,7 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     from distcse.student.lists import fit
     from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
     from distcse.training.metrics import Queue
+    from distcse.training.workers import by_all
 
     _quiet()
     use_assigned_threads()
@@ -170,7 +171,7 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     rank = ray.train.get_context().get_world_rank()
     job: Job = config["job"]
     try:
-        mine = servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank)
+        mine = by_all(lambda: servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank))
     except DistcseError as mistake:
         return mistake
     sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]

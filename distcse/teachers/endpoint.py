@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
+from distcse.encoder.prompts import SENTENCE, is_template
 from distcse.errors import TeacherError
 from distcse.recipe import EndpointSection
 
@@ -29,7 +30,7 @@ class Endpoint:
     Args:
         model: The model's name at the endpoint.
         section: Where it is, and how it is asked.
-        prompt: Text put before every sentence.
+        prompt: Text put before every sentence, or a template with `{sentence}` in it.
     """
 
     def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
@@ -81,7 +82,9 @@ class Endpoint:
         return vectors
 
     def _ask(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        body = {"model": self._model, "input": [self._prompt + text for text in texts], "encoding_format": "float"}
+        template = self._prompt if is_template(self._prompt) else self._prompt + SENTENCE
+        asked = [template.replace(SENTENCE, text) for text in texts]
+        body = {"model": self._model, "input": asked, "encoding_format": "float"}
         try:
             answer = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout)
         except requests.RequestException as lost:

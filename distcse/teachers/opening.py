@@ -9,6 +9,7 @@ from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_finge
 from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.encoder.precision import held_as
+from distcse.encoder.prompts import is_template
 from distcse.errors import TeacherError
 from distcse.files import text_checksum
 from distcse.recipe import TeacherSection, TeachersSection
@@ -53,7 +54,8 @@ def fingerprint(teacher: TeacherSection) -> str:
         return own_fingerprint(teacher)
     if teacher.endpoint is not None:
         named = f"{teacher.endpoint.url}\0{teacher.backbone}"
-        return text_checksum(named)
+        # Tables from before templates were filled in are of other texts.
+        return text_checksum(f"{named}\0filled in" if is_template(teacher.prompt) else named)
     return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
 
 

@@ -14,7 +14,7 @@ from distcse.training.lesson import Lesson
 from distcse.training.meter import Meter
 from distcse.training.schedule import warmup_then_linear
 from distcse.training.scorer import Scorer
-from distcse.training.workers import from_first, rank, wait_for_all
+from distcse.training.workers import by_all, from_first, rank
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def learn(
         StorageError: A checkpoint cannot be written; the one before it stays the latest.
     """
     watch = watch if rank() == 0 else Watch()
-    found = checkpoints.restore(watch.post)
-    wait_for_all()  # or who is late would find the checkpoint of the start, which the first writes, and be a step ahead
+    # By all, or who is late would find the checkpoint of the start, which the first writes, and be a step ahead.
+    found = by_all(lambda: checkpoints.restore(watch.post))
     position, restored = found or (Position(step=0), None)
     if restored is not None:
         lesson.model.load_state_dict(restored.weights)

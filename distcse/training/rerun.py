@@ -117,7 +117,9 @@ def _fetch_models(run: Path, recipe: Recipe | MutualRecipe) -> None:
 
 def _models(run: Path) -> list[Path]:
     """Weight files of the model or models that a run left behind."""
-    return sorted([*(run / "model").glob("*.safetensors"), *(run / "models").glob("*/*/*.safetensors")])
+    models = [run / "model", *(run / "models").glob("*/*")]
+    found = [file for model in models for file in model.rglob("*.safetensors")]
+    return sorted(file for file in found if file.parent.name != "distcse")  # beside the model, and no part of it
 
 
 def _weights(run: Path) -> dict[str, Tensor]:

@@ -49,6 +49,26 @@ def by_first(work: Callable[[], T]) -> T:
     return cast(T, came)
 
 
+def by_all(work: Callable[[], T]) -> T:
+    """What work that every worker does for itself comes to; the mistake of any is raised by all of them, at this place.
+
+    The others would wait for that one for ever, were it raised there alone.
+    """
+    came: T | None = None
+    mistake: DistcseError | None = None
+    try:
+        came = work()
+    except DistcseError as met:
+        mistake = met
+    if world_size() > 1:
+        told: list[DistcseError | None] = [None] * world_size()
+        dist.all_gather_object(told, mistake)
+        mistake = next((met for met in told if met is not None), None)
+    if mistake is not None:
+        raise mistake
+    return cast(T, came)
+
+
 def add_over_workers(tensor: Tensor) -> Tensor:
     """Sum over all workers, in place."""
     if world_size() > 1:

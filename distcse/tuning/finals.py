@@ -45,17 +45,20 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
     candidates = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
         name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
-        models = {name: place / "model"}
+        models = {name: (place / "model", recipe.student if isinstance(recipe, Recipe) else recipe.groups[0])}
         if isinstance(recipe, MutualRecipe):
             models = {
-                f"{name}, {g.name} {k}": place / "models" / g.name / k for g in recipe.groups for k in ("bi", "cross")
+                f"{name}, {g.name} {k}": (place / "models" / g.name / k, g)
+                for g in recipe.groups
+                for k in ("bi", "cross")
             }
-        models = {key: model for key, model in models.items() if fetch_folder(model)}
+        models = {key: (model, section) for key, (model, section) in models.items() if fetch_folder(model)}
         exposure = of_all or (_of_pairs(place, tasks) if models else None)
-        for key, model in models.items():
+        for key, (model, section) in models.items():
             assert exposure is not None
             exposure.write(model)
-            candidates.append(open_candidate(key, str(model), Reading(device=device)))
+            reading = Reading(device=device, trust_remote_code=section.trust_remote_code)
+            candidates.append(open_candidate(key, str(model), reading))
     if not candidates:
         return None
     settings = {"STS": "all", "device": device, "precision": "fp32"}

@@ -20,7 +20,8 @@ def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     import optuna
     from optuna.distributions import FloatDistribution
 
-    told = [(trial, trial.best) for trial in trials if trial.best and trial.status in ("finished", "stopped")]
+    ended = [trial for trial in trials if trial.status in ("finished", "stopped") and not trial.recalled_from]
+    told = [(trial, trial.best) for trial in ended if trial.best]
     if len(told) < _FEWEST or len({best.score for _, best in told}) == 1:
         return {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -31,10 +31,10 @@ def side_of(run: Trial) -> str:
 
 
 def dev_row(runs: Sequence[Trial]) -> Row | None:
-    """Best dev scores of the runs at the end; None where there are none."""
+    """Best dev scores of the runs at the end, each once; None where there are none."""
     scores: dict[str, list[float]] = {}
     for run in sorted(runs, key=lambda run: side_of(run) == BEST):
-        if run.best is not None and run.status == "finished":
+        if run.best is not None and run.status == "finished" and not run.recalled_from:
             scores.setdefault(side_of(run), []).append(run.best.score)
     found = {side: spread_of(values) for side, values in scores.items()}
     return Row("dev", "best of each run", "dev", found) if found else None

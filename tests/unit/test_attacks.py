@@ -19,6 +19,7 @@ import yaml
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.errors import CorpusError, DistcseError, EncoderError, RecipeError, RunError, TeacherError
+from distcse.evaluation import Reading, open_candidate
 from distcse.events import Watch
 from distcse.files import checksum, sealed
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
@@ -143,6 +144,22 @@ def with_code(model: Path, marker: Path, kind: str) -> Path:
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "evil.EvilTokenizer"]}
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return model
+
+
+def test_a_cross_encoders_own_code_runs_where_it_is_asked_for(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_cross_encoder(tmp_path / "cross", tiny("bert"))
+    (folder / "own.py").write_text(
+        "from transformers import BertConfig, BertForSequenceClassification\n"
+        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
+        "class OwnModel(BertForSequenceClassification):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    with pytest.raises(EncoderError):
+        open_candidate("cross", str(folder), Reading())
+    candidate = open_candidate("cross", str(folder), Reading(trust_remote_code=True))
+    assert candidate.about.kind == "cross-encoder"
 
 
 @pytest.mark.parametrize("kind", ["bert", "evil"])

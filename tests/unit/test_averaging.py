@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,19 @@ MIXED = "student.start_share=0.25"
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
     return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("bert", width=48)], sentences, *overrides)
+
+
+def test_a_weight_with_two_names_is_averaged_under_both(tiny: Callable[..., Path]) -> None:
+    """As T5's words are: what is saved is what was scored."""
+    encoder = Encoder.load(tiny("t5"), pooling="mean", max_length=16)
+    start = Start(encoder, 0.5)
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(1)
+    with start.mixed_into(encoder):
+        scored = encoder.encode(["A man."])
+    encoder.load_state_dict(start.mixed(encoder.state_dict()))
+    np.testing.assert_allclose(encoder.encode(["A man."]), scored, atol=1e-6)
 
 
 def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(recipe_with: MakeRecipe) -> None:

@@ -66,6 +66,14 @@ def test_insertion_keeps_the_sentence_and_labels_what_is_new() -> None:
     assert edited.labels.sum().item() == pytest.approx(0.5 * 6 * 200, rel=0.1)
 
 
+def test_insertion_ends_where_the_backbones_positions_do() -> None:
+    torch.manual_seed(0)
+    edited = insert(IDS, MASK, 0.9, WORDS, sevens, longest=7)
+    assert int(edited.mask.sum(dim=1).max()) == 7
+    inserted = edited.labels.sum(dim=1)
+    assert int(inserted[MASK.sum(dim=1) == 6].max()) == 1 and int(inserted[MASK.sum(dim=1) == 4].max()) == 2
+
+
 def test_deletion_labels_the_token_behind_the_gap() -> None:
     torch.manual_seed(0)
     edited = delete(IDS, MASK, 0.5, WORDS)

@@ -6,10 +6,11 @@ import json
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distcse.doctor import main
@@ -78,6 +79,42 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path) -> None:
     assert "is no folder" in only(storage.folder("storage.runs", file / "runs")).found
 
 
+def test_a_folder_that_cannot_be_looked_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **how: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    found = only(storage.folder("storage.runs", tmp_path / "closed" / "runs"))
+    assert found.verdict == "fail" and "Permission denied" in found.found and "storage.runs=FOLDER" in found.fix
+
+
+def test_storage_that_takes_nothing_away_either_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a read-only file system refuses to remove what is not there."""
+
+    def refuse(*given: object, **how: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    found = only(storage.folder("storage.runs", tmp_path))
+    assert found.verdict == "fail" and "Read-only file system" in found.found
+
+
+def test_a_teacher_of_ones_own_is_made(recipe_with: Callable[..., Recipe]) -> None:
+    made = recipe_with("teachers.encoders.0={backbone: mine, code: 'tests.unit.test_doctor:Mine'}")
+    assert {check.verdict for check in sources.models(made)} == {"ok"}
+    lacking = recipe_with("teachers.encoders.0={backbone: mine, code: 'tests.unit.test_doctor:Nobody'}")
+    (told,) = [check for check in sources.models(lacking) if check.verdict == "fail"]
+    assert "Nobody" in told.found and "extending.md" in told.fix
+
+
+class Mine:
+    fingerprint = "1"
+
+    def encode(self, texts: Sequence[str], **how: object) -> np.ndarray:
+        return np.ones((len(texts), 2), dtype=np.float32)
+
+
 def test_models_are_looked_for(tiny: Callable[..., Path], tmp_path: Path) -> None:
     assert only(sources.model(str(tiny("bert")))).verdict == "ok"
     assert only(sources.model("/nowhere")).verdict == "fail"
@@ -87,6 +124,8 @@ def test_models_are_looked_for(tiny: Callable[..., Path], tmp_path: Path) -> Non
     bare.mkdir()
     (bare / "model.safetensors").write_bytes((tiny("bert") / "model.safetensors").read_bytes())
     assert "no tokenizer" in only(sources.model(str(bare))).found
+    (bare / "vocab.json").write_text("{}")
+    assert only(sources.model(str(bare))).verdict == "ok"  # RoBERTa's older form
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"")

@@ -96,6 +96,17 @@ def test_groups_end_as_their_run_would(groups: Path, capsys: pytest.CaptureFixtu
         assert told in capsys.readouterr().err
 
 
+def test_a_dev_set_that_is_a_test_set_is_told_without_a_run(
+    groups: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the run tells it."""
+    test = next((labelled / "sts" / "stsb").glob("test.tsv*"))
+    asked = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final=[sts]", "--quiet"]
+    for more in (["--dry-run"], []):
+        assert train.main([str(groups), *asked, *more]) == 2
+        assert "the dev set holds" in capsys.readouterr().err
+
+
 def test_a_teachers_pass_says_what_is_left_of_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed.main([str(file), "--dry-run"]) == 0
     told = capsys.readouterr()

@@ -297,6 +297,33 @@ def test_modules_that_would_change_vectors_are_refused(tiny: Callable[..., Path]
         Encoder.load(tmp_path / "model")
 
 
+def test_texts_that_would_be_read_otherwise_are_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    for kind in ("bert", "roberta"):
+        Encoder.load(tiny(kind), pooling="mean", max_length=8).save(tmp_path / kind)
+        (tmp_path / kind / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": true}')
+    same(Encoder.load(tmp_path / "bert").encode(TEXTS), sentence_transformer(tmp_path / "bert"))  # lowercases already
+    with pytest.raises(EncoderError, match="lowercases texts"):
+        Encoder.load(tmp_path / "roberta")
+    pooling = tmp_path / "bert" / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
+    same(Encoder.load(tmp_path / "bert").encode(TEXTS), sentence_transformer(tmp_path / "bert"))  # there is no prompt
+    with pytest.raises(EncoderError, match="leaves the prompt's tokens out of its vectors"):
+        Encoder.load(tmp_path / "bert", prompt="query: ")
+
+
+def test_a_models_own_code_is_part_of_its_fingerprint(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    Encoder.load(tiny("bert"), pooling="mean", max_length=8).save(tmp_path / "model")
+    (tmp_path / "model" / "modeling.py").write_text("one = 1")
+    before = model_fingerprint(tmp_path / "model")
+    (tmp_path / "model" / "modeling.py").write_text("one = 2")
+    assert model_fingerprint(tmp_path / "model") == before  # nothing says that it is used
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "modeling.M"}}))
+    used = model_fingerprint(tmp_path / "model")
+    (tmp_path / "model" / "modeling.py").write_text("one = 3")
+    assert used != model_fingerprint(tmp_path / "model")
+
+
 def test_fingerprint_follows_content(tiny: Callable[..., Path], tmp_path: Path) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=8)
     encoder.save(tmp_path / "a")

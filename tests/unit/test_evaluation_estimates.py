@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata, spearmanr
 from sklearn.metrics import roc_auc_score
 
+from distcse.evaluation import estimates
 from distcse.evaluation.estimates import (
     AucOf,
     AverageOf,
@@ -17,7 +18,7 @@ from distcse.evaluation.estimates import (
     Reported,
     SpearmanOf,
     difference,
-    draw,
+    resample,
     weighted_ranks,
 )
 
@@ -27,9 +28,11 @@ GOOD = GOLD + generator.normal(size=60)
 BAD = GOLD + 4 * generator.normal(size=60)
 
 
-def drawn(items: str, count: int, resample: int) -> np.ndarray:
+def drawn(items: str, count: int, number: int) -> np.ndarray:
     """Indices that a row of weights stands for."""
-    return np.repeat(np.arange(count), draw(items, count)[resample].astype(int))
+    weights: list[np.ndarray] = []
+    resample(items, count, lambda some: (weights.append(some), np.zeros(len(some)))[1])
+    return np.repeat(np.arange(count), np.concatenate(weights)[number].astype(int))
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=20), st.integers(0, 1000))
@@ -46,11 +49,26 @@ def test_resampled_figures_are_those_of_the_libraries() -> None:
     spearman, auc, mean = SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x", scale=1)
     assert spearman.value == pytest.approx(100 * spearmanr(GOOD, GOLD).statistic)
     assert auc.value == pytest.approx(100 * roc_auc_score(labels, GOOD))
-    for resample in (0, 1, 999):
-        rows = drawn("x", 60, resample)
-        assert spearman.resampled[resample] == pytest.approx(100 * spearmanr(GOOD[rows], GOLD[rows]).statistic)
-        assert auc.resampled[resample] == pytest.approx(100 * roc_auc_score(labels[rows], GOOD[rows]))
-        assert mean.resampled[resample] == pytest.approx(GOOD[rows].mean())
+    for number in (0, 1, 999):
+        rows = drawn("x", 60, number)
+        assert spearman.resampled[number] == pytest.approx(100 * spearmanr(GOOD[rows], GOLD[rows]).statistic)
+        assert auc.resampled[number] == pytest.approx(100 * roc_auc_score(labels[rows], GOOD[rows]))
+        assert mean.resampled[number] == pytest.approx(GOOD[rows].mean())
+
+
+def test_many_items_are_resampled_a_few_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike, and in the memory of a few."""
+    labels, seen = (GOLD > 2).astype(np.int64), []
+
+    def figures() -> list[np.ndarray]:
+        return [one.resampled for one in (SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x"))]
+
+    whole = figures()
+    monkeypatch.setattr(estimates, "_WEIGHTS_AT_A_TIME", 7 * 60 + 1)
+    resample("x", 60, lambda some: (seen.append(len(some)), np.zeros(len(some)))[1])
+    assert set(seen) == {7, 1000 % 7} and sum(seen) == 1000
+    for one, other in zip(whole, figures(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
 def test_difference_is_paired_and_the_same_every_time() -> None:

@@ -137,6 +137,18 @@ def test_names_of_models_and_sets() -> None:
         suites_named(["stss"])
 
 
+def test_a_set_in_one_file_and_in_splits_is_refused(tmp_path: Path, sentences: list[str]) -> None:
+    """What is trained on may not be what is measured on."""
+    for split in ("all", "train", "test"):
+        rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:60])]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
+    with pytest.raises(EvaluationError, match=r"holds all\.tsv.* beside other splits"):
+        collect(None, [], [OwnSet.parse(f"transfer={tmp_path}")], Protocol())
+    (tmp_path / "all.tsv").unlink()
+    (task,) = collect(None, [], [OwnSet.parse(f"transfer={tmp_path}")], Protocol()).tasks
+    assert task.suite == "transfer"
+
+
 def test_nothing_to_measure_is_an_error(tmp_path: Path, sentences: list[str]) -> None:
     with pytest.raises(EvaluationError, match=r"nothing to measure: give --data .*STS12: no "):
         collect(tmp_path, suites_named(["sts"]), [], Protocol())

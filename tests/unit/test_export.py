@@ -14,6 +14,7 @@ import pytest
 
 from distcse import exporting
 from distcse.encoder import Encoder
+from distcse.encoder.head import Dense, DenseShape
 from distcse.errors import EncoderError
 from distcse.export import main
 from distcse.exporting import Exports, export_onnx
@@ -83,6 +84,20 @@ def test_the_graph_is_what_readers_look_for(exported: tuple[Path, Exports]) -> N
     kinds = {weights.data_type for weights in onnx.load(exports.files[1].file).graph.initializer}
     assert onnx.TensorProto.INT8 in kinds and not list(folder.rglob("*.data"))
     assert "onnx/model.onnx" in prepare(folder, folder.parent / "parcel").files
+
+
+def test_linear_maps_after_pooling_are_in_the_file_and_go_along(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Token vectors are no output: who pooled them would have vectors without the maps."""
+    import onnx
+
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=16)
+    encoder.head.append(Dense(DenseShape(32, 8)))
+    encoder.save(tmp_path / "model")
+    (file,) = export_onnx(str(tmp_path / "model"), out=tmp_path / "out").files
+    assert [output.name for output in onnx.load(file.file).graph.output] == ["sentence_embedding"]
+    assert file.least_cosine > 1 - 1e-5
+    left = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.safetensors")}
+    assert left == {"2_Dense/model.safetensors"}
 
 
 @pytest.mark.parametrize("which", ["exported", "templated"])

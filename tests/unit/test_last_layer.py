@@ -16,7 +16,7 @@ from benchmarks.counting import NumbersRead
 from distcse.encoder import CrossEncoder, Encoder, pool
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import layers_of
-from distcse.encoder.packing import can_pack, worth_packing
+from distcse.encoder.packing import can_pack, has_known_layers, worth_packing
 from distcse.objectives import gather_views
 from tests.models import make_cross_encoder
 
@@ -90,6 +90,16 @@ def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | N
     assert len(gradient) == len(expected) >= 20
     apart = torch.cat([(a - b).flatten() for a, b in zip(gradient, expected, strict=True)]).norm()
     assert apart <= 5e-6 * torch.cat([b.flatten() for b in expected]).norm()
+
+
+def test_a_backbone_without_a_list_of_layers_computes_all_of_its_last(tmp_path: Path) -> None:
+    """ALBERT, which goes through one layer again and again."""
+    encoder = Encoder(backbone_of("albert", embedding_size=8), Marks(), "cls", 11).eval()
+    assert not can_stop_at_one(encoder.backbone) and not has_known_layers(encoder.backbone)
+    ids = torch.arange(4, 15).expand(2, 11)
+    with torch.no_grad():
+        whole = encoder.backbone(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        torch.testing.assert_close(encoder(ids, torch.ones_like(ids)), whole[:, 0])
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

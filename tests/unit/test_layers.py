@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -91,3 +91,27 @@ def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
         Encoder.from_section(
             StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", depth=2)
         )
+
+
+@pytest.mark.parametrize(("depth", "wanted"), [(3, 2), (12, 3)])
+def test_a_first_layer_that_must_stay_is_in_every_choice(depth: int, wanted: int) -> None:
+    tried: list[Sequence[int]] = []
+    found = best_layers(depth, wanted, lambda layers: (tried.append(layers), float(sum(layers)))[1], with_first=True)
+    assert all(choice[0] == 0 for choice in tried)
+    assert max(found, key=lambda choice: found[choice]) == (0, *range(depth - wanted + 1, depth))
+
+
+def test_layers_of_t5_are_chosen_with_its_first(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    recipe = make_recipe(
+        tmp_path,
+        tiny("t5"),
+        [tiny("minilm")],
+        sentences,
+        "student.layers=auto",
+        "student.depth=2",
+        "training.max_steps=2",
+    )
+    chosen = run(recipe, Watch()).recipe.student.layers
+    assert chosen in ([0, 1], [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_excluding_takes_dev_and_all_test_sets(labelled: Path) -> None:
         assert all(map(excluded.holds, task.sentences()))
     assert not excluded.holds("Xylophone.")
     assert excluded_from(CorpusSection(path="x.txt"), str(labelled)) is None
+
+
+def test_excluding_takes_a_dev_set_alone(labelled: Path, tmp_path: Path) -> None:
+    asked = CorpusSection(path="x.txt", exclude_evaluation=True)
+    with pytest.raises(EvaluationError, match=r"exclude_evaluation: .* holds no labelled set"):
+        excluded_from(asked, str(tmp_path))
+    (tmp_path / "sts" / "stsb").mkdir(parents=True)
+    dev = next((labelled / "sts" / "stsb").glob("dev.tsv*"))
+    shutil.copy(dev, tmp_path / "sts" / "stsb" / dev.name)
+    excluded = excluded_from(asked, str(tmp_path))
+    assert excluded is not None and all(map(excluded.holds, labelled_dev(labelled).unique))
 
 
 def test_excluding_wants_labelled_sets(recipe_with: MakeRecipe) -> None:

@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similar
 
 from distcse.corpus import BatchSampler
 from distcse.encoder import CrossEncoder, Encoder
+from distcse.encoder.head import Dense, DenseShape
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
@@ -287,13 +288,16 @@ def test_what_goes_wrong_in_a_group_of_this_process_carries_its_name() -> None:
 def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, tmp_path: Path) -> None:
     knobs = ("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
+    start.head.append(Dense(DenseShape(32, 8)))
+    start.normalize = True
     start.save(tmp_path / "says-how-it-pools")
     itself = (f"groups.0.backbone={tmp_path / 'says-how-it-pools'}", "groups.0.pooling=null")
     for chosen in (knobs, knobs[1:], (*knobs, *itself)):
         result = run_mutual(alone(*chosen), Watch())
         moved = Encoder.load(result.directory.path / "models" / "bert" / "bi")
-        for name, tensor in start.state_dict().items():
-            torch.testing.assert_close(moved.state_dict()[name], tensor, atol=1e-5, rtol=0)
+        assert (len(moved.head), moved.normalize) == ((1, True) if itself[0] in chosen else (0, False))
+        for name, tensor in moved.state_dict().items():
+            torch.testing.assert_close(start.state_dict()[name], tensor, atol=1e-5, rtol=0)
     result = run_mutual(alone("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Watch())
     cross = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
     bi = Encoder.load(result.directory.path / "models" / "bert" / "bi").backbone.state_dict()

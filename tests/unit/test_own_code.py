@@ -140,3 +140,13 @@ def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Pat
     ):
         with pytest.raises(RecipeError, match=re.escape(told)):
             run(recipe_with(f"teachers.encoders.0.code={code}"), Watch())
+
+
+def test_a_plan_leaves_out_what_it_cannot_know(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distcse.plan import main
+
+    recipe_of_the_page(recipe_with, tmp_path)
+    assert main([str(tmp_path / "page.yaml")]) == 0
+    assert "trigrams" in capsys.readouterr().out

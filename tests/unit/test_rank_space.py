@@ -187,6 +187,10 @@ def test_rank_lists_need_a_table_and_hinge_its_terms(
         ((*in_rank_space(9), "teachers.mode=live"), "serves from a table; write teachers.mode: table"),
         (("objective.combine=hinge",), "hinge is between info_nce and rank_regression"),
         (
+            ("objective.combine=hinge", "objective.rank_regression={}", "objective.info_nce={weight: 0}"),
+            "keep both, with weights above 0",
+        ),
+        (
             ("objective.rank_regression.lower=0.9", "objective.rank_regression.upper=0.5"),
             "no pair lies between them",
         ),

@@ -213,6 +213,17 @@ def test_terminal_shows_figures_and_intervals(
     assert "\x1b[" not in shown.out and "missing   STS13" in shown.err and "warning   STS12" in shown.err
 
 
+def test_names_with_brackets_are_shown_as_they_are(measured: Evaluation, capsys: pytest.CaptureFixture[str]) -> None:
+    first = measured.models[0]
+    named = [replace(first, name=name) for name in ("student[v2]", "a[/b]")]
+    scores = [
+        replace(score, values=dict.fromkeys(("student[v2]", "a[/b]"), 1.0), comparisons=()) for score in measured.scores
+    ]
+    print_evaluation(replace(measured, models=named, scores=scores, base="student[v2]"))
+    shown = capsys.readouterr().out
+    assert "student[v2]" in shown and "a[/b]" in shown
+
+
 def _contrast(one: str, other: str) -> float:
     """Contrast ratio of WCAG 2 of two `rgb(r, g, b)`."""
 

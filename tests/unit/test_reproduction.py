@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from distcse import train
 from distcse.errors import RunError
 from distcse.events import Watch
 from distcse.files import sealed, unsealed
 from distcse.training.directory import RunDirectory, check_stored, recorded
-from distcse.training.rerun import Earlier
+from distcse.training.rerun import Earlier, _weights
 from tests.pairs import make_mutual_recipe
 
 SHORT = ("training.max_steps=4", "evaluation.every=2", "training.batch_size=8")
@@ -64,6 +66,16 @@ def test_done_again_it_has_the_same_weights_to_the_last_bit(
     noted = unsealed(again / "rerun.json")
     assert noted["of"] == str(run) and noted["first"] == noted["second"] and noted["largest"] == 0.0
     assert (again / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
+
+
+def test_weights_after_the_backbone_are_compared_too(run: Path) -> None:
+    """Those of linear maps after pooling lie in a folder of their own; what distcse keeps beside a model is no part of it."""
+    saved = set(_weights(run))
+    (run / "model" / "2_Dense").mkdir()
+    (run / "model" / "distcse").mkdir(exist_ok=True)
+    for place in ("2_Dense", "distcse"):
+        save_file({"linear.weight": torch.ones(2)}, run / "model" / place / "model.safetensors")
+    assert set(_weights(run)) - saved == {"model/2_Dense/linear.weight"}
 
 
 def test_other_weights_are_told_with_their_largest_difference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.tuning.importance import importances
 from distcse.tuning.records import Reported, Trial, read_trials, winner_of
 from distcse.tuning.space import Space
+from distcse.tuning.summary import dev_row
 from distcse.tuning.table import rows_of, write_tables
 from tests.jobs import make_recipe
 
@@ -212,3 +214,11 @@ def test_the_knob_that_matters_is_the_important_one(recipe: Recipe, tmp_path: Pa
     shares = importances(space, trials)
     assert next(iter(shares)) == "objective.rank.tau2" and shares["objective.rank.tau2"] > 0.9
     assert importances(space, trials[:3]) == {}
+
+
+def test_a_run_that_was_recalled_counts_once() -> None:
+    """Its score is another run's, which is there too."""
+    runs = [trial(number, [score], seed=number) for number, score in enumerate([80.0, 70.0, 75.0])]
+    again = replace(runs[0], name="again", recalled_from=runs[0].name)
+    once, twice = dev_row(runs), dev_row([*runs, again])
+    assert once is not None and once == twice

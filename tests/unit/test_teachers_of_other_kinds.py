@@ -18,9 +18,10 @@ from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Steps, Watch
 from distcse.objectives import shuffle_groups
-from distcse.recipe import EndpointSection
+from distcse.recipe import EndpointSection, TeacherSection
 from distcse.student.run import Result, run
 from distcse.teachers import Endpoint, PairTeacher
+from distcse.teachers.opening import fingerprint
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 
@@ -84,6 +85,16 @@ def test_an_endpoint_answers_like_its_encoder(
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert len(server.asked) == 8 and {body["model"] for body in server.asked} == {"name"} and done[-1] == 50
     assert max(len(body["input"]) for body in server.asked) == 7 and set(server.keys) == {"Bearer secret"}
+
+
+def test_a_template_is_filled_in_before_an_endpoint_is_asked(server: Server) -> None:
+    section = EndpointSection(url=server.url)
+    Endpoint("name", section, prompt="Find alike: {sentence} Now.").encode(["A man", "{sentence}"])
+    assert server.asked[0]["input"] == ["Find alike: A man Now.", "Find alike: {sentence} Now."]
+    plain, template = (
+        fingerprint(TeacherSection(backbone="name", endpoint=section, prompt=p)) for p in ("a: ", "{sentence}")
+    )
+    assert plain != template  # tables of before, with the template itself in every text, are not taken
 
 
 def test_an_endpoint_is_asked_again_when_it_is_busy(server: Server, sentences: list[str]) -> None:

@@ -1,0 +1,39 @@
+"""What workers decide together."""
+
+from __future__ import annotations
+
+import pytest
+
+from distcse.errors import CorpusError, TeacherError
+from distcse.training.workers import by_all, rank
+from tests.workers import run_workers
+
+
+def test_the_mistake_of_one_worker_is_raised_by_all() -> None:
+    """Raised by one alone, the others would wait for it in their next collective."""
+    assert run_workers(_met, 2) == ["rank 1 has no disk", "rank 1 has no disk"]
+
+
+def _met() -> str:
+    assert by_all(lambda: rank() + 5) == rank() + 5
+    try:
+        by_all(_work)
+    except CorpusError as mistake:
+        return str(mistake)
+    return "went on"
+
+
+def _work() -> int:
+    if rank() == 1:
+        raise CorpusError("rank 1 has no disk")
+    return 1
+
+
+def test_a_worker_alone_has_its_own() -> None:
+    assert by_all(lambda: 3) == 3
+    with pytest.raises(TeacherError, match="mine"):
+        by_all(_mine)
+
+
+def _mine() -> None:
+    raise TeacherError("mine")
