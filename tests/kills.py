@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -17,15 +18,21 @@ from tests.ports import free_ports
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
 
 
-def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL) -> bool:
+def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "") -> bool:
     """Kill the process of one live actor whose class name holds `kind`, or stop it; whether there was one.
+
+    Args:
+        kind: Part of its class's name.
+        how: The signal.
+        named: A pattern that its own name has.
 
     Ray lists an actor as alive for a moment after its process has ended: such a one is passed over.
     """
     from ray.util.state import list_actors
 
     for actor in list_actors(limit=1000):
-        if kind in actor.class_name and actor.state == "ALIVE" and actor.pid:
+        is_one = kind in actor.class_name and re.search(named, actor.name or "")
+        if is_one and actor.state == "ALIVE" and actor.pid:
             try:
                 os.kill(actor.pid, how)
             except ProcessLookupError:

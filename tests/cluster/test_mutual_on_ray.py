@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from distcse.errors import RunError
-from distcse.events import Doing, Event, InGroup, Steps, Watch
+from distcse.events import Doing, Event, InGroup, Note, Steps, Watch
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
@@ -159,10 +159,21 @@ def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
 
 
 def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, cluster: None) -> None:
+    """Though the second is killed, which makes the first one fail in its next collective: that is no mistake of the user's."""
+    told: list[Event] = []
+
+    def kill(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps) and not killed:
+            killed.append(kill_actor("TrainingActor", named=r"^trainer-.*bert.*-1$"))
+
+    killed: list[bool] = []
     still = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
     one = run_mutual(recipe_with(*still), Watch())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
-    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Watch())
+    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Watch(kill))
+    lost = [event.event.text for event in told if isinstance(event, InGroup) and isinstance(event.event, Note)]
+    assert killed == [True] and lost == ["lost a worker in cycle-1-cross; started again from its last checkpoint"]
     for a, b in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-3)
 
