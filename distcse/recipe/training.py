@@ -114,9 +114,10 @@ class TrainingSection(LoopSection):
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the same loop in this process, without Ray."""
     least_workers: Annotated[int, Field(ge=1)] | None = None
-    """Elastic: fewest workers that the run begins, or after a loss goes on, with where nodes have no room for all; null waits for
-    room for all `workers`. Tried are the numbers between the two that divide the batch, the largest first. Batches, lists and
-    noise stay what they were, so weights do but for rounding; a run takes more workers when it is started again."""
+    """Elastic: fewest workers that the run begins, or after a loss goes on, with where nodes have no room for all; null waits ten
+    minutes for room for all `workers`. Tried are the numbers between the two that divide the batch, the largest first.
+    Batches, lists and noise stay what they were, so weights do but for rounding; a run takes more workers when it is started
+    again."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None

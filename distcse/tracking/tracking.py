@@ -72,7 +72,7 @@ class Tracking:
             self._tell("final/", figures, self._last)
 
     def close(self) -> None:
-        """Wait for the trackers, half a minute at most."""
+        """Wait for the trackers, half a minute at most for each."""
         ending = self._ending
         for line in self._lines:
             line.tell(lambda tracker: tracker.end(ending))
