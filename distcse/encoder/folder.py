@@ -35,14 +35,10 @@ _LEGACY_KEYS: dict[Pooling, str] = {
 _NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
 _OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _WEIGHTS = "model.safetensors"
-_TOKENIZERS = [
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-]
+_TOKENIZERS = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spiece.model", "tokenizer.model", "sentencepiece.bpe.model"),
+)
 CHECKSUMS = Path("distcse") / "checksums.json"
 _CHANGED = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
 
@@ -101,15 +97,8 @@ def read_layout(folder: Path) -> Layout:
             f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
         )
     normalize = bool(head) and head[-1][1] is None
-    return Layout(
-        averaged or pooling,
-        max_length,
-        normalize,
-        prompt,
-        pools_prompt,
-        lower_case,
-        head[:-1] if normalize else head,
-    )
+    kept = head[:-1] if normalize else head
+    return Layout(averaged or pooling, max_length, normalize, prompt, pools_prompt, lower_case, kept)
 
 
 def _module(folder: Path, module: Any) -> tuple[str, str]:
