@@ -17,14 +17,12 @@ from distcse.mutual import run_mutual
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
-from distcse.storage import address
 from distcse.student.ray_train import resources_per_worker
 from distcse.student.run import run
 from distcse.training.checkpoint import Checkpoints, load_position
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, refused
 from tests.pairs import make_mutual_recipe
-from tests.s3 import IN_THE_BUCKET, RUNS, Server
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
@@ -102,22 +100,19 @@ def scores_of(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_one_recipe_gives_the_same_weights_here_in_a_bucket_on_three_machines_and_as_a_job(
-    recipe_file: Path, three: list[Machine], bucket: Server
+def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
+    recipe_file: Path, three: list[Machine]
 ) -> None:
     """Byte for byte the same file. That a server stands beside its worker is wished for, and on a busy machine not always so."""
     head = three[0]
     here = run(load_recipe(str(recipe_file)), Watch()).directory.path
-    in_bucket = run(load_recipe(str(recipe_file), IN_THE_BUCKET), Watch()).directory.path
-    assert address(in_bucket).startswith(RUNS)
-    on_three = trained(head, recipe_file)
-    actors = last_actors(head)
-    assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"]
     sent = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
     assert sent.returncode == 0, sent.stdout[-4000:] + sent.stderr[-4000:]
-    for other in (in_bucket, on_three, folder_of(sent.stdout)):
-        assert other != here and scores_of(other) == scores_of(here)
-        assert_equal_weights(weights_of(here), weights_of(other))
+    actors = last_actors(head)
+    assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"]
+    there = folder_of(sent.stdout)
+    assert there != here and scores_of(there) == scores_of(here)
+    assert_equal_weights(weights_of(here), weights_of(there))
 
 
 @pytest.mark.slow
