@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.models import WordPiece
@@ -175,3 +176,11 @@ def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         mask_token="<mask>",
     )
+
+
+def their_vectors(folder: Path, texts: Sequence[str]) -> np.ndarray:
+    """What sentence-transformers makes of texts."""
+    from sentence_transformers import SentenceTransformer
+
+    vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(list(texts), show_progress_bar=False)
+    return vectors

@@ -25,6 +25,7 @@ from distcse.encoder.loading import (
     load_backbone,
     load_tokenizer,
     refuse_other_reading,
+    require_finite,
 )
 from distcse.encoder.packing import short_cut
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
@@ -115,6 +116,7 @@ class Encoder(nn.Module):
                 f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
             )
         prompt, head = section.prompt or layout.prompt, build_head(folder, layout.head, _width(backbone))
+        require_finite(folder, head)
         return cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
 
     @property

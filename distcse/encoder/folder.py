@@ -106,11 +106,15 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
     path, kind = (module.get(key) for key in ("path", "type")) if isinstance(module, dict) else (None, None)
     if not isinstance(path, str) or not isinstance(kind, str):
         raise EncoderError(f"{folder / 'modules.json'}: expected a path and a type, found {module!r:.100}")
-    if Path(path).is_absolute() or ".." in Path(path).parts:
+    if _leads_outside(path):
         raise EncoderError(
             f"{folder / 'modules.json'} names {path!r}, which is no folder in it; distcse reads none outside"
         )
     return path, kind.rsplit(".", 1)[-1]
+
+
+def _leads_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -179,7 +183,7 @@ def check_weights(folder: Path) -> None:
         return
     try:
         noted = unsealed(folder / CHECKSUMS)
-        outside = [name for name in noted if Path(name).is_absolute() or ".." in Path(name).parts]
+        outside = [name for name in noted if _leads_outside(name)]
         changed = outside or [name for name, digest in noted.items() if checksum(folder / name) != digest]
     except (OSError, ValueError) as broken:
         raise EncoderError(f"{folder / CHECKSUMS} cannot be held to: {broken}; {_CHANGED}") from None

@@ -88,7 +88,7 @@ class Dense(nn.Module):
 
     @classmethod
     def load(cls, shape: DenseShape, file: Path) -> Dense:
-        """With the weights of a file. `EncoderError` where they are others than the shape wants, or no numbers."""
+        """With the weights of a file. `EncoderError` where they are others than the shape wants."""
         dense = cls(shape)
         try:
             told = dense.load_state_dict(load_file(file), strict=False)
@@ -98,8 +98,6 @@ class Dense(nn.Module):
             ) from None
         if told.missing_keys:
             raise EncoderError(f"{file} lacks {told.missing_keys[0]}; it would be random")
-        if not all(bool(weight.isfinite().all()) for weight in dense.parameters()):
-            raise EncoderError(f"{file} holds NaN or infinity; get the model again")
         return dense
 
     def forward(self, vectors: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def kinds_of(recipe: Recipe | MutualRecipe) -> list[Kind]:
         return [kind for group in recipe.groups for kind in _of_trained(group, recipe.bi.precision)]
     found = _of_trained(recipe.student, recipe.training.precision)
     for teacher in recipe.teachers.encoders:
-        if teacher.endpoint is None and teacher.code is None:
+        if teacher.is_model:
             found.append(Kind(read_shape(teacher), False, teacher.precision, False, teacher.max_length or 128))
     detection = recipe.objective.detection
     if detection is not None and detection.weight and detection.generator:

@@ -93,12 +93,7 @@ class StudentPlan:
         """Memory of a worker's host: the order of the rows, and a GPU's checkpoint on its way."""
         graph = 0.0
         if self.run.recipe.training.neighbours is not None:  # joined and indexed, by the driver
-            graph = (
-                2
-                * 4.0
-                * self.run.rows
-                * sum(t.shape.dimension for t in self.run.teachers if t.shape and t.kind == "table")
-            )
+            graph = 2 * 4.0 * self.run.rows * self.run.joined_dimension
         checkpoint = 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
         return sampler_bytes(self.run.rows) + checkpoint + graph
 
@@ -173,9 +168,7 @@ class StudentPlan:
     def _neighbours_phase(self) -> Phase:
         """faiss in one process: every pair up to 200,000 rows, an inverted file of 4 √n lists above, 32 of them probed."""
         rows = float(self.run.rows)
-        width = sum(
-            teacher.shape.dimension for teacher in self.run.teachers if teacher.shape and teacher.kind == "table"
-        )
+        width = self.run.joined_dimension
         lists = 4 * math.sqrt(rows)
         compared = rows if rows <= _NEIGHBOURS_EXACT else lists + _PROBED * rows / lists
         trained = 0.0 if rows <= _NEIGHBOURS_EXACT else 2.0 * 20 * 64 * lists * lists * width

@@ -106,6 +106,11 @@ class StudentRun:
         return self.student.parameters + head + detector
 
     @property
+    def joined_dimension(self) -> int:
+        """Numbers of a sentence's vectors of all tables, side by side."""
+        return sum(teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.kind == "table")
+
+    @property
     def wants_lists(self) -> bool:
         """Whether teachers are asked in a step."""
         terms = self.recipe.objective

@@ -155,6 +155,11 @@ class TeacherSection(EncoderSection):
     """Arithmetic of the frozen forward pass, and on a GPU its weights, which take half the memory then. fp16 moves cosines by up
     to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way."""
 
+    @property
+    def is_model(self) -> bool:
+        """Whether `backbone` names a model that is loaded: neither one behind an endpoint nor one of your own."""
+        return self.endpoint is None and self.code is None
+
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:
         if self.code is not None and self.endpoint is not None:

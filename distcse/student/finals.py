@@ -120,7 +120,7 @@ def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
 
 
 def _teacher(name: str, section: TeacherSection) -> Candidate:
-    if section.endpoint is not None or section.code is not None:
+    if not section.is_model:
         kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.code))
         about = About(name, source, kind, "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))

@@ -38,9 +38,7 @@ def open_embedder(teacher: TeacherSection) -> Embedder:
 
 def scores_pairs(teacher: TeacherSection) -> bool:
     """Whether a teacher is a cross-encoder, which has no vectors and no table."""
-    if teacher.endpoint is not None or teacher.code is not None:
-        return False
-    return is_cross_encoder(resolve_model(teacher.backbone, teacher.trust_remote_code))
+    return teacher.is_model and is_cross_encoder(resolve_model(teacher.backbone, teacher.trust_remote_code))
 
 
 def uses_table(section: TeachersSection, teacher: TeacherSection) -> bool:

@@ -10,7 +10,7 @@ from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, o
 from distcse.events import Watch
 from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
-from distcse.recipe import MutualRecipe, Recipe
+from distcse.recipe import MutualRecipe, Recipe, TrainedSection
 from distcse.storage import fetch_folder
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import exposure_of, labelled_tasks
@@ -45,14 +45,7 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
     candidates = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
         name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
-        models = {name: (place / "model", recipe.student if isinstance(recipe, Recipe) else recipe.groups[0])}
-        if isinstance(recipe, MutualRecipe):
-            models = {
-                f"{name}, {g.name} {k}": (place / "models" / g.name / k, g)
-                for g in recipe.groups
-                for k in ("bi", "cross")
-            }
-        models = {key: (model, section) for key, (model, section) in models.items() if fetch_folder(model)}
+        models = {key: found for key, found in _models(recipe, name, place).items() if fetch_folder(found[0])}
         exposure = of_all or (_of_pairs(place, tasks) if models else None)
         for key, (model, section) in models.items():
             assert exposure is not None
@@ -63,6 +56,17 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
         return None
     settings = {"STS": "all", "device": device, "precision": "fp32"}
     return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=watch.post)
+
+
+def _models(recipe: Recipe | MutualRecipe, name: str, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+    """Where a run's models are, and what they began as, by the names that they have in tables."""
+    if isinstance(recipe, Recipe):
+        return {name: (run / "model", recipe.student)}
+    return {
+        f"{name}, {group.name} {kind}": (run / "models" / group.name / kind, group)
+        for group in recipe.groups
+        for kind in ("bi", "cross")
+    }
 
 
 def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:

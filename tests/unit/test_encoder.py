@@ -21,7 +21,7 @@ from distcse.encoder.projection import GlobalBatchNorm
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, StudentSection
 from distcse.student.model import Batch, StudentModel, build_encoder
-from tests.models import KINDS
+from tests.models import KINDS, their_vectors
 from tests.workers import run_workers
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child", "Our teacher reads about the news."]
@@ -32,10 +32,7 @@ def same(one: np.ndarray, other: np.ndarray, tolerance: float = 1e-5) -> None:
 
 
 def sentence_transformer(folder: Path) -> np.ndarray:
-    from sentence_transformers import SentenceTransformer
-
-    vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, show_progress_bar=False)
-    return vectors
+    return their_vectors(folder, TEXTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

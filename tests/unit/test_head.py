@@ -22,6 +22,7 @@ from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from distcse.student.run import run
 from tests.jobs import make_recipe
+from tests.models import their_vectors
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child"]
 Make = Callable[..., Path]
@@ -60,10 +61,7 @@ def norm() -> nn.Module:
 
 
 def theirs(folder: Path) -> np.ndarray:
-    from sentence_transformers import SentenceTransformer
-
-    vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, show_progress_bar=False)
-    return vectors
+    return their_vectors(folder, TEXTS)
 
 
 @pytest.mark.parametrize(
