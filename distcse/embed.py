@@ -47,14 +47,15 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.events import Watch
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
-    from distcse.student.check import check_embedding
+    from distcse.student.check import check_comparison, check_embedding
 
+    check, what = (check_comparison, "comparison") if options.compare else (check_embedding, "pass")
     with open_view(options.quiet, options.json) as view:
-        check_embedding(recipe, Watch(view.show))
+        check(recipe, Watch(view.show))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
-        print_lines(["nothing stands in the way of this pass; leave out --dry-run to begin it"])
+        print_lines([f"nothing stands in the way of this {what}; leave out --dry-run to begin it"])
     return 0
 
 
@@ -100,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="read the text, ask each teacher once, count the rows that are not embedded yet; embed nothing",
+        help="read the text and ask each teacher once; of an embedding, count the rows that are left; embed nothing",
     )
     add_output_options(parser)
     return parser

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcse.encoder.dropout import draw_fast
 from distcse.errors import EncoderError
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
@@ -76,6 +77,7 @@ def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
     narrow.embeddings_project.weight.copy_(widen)
     narrow.embeddings_project.bias.copy_(old.LayerNorm.bias)
     narrow.encoder.load_state_dict(backbone.encoder.state_dict())  # type: ignore[union-attr]
+    draw_fast(narrow)
     student: nn.Module = narrow.train(backbone.training)
     return student
 

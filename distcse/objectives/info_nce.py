@@ -19,13 +19,14 @@ def info_nce(similarities: Tensor, tau1: float, offset: int = 0, softened: Tenso
         similarities: The student's cosines.
         tau1: Temperature.
         offset: Place of the first row in the global batch.
-        softened: (R, C) weights in [0, 1] of the negatives' terms in the softmax (`negative_weights`); None weighs all 1.
+        softened: (R, C) weights in [0, 1] of the negatives' terms in the softmax (`negative_weights`), 1 at the positives;
+            None weighs all 1.
     """
     rows = len(similarities)
     positives = torch.arange(offset, offset + rows, device=similarities.device)
     logits = similarities / tau1
     if softened is not None:
-        logits = logits + softened.to(logits.dtype).clamp(min=torch.finfo(logits.dtype).tiny).log()
+        logits = logits + softened.to(logits.dtype).log()  # of 0: minus infinity, no term at all
     return cross_entropy(logits, positives, reduction="none")
 
 

@@ -143,7 +143,7 @@ class TeacherSection(EncoderSection):
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
     alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Weights in place of alpha for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
+    """Weights in its place in lists for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
     space: Literal["cosine", "rank"] = "cosine"
     """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
     references: Annotated[int, Field(ge=2)] = 100_000

@@ -189,6 +189,16 @@ class Recipe(Section):
         for name, wants in asking.items():
             if wants is not None and not there:
                 raise ValueError(f"{name} needs teachers; add teachers.encoders, or write {name}: null")
+        lists = terms.rank is not None or bool(terms.own)
+        if self.teachers.trust is not None and not (lists and there > 1):
+            raise ValueError(
+                "teachers.trust weighs the pairs of lists on which several teachers disagree, and here is "
+                f"{'one teacher' if lists else 'no objective.rank'}; write teachers.trust: null"
+            )
+        if self.teachers.shuffle_groups is not None and not (lists or terms.rank_regression is not None):
+            raise ValueError(
+                "teachers.shuffle_groups is noise on lists, and no term learns from any; write teachers.shuffle_groups: null"
+            )
         if terms.regression is None:
             return self
         chosen = terms.regression.teachers
@@ -201,6 +211,13 @@ class Recipe(Section):
             raise ValueError(
                 "objective.regression joins teachers by their alphas, the same in all rows; take alpha_by_domain away, or name "
                 "one teacher: objective.regression.teachers: [0]"
+            )
+        if silent := [
+            name for teacher in joined for name, weight in (teacher.alpha_by_domain or {}).items() if not weight
+        ]:
+            raise ValueError(
+                f"objective.regression learns a teacher's vectors in all rows, and its alpha_by_domain is 0 in {silent[0]}: "
+                "weights by domain are of lists; name another teacher in objective.regression.teachers"
             )
         if self.student.projection != "none":
             raise ValueError(

@@ -46,6 +46,11 @@ class NeighboursSection(Section):
     def _is_a_band(self) -> Self:
         if self.nearest > self.farthest:
             raise ValueError(f"nearest is {self.nearest} and farthest {self.farthest}; no rank lies between them")
+        if self.companions > (ranks := self.farthest - self.nearest + 1):
+            raise ValueError(
+                f"companions is {self.companions}, but the band from nearest {self.nearest} to farthest {self.farthest} has "
+                f"{ranks} ranks; write a farther farthest, or fewer companions"
+            )
         return self
 
 

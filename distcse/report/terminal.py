@@ -88,8 +88,8 @@ def print_comparison(comparison: Comparison) -> None:
     """How far teachers agree, on standard output."""
     console = _for_tables()
     names = [f"teacher {number}" for number in range(len(comparison.teachers))]
-    for name, backbone in zip(names, comparison.teachers, strict=True):
-        console.print(f"{name}  {backbone}", markup=False, highlight=False, soft_wrap=True)
+    for number in comparison.compared:
+        console.print(f"{names[number]}  {comparison.teachers[number]}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"\nAgreement on {comparison.sentences:,} sentences of the corpus", markup=False, highlight=False)
     table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("")

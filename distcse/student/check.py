@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcse.corpus import BatchSampler, Corpus, split_held_out
+from distcse.corpus import BatchSampler, Corpus
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Note, Stage, Watch
@@ -14,9 +14,11 @@ from distcse.storage import place
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import labelled_tasks
 from distcse.student.houses import house_of, room_for
-from distcse.student.material import read_corpus
+from distcse.student.material import read_corpus, require_vectors
 from distcse.student.model import build_student
+from distcse.student.plan import rows_of
 from distcse.teachers import Alphas, live, table_of, uses_table
+from distcse.teachers.comparison import comparable
 from distcse.teachers.nearest import require_faiss
 from distcse.tracking import require_packages
 from distcse.training.directory import check_storage
@@ -52,8 +54,9 @@ def check_run(recipe: Recipe, watch: Watch) -> None:
         watch.post(Note(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, watch)
     Alphas(recipe.teachers.encoders, corpus)
+    require_vectors(recipe, len(corpus))
     training = recipe.training
-    rows, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
+    rows, _, _ = rows_of(recipe, len(corpus))
     epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
     _told(watch, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
     encoder = build_student(_with_all_layers(recipe)).encoder
@@ -79,6 +82,18 @@ def check_embedding(recipe: Recipe, watch: Watch) -> None:
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
         _told(watch, f"teacher {number}", answers)
+
+
+def check_comparison(recipe: Recipe, watch: Watch) -> None:
+    """Read the text and ask each teacher once that could be compared with another; embed nothing.
+
+    The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
+    """
+    numbers = comparable(recipe)
+    check_storage(recipe.storage)
+    corpus = read_corpus(recipe, watch)
+    for number in numbers:
+        _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
 
 
 def _asked(recipe: Recipe, corpus: Corpus, number: int) -> str:

@@ -13,6 +13,8 @@ from math import comb
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
@@ -22,13 +24,15 @@ from distcse.evaluation import agreement
 from distcse.events import Stage, Watch
 from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.objectives import mix_lists
-from distcse.recipe import Recipe, with_layers
+from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import fetch, place, put
 from distcse.teachers import Alphas, open_embedder, scores_pairs
 from distcse.teachers.opening import fingerprint
 
 _FORMAT = 1
 _SENTENCES = 512
+_FEWEST = 3
+"""Sentences: a list of one other has no order."""
 _MOST_TRIED = 64
 _STREAM = 2**32 - 3
 """Seed of the sentences' draw: another seed of the recipe is no reason for another student."""
@@ -89,9 +93,9 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
         raise EncoderError(
             f"student.depth is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
         )
-    rows = np.sort(np.random.default_rng(_STREAM).permutation(len(corpus))[:_SENTENCES])
+    rows, numbers, weights = _weighed(recipe, corpus)
     texts = corpus.texts(rows)
-    lists = _lists(recipe, corpus, rows, texts)
+    lists = _lists([recipe.teachers.encoders[number] for number in numbers], weights, texts)
     done = 0
 
     def score(layers: Sequence[int]) -> float:
@@ -108,18 +112,33 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
     return list(best), tried[best], [(list(layers), round(found, 2)) for layers, found in in_order]
 
 
-def _lists(recipe: Recipe, corpus: Corpus, rows: np.ndarray, texts: Sequence[str]) -> np.ndarray:
-    """(n, n) weighted mean cosines of those teachers that give vectors."""
-    teachers = [teacher for teacher in recipe.teachers.encoders if not scores_pairs(teacher)]
-    if not teachers:
+def _weighed(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], list[int], Tensor]:
+    """(n,) rows that are asked for, numbers of the T teachers that give vectors, and their (T, n) weights, never all 0."""
+    teachers = recipe.teachers.encoders
+    numbers = [number for number, teacher in enumerate(teachers) if not scores_pairs(teacher)]
+    if not numbers:
         raise TeacherError(
             "student.layers: auto wants a teacher that gives vectors; name the layers, such as [0, 2, 4]"
         )
+    rows = np.sort(np.random.default_rng(_STREAM).permutation(len(corpus))[:_SENTENCES])
+    weights = torch.as_tensor(Alphas(teachers, corpus).of(rows), dtype=torch.float64)
+    weights = (weights if weights.ndim > 1 else weights[:, None].expand(-1, len(rows)))[numbers]
+    heard = (weights > 0).any(dim=0)
+    if heard.sum() < _FEWEST:
+        raise TeacherError(
+            "student.layers: auto wants a teacher that gives vectors, and by alpha_by_domain none counts in what it asks for; "
+            "name the layers, such as [0, 2, 4]"
+        )
+    return rows[heard.numpy()], numbers, weights[:, heard]
+
+
+def _lists(teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str]) -> NDArray[np.float32]:
+    """(n, n) mean cosines of teachers with (T, n) weights."""
     lists = []
     for teacher in teachers:
         units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
         lists.append(units @ units.T)
-    mixed: np.ndarray = mix_lists(torch.from_numpy(np.stack(lists)), Alphas(teachers, corpus).of(rows)).numpy()
+    mixed: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(lists)), weights).numpy()
     return mixed
 
 

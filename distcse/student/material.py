@@ -56,6 +56,7 @@ class Text:
         """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
         corpus = read_corpus(recipe, watch)
         Alphas(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
+        require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, watch)
         start = Encoder.from_section(recipe.student)
         tokens = TokenTable.prepare(
@@ -79,8 +80,7 @@ class Text:
             RunDirectory(run).hold_to("neighbours", graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
-            whole = _whole(tables, chosen, "objective.regression")
-            targets = self._targets(whole, [alphas[number] for number in chosen], run)
+            targets = self._targets(_of(tables, chosen), [alphas[number] for number in chosen], run)
         return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim, neighbours, targets)
 
     def neighbours(self, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Path | None:
@@ -88,15 +88,10 @@ class Text:
         section, teachers = self.recipe.training.neighbours, self.recipe.teachers.encoders
         if section is None:
             return None
-        if section.nearest >= len(self.corpus):
-            raise CorpusError(
-                f"training.neighbours.nearest is {section.nearest}, but the corpus has {len(self.corpus)} rows; write less"
-            )
         having = [number for number, table in enumerate(tables) if table is not None]
-        whole = _whole(tables, having or [0], "training.neighbours")
         watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
         alphas = [teachers[number].alpha for number in having]
-        folder = prepare_graph(whole, alphas, section.farthest, place(self.recipe.storage.cache))
+        folder = prepare_graph(_of(tables, having), alphas, section.farthest, place(self.recipe.storage.cache))
         _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
         return folder
 
@@ -113,18 +108,33 @@ class Text:
         return replace(at, projection=file)
 
 
-def _whole(tables: Sequence[EmbeddingTable | None], chosen: Iterable[int], asked_by: str) -> list[EmbeddingTable]:
-    """The tables of some teachers. `TeacherError` where one has none."""
-    found = []
-    for number in chosen:
-        table = tables[number]
-        if table is None:
-            raise TeacherError(
-                f"{asked_by} needs the vectors of teacher {number}, which answers live: a cross-encoder has none; "
-                "for others write teachers.mode: table"
+def require_vectors(recipe: Recipe, rows: int) -> None:
+    """Whether terms and batches that want teachers' vectors get them, known before a corpus of so many rows is embedded.
+
+    Raises:
+        TeacherError: A teacher that is wanted answers live.
+        CorpusError: No row has as many neighbours as `training.neighbours` passes over.
+    """
+    tabled = [uses_table(recipe.teachers, teacher) for teacher in recipe.teachers.encoders]
+    wanted: list[tuple[str, int]] = []
+    if (regression := recipe.objective.regression) is not None and regression.weight:
+        chosen = range(len(tabled)) if regression.teachers is None else regression.teachers
+        wanted += [("objective.regression", number) for number in chosen if not tabled[number]]
+    if (section := recipe.training.neighbours) is not None:
+        wanted += [("training.neighbours", 0)] if not any(tabled) else []
+        if section.nearest >= rows:
+            raise CorpusError(
+                f"training.neighbours.nearest is {section.nearest}, but the corpus has {rows} rows; write less"
             )
-        found.append(table)
-    return found
+    for asked_by, number in wanted:
+        raise TeacherError(
+            f"{asked_by} needs the vectors of teacher {number}, which answers live: a cross-encoder has none; "
+            "for others write teachers.mode: table"
+        )
+
+
+def _of(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list[EmbeddingTable]:
+    return [table for number in numbers if (table := tables[number]) is not None]
 
 
 def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:

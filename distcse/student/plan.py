@@ -60,9 +60,8 @@ class Plan:
         self._shuffle_group = job.recipe.teachers.shuffle_groups
         self._tokens = TokenTable.open(job.tokens)
         self.corpus = Corpus.open(job.corpus)
-        train_rows, self.held_out = split_held_out(len(self.corpus), job.recipe.evaluation.held_out, job.recipe.seed)
+        train_rows, self.held_out, self.landmarks = rows_of(job.recipe, len(self.corpus))
         self._memory = job.recipe.objective.memory
-        self.landmarks, train_rows = _drawn(train_rows, self._memory.landmarks if self._memory else 0, self._seed)
         self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed, _grouping(job))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
@@ -122,6 +121,18 @@ class Plan:
 
     def _collated(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs).to(device)
+
+
+def rows_of(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of a corpus's rows: those that are learned from, those that are held out, and the landmarks of lists, each ascending.
+
+    Raises:
+        CorpusError: Too few rows for what is held out, or for the landmarks.
+    """
+    train, held_out = split_held_out(rows, recipe.evaluation.held_out, recipe.seed)
+    memory = recipe.objective.memory
+    landmarks, train = _drawn(train, memory.landmarks if memory else 0, recipe.seed)
+    return train, held_out, landmarks
 
 
 def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -26,6 +26,7 @@ class Pairing:
     """Two teachers."""
 
     first: int
+    """Number of a teacher in the recipe."""
     second: int
     kendall: float
     """Mean Kendall's τ-b × 100 of their lists of a sentence."""
@@ -40,7 +41,7 @@ class Dispute:
     one: str
     other: str
     cosines: list[float]
-    """One a teacher."""
+    """One a teacher that was compared."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Comparison:
 
     sentences: int
     teachers: list[str]
+    """All of the recipe."""
+    compared: list[int]
+    """Numbers of those that give vectors."""
     pairings: list[Pairing]
     disputes: list[Dispute]
     """Where standardised cosines are farthest apart."""
@@ -66,23 +70,33 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int,
     Raises:
         TeacherError: Fewer than two teachers that give vectors, or fewer than twelve different sentences.
     """
-    teachers = [teacher for teacher in recipe.teachers.encoders if not scores_pairs(teacher)]
-    if len(teachers) < 2:
-        raise TeacherError(f"a comparison wants two teachers that give vectors, the recipe has {len(teachers)}")
+    compared = comparable(recipe)
+    if sentences < NEAREST + 2:
+        raise TeacherError(f"a comparison wants {NEAREST + 2} sentences or more, not {sentences}")
     drawn = np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[: 2 * sentences]
     texts = list(dict.fromkeys(corpus.texts(drawn)))[:sentences]
     if len(texts) < NEAREST + 2:
         raise TeacherError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
     lists = []
-    for number, teacher in enumerate(teachers):
+    for number in compared:
+        teacher = recipe.teachers.encoders[number]
         units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
         lists.append(_others(units @ units.T))
         post(number, len(texts))
     pairings = [
-        Pairing(one, other, kendall(lists[one], lists[other]), overlap(lists[one], lists[other]))
-        for one, other in combinations(range(len(teachers)), 2)
+        Pairing(compared[one], compared[other], kendall(lists[one], lists[other]), overlap(lists[one], lists[other]))
+        for one, other in combinations(range(len(compared)), 2)
     ]
-    return Comparison(len(texts), [teacher.backbone for teacher in teachers], pairings, _disputes(texts, lists))
+    names = [teacher.backbone for teacher in recipe.teachers.encoders]
+    return Comparison(len(texts), names, compared, pairings, _disputes(texts, lists))
+
+
+def comparable(recipe: Recipe) -> list[int]:
+    """Numbers of the teachers that give vectors. `TeacherError` where fewer than two do."""
+    numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if not scores_pairs(teacher)]
+    if len(numbers) < 2:
+        raise TeacherError(f"a comparison wants two teachers that give vectors, the recipe has {len(numbers)}")
+    return numbers
 
 
 def kendall(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:

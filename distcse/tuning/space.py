@@ -177,6 +177,29 @@ class Space:
                 f"knobs.{path} cannot change in the middle of a training, as pbt wants; such knobs: "
                 f"{', '.join(_MAY_CHANGE_ON_THE_WAY)} but not {', '.join(_FIXED_ON_THE_WAY)}; or write schedule.kind: asha"
             )
+        if sweep.schedule.kind == "pbt" and isinstance(self._recipe, Recipe):
+            self._check_change(path, sweep.knobs.get(path), self._recipe)
+
+    @staticmethod
+    def _check_change(path: str, knob: KnobSection | None, recipe: Recipe) -> None:
+        """What a checkpoint goes on with whatever the new values are, unless another knob of the recipe binds them."""
+        rank = recipe.objective.rank
+        if path.endswith(".alpha") and recipe.training.neighbours is not None:
+            raise RecipeError(
+                f"knobs.{path} cannot change in the middle of a training whose batches are grouped: who is near depends on it; "
+                "write training.neighbours: null, or schedule.kind: asha"
+            )
+        if (
+            path == "objective.rank.gamma"
+            and rank is not None
+            and rank.memory is not None
+            and knob
+            and 0 in _ends(knob)
+        ):
+            raise RecipeError(
+                f"knobs.{path} cannot become 0 in the middle of a training with objective.rank.memory, which checkpoints hold; "
+                "take 0 away, or write schedule.kind: asha"
+            )
 
 
 def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | None:

@@ -9,6 +9,13 @@ import pytest
 
 from distcse.recipe import Recipe
 from tests.jobs import make_recipe
+from tests.models import make_cross_encoder
+
+
+@pytest.fixture(scope="session")
+def tiny_cross(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Path:
+    """A small cross-encoder's folder."""
+    return make_cross_encoder(tmp_path_factory.mktemp("tiny-cross"), tiny("bert"))
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import kendalltau
 
+from distcse.corpus import Corpus
 from distcse.embed import main
 from distcse.recipe import Recipe
-from distcse.teachers.comparison import kendall, overlap
+from distcse.report.terminal import print_comparison
+from distcse.teachers.comparison import compare, kendall, overlap
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -36,6 +39,73 @@ def test_a_preview_on_the_users_text(
     assert main([str(tmp_path / "recipe.yaml"), "--compare", "--sentences", "60"]) == 0
     assert capsys.readouterr().out == told
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache" / "tables").exists()
+
+
+PLANTED = """
+import numpy as np
+class Planted:
+    def __init__(self, seed):
+        self.seed, self.fingerprint = seed, f"planted {seed}"
+    def encode(self, texts, **how):
+        rows = [np.random.default_rng([self.seed, *text.encode()]).normal(size=6) for text in texts]
+        return np.stack([row / np.linalg.norm(row) for row in rows]).astype(np.float32)
+"""
+
+
+def test_all_of_a_comparison_by_hand(
+    recipe_with: MakeRecipe,
+    sentences: list[str],
+    tiny_cross: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two teachers with planted vectors, behind one that has none: numbers are the recipe's."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = "{backbone: p%d, code: 'planted:Planted', knobs: {seed: %d}}"
+    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {own % (1, 1)}, {own % (2, 2)}]")
+    found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, lambda number, done: None)
+    assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
+    from planted import Planted
+
+    vectors = [Planted(seed).encode(sentences) for seed in (1, 2)]
+    lists = [[np.delete(row, at) for at, row in enumerate(units @ units.T)] for units in vectors]
+    nearest = [[set(np.argsort(-row)[:10]) for row in one] for one in lists]
+    (pairing,) = found.pairings
+    assert (pairing.first, pairing.second) == (1, 2)
+    assert pairing.kendall == pytest.approx(
+        100 * np.mean([kendalltau(*rows).statistic for rows in zip(*lists, strict=True)]), abs=0.05
+    )
+    assert pairing.overlap == pytest.approx(np.mean([10 * len(a & b) for a, b in zip(*nearest, strict=True)]), abs=0.05)
+    places = {text: at for at, text in enumerate(sentences)}
+    standard = [(np.array(one) - np.mean(one)) / np.std(one) for one in lists]
+    apart = np.abs(standard[0] - standard[1])
+    row, column = np.unravel_index(int(apart.argmax()), apart.shape)
+    worst = found.disputes[0]
+    assert {places[worst.one], places[worst.other]} == {row, column + (column >= row)}
+    for cosine, units in zip(worst.cosines, vectors, strict=True):
+        assert cosine == pytest.approx(float(units[places[worst.one]] @ units[places[worst.other]]), abs=1e-6)
+    met = [text for dispute in found.disputes for text in (dispute.one, dispute.other)]
+    assert len(found.disputes) == 5 and len(set(met)) == len(met)
+    print_comparison(found)
+    told = capsys.readouterr().out
+    assert "teacher 1  p1" in told and "teacher 1 and teacher 2" in told and "teacher 0" not in told
+
+
+def test_a_preview_is_tried_before(
+    recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Callable[..., Path]
+) -> None:
+    recipe_with()
+    asked = [str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]
+    assert main(asked) == 0
+    told = capsys.readouterr()
+    assert "nothing stands in the way of this comparison" in told.out and "to be embedded" not in told.err
+    teacher = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
+    assert main([*asked, teacher]) == 1
+    assert "wants two teachers that give vectors" in capsys.readouterr().err
+    assert main([*asked[:2], "--sentences", "5"]) == 1
+    assert "a comparison wants 12 sentences or more, not 5" in capsys.readouterr().err
 
 
 def test_one_teacher_has_nobody_to_agree_with(

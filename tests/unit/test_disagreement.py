@@ -177,6 +177,15 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     assert train(job, tables).position.finished
 
 
+@pytest.mark.parametrize("tau1", [1e-4, 1e-3, 0.05])
+def test_what_is_masked_is_no_term_at_any_temperature(tau1: float) -> None:
+    """However much more like the row than its positive it is."""
+    similarities = torch.tensor([[0.9, 0.99, 0.1]])
+    mask = negative_weights(torch.tensor([[1.0, 0.95, 0.2]]), 0.9, "mask")
+    without = info_nce(similarities[:, [0, 2]], tau1)
+    assert torch.equal(info_nce(similarities, tau1, softened=mask), without)
+
+
 def test_who_asks_for_teachers_gets_them(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=r"objective.info_nce.false_negatives needs teachers"):
         recipe_with("objective.info_nce.false_negatives={}", "teachers.encoders=[]", "objective.rank=null")
@@ -186,6 +195,28 @@ def test_who_asks_for_teachers_gets_them(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="joins teachers by their alphas"):
         recipe_with(*joined)
     assert recipe_with(*joined, "objective.regression.teachers=[0]")
+    silent = "teachers.encoders.0.alpha_by_domain={legal: 2.0, news: 0.0}"
+    with pytest.raises(RecipeError, match="its alpha_by_domain is 0 in news: weights by domain are of lists"):
+        recipe_with(*joined[:2], silent, "objective.regression.teachers=[0]")
+    assert recipe_with(*joined[:2], silent, "objective.regression.teachers=[1]")
+
+
+def test_what_would_change_nothing_is_refused(recipe_with: MakeRecipe) -> None:
+    only = "teachers.encoders=[{backbone: a}]"
+    vectors = ("objective={regression: {}, rank: null, info_nce: null, consistency: null}", "student.projection=none")
+    for overrides, told in (
+        (("teachers.trust=0.5", only), "teachers.trust .* here is one teacher"),
+        (("teachers.trust=0.5", *vectors), "teachers.trust .* here is no objective.rank"),
+        (("teachers.shuffle_groups=4", *vectors), "teachers.shuffle_groups is noise on lists, and no term learns"),
+        (
+            ("training.neighbours={companions: 17}",),
+            "companions is 17, but the band from nearest 1 to farthest 16 has 16",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            recipe_with(*overrides)
+    assert recipe_with("teachers.trust=0.5", "objective.rank.gamma=0", "teachers.shuffle_groups=4")
+    assert recipe_with("training.neighbours={companions: 16}")
 
 
 def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> None:

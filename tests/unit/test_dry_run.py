@@ -48,10 +48,28 @@ def test_it_ends_as_the_run_would(file: Path, capsys: pytest.CaptureFixture[str]
         ("teachers.encoders.1.backbone=./nowhere", "no model folder"),
         ("evaluation.held_out=380", "the corpus has 4 rows to learn from"),
         ("student.layers=[0, 9]", "layers asks for layer 9"),
+        ("objective.rank.memory={landmarks: 5000}", "landmarks is 5000, but the corpus has 352 rows to learn from"),
+        ("training.neighbours={nearest: 400, farthest: 410}", "nearest is 400, but the corpus has 384 rows"),
     ):
         assert train.main([str(file), override, "--dry-run", "--quiet"]) == 1
         assert told in capsys.readouterr().err
     assert train.main([str(file), "--dry-run", "--resume", str(file.parent)]) == 2
+
+
+@pytest.mark.parametrize("how", [["--dry-run", "--quiet"], ["--quiet"]])
+def test_vectors_that_a_teacher_will_not_give_are_told_before_any_is_embedded(
+    how: list[str], file: Path, tiny_cross: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors = ["objective.regression={}", "student.projection=none"]
+    cross = f"teachers.encoders.1.backbone={tiny_cross}"
+    for overrides, told in (
+        ([*vectors, cross], "objective.regression needs the vectors of teacher 1, which answers live"),
+        ([*vectors, "teachers.mode=live"], "objective.regression needs the vectors of teacher 0, which answers live"),
+        (["training.neighbours={}", "teachers.mode=live"], "training.neighbours needs the vectors of teacher 0"),
+    ):
+        assert train.main([str(file), *overrides, *how]) == 1
+        assert told in capsys.readouterr().err
+    assert not list((file.parent / "cache").rglob("shard-*"))
 
 
 def test_a_sweep_tries_its_space_too(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distcse.encoder import Encoder
 from distcse.evaluate import main
 
 
@@ -87,6 +89,36 @@ def test_documents_by_another_model(
     assert "find, documents by same" in capsys.readouterr().out
     assert main([*asked, "--documents", wide]) == 1
     assert "same has 32 numbers a vector, wide has 64: they share no space" in capsys.readouterr().err
+
+
+def test_documents_by_another_model_are_found_by_its_vectors(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    """Queries by the one, documents by the other, never the other way round: held to ranks by hand."""
+    folder = tmp_path / "find"
+    folder.mkdir()
+    queries, documents = sentences[:40], [f"{line[:-1]}, they say." for line in sentences[:200]]
+    (folder / "queries.tsv").write_text("id\ttext\n" + "".join(f"q{n}\t{line}\n" for n, line in enumerate(queries)))
+    (folder / "corpus.tsv").write_text("id\ttext\n" + "".join(f"d{n}\t{line}\n" for n, line in enumerate(documents)))
+    (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(f"q{n}\td{n}\n" for n in range(40)))
+    one, other = tiny("bert"), tiny("bert", layers=2)
+    asked = [f"one={one}", "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--documents", f"other={other}"]) == 0
+    scores = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
+    found = {(score["set"], score["measure"]): score["values"]["one"] for score in scores}
+    models = [Encoder.load(model, pooling="mean") for model in (one, other)]
+    asks, asks_by_other = (model.encode(queries, normalize=True) for model in models)
+    holds_by_one, holds = (model.encode(documents, normalize=True) for model in models)
+
+    def reciprocal(query_units: np.ndarray, document_units: np.ndarray) -> float:
+        cosines = query_units @ document_units.T
+        ranks = 1 + (cosines > np.diagonal(cosines)[:, None]).sum(axis=1)
+        return float(100 * np.mean(np.where(ranks <= 10, 1 / ranks, 0)))
+
+    right, swapped = reciprocal(asks, holds), reciprocal(asks_by_other, holds_by_one)
+    assert found["find, documents by other", "mrr@10"] == pytest.approx(right, abs=1e-3)
+    assert found["find", "mrr@10"] == pytest.approx(reciprocal(asks, holds_by_one), abs=1e-3)
+    assert abs(right - swapped) > 0.1 and abs(right - found["find", "mrr@10"]) > 0.1
 
 
 def test_documents_without_retrieval(

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from distcse.encoder import Encoder, only_layers
-from distcse.errors import EncoderError, RecipeError
+from distcse.errors import EncoderError, RecipeError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Event, Stage, Watch
 from distcse.recipe import EncoderSection, Recipe, StudentSection
@@ -91,6 +91,29 @@ def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
         Encoder.from_section(
             StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", depth=2)
         )
+
+
+def test_domains_in_which_only_pairs_are_scored_are_not_asked_for(
+    recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str], tiny: Callable[..., Path], tiny_cross: Path
+) -> None:
+    """The recipe has a voice in every domain; who gives vectors has not."""
+    rows = [f'"{line}",{"news" if row % 4 else "legal"}\n' for row, line in enumerate(sentences)]
+    (tmp_path / "corpus.csv").write_text("text,kind\n" + "".join(rows))
+    encoder = f"{{backbone: '{tiny('bert')}', pooling: mean, max_length: 24, alpha_by_domain: {{%s: 0.0}}}}"
+    cross = f"{{backbone: '{tiny_cross}', max_length: 24}}"
+    knobs = (f"corpus.path={tmp_path / 'corpus.csv'}", "corpus.domain=kind", *AUTO)
+    asked = run(recipe_with(*knobs, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Watch())
+    legal = [line for row, line in enumerate(sentences) if not row % 4]
+    whole = Encoder.load(asked.recipe.student.backbone, pooling="mean", max_length=16)
+    teacher = Encoder.load(tiny("bert"), pooling="mean", max_length=24).encode(legal, normalize=True)
+    scores = {}
+    for choice in combinations(range(3), 2):
+        with only_layers(whole.backbone, choice):
+            scores[choice] = agreement(whole.encode(legal, normalize=True), teacher @ teacher.T)
+    assert asked.recipe.student.layers == list(max(scores, key=lambda choice: scores[choice]))
+    everywhere = encoder.replace("{%s: 0.0}", "{news: 0.0, legal: 0.0}")
+    with pytest.raises(TeacherError, match="by alpha_by_domain none counts in what it asks for"):
+        run(recipe_with(*knobs, f"teachers.encoders=[{everywhere}, {cross}]"), Watch())
 
 
 @pytest.mark.parametrize(("depth", "wanted"), [(3, 2), (12, 3)])

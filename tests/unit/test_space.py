@@ -129,6 +129,16 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
             "as pbt wants",
         ),
         ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, "pbt changes values by itself"),
+        (
+            {"objective.rank.gamma": {"uniform": [0.0, 1.0]}},
+            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
+            "cannot become 0 in the middle of a training with objective.rank.memory",
+        ),
+        (
+            {"teachers.encoders.*.alpha": {"simplex": True}},
+            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
+            "whose batches are grouped",
+        ),
         ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
         ({"objective.rank.tau2": {"values": [0.1]}}, {"winner": {"seeds": [1, 1]}}, "a seed twice is no second"),
         ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
@@ -139,8 +149,9 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
 def test_spaces_that_cannot_be(
     recipe: Recipe, tmp_path: Path, knobs: dict[str, Any], sections: dict[str, Any], told: str
 ) -> None:
+    bound = with_values(recipe, {"objective.rank.memory": {"batches": 2}, "training.neighbours": {}})
     with pytest.raises(RecipeError, match=told):
-        Space(sweep_of(tmp_path, knobs, **sections), recipe)
+        Space(sweep_of(tmp_path, knobs, **sections), bound)
 
 
 def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:

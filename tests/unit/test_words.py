@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distcse.encoder import Encoder
+from distcse.encoder.dropout import Dropout
 from distcse.encoder.words import _helmert, narrow_words
 from distcse.errors import EncoderError
 from distcse.events import Watch
@@ -40,6 +41,8 @@ def test_nothing_changes_where_the_directions_hold_everything(kind: str, tiny: C
         embeddings.LayerNorm.bias.uniform_(-0.5, 0.5)
     before = encoder.encode(TEXTS)
     encoder.backbone = narrow_words(encoder.backbone, 6)  # five directions, and the one that is left free
+    noises = {type(module) for module in encoder.backbone.modules() if isinstance(module, torch.nn.Dropout)}
+    assert noises == {Dropout}
     np.testing.assert_allclose(encoder.encode(TEXTS), before, atol=2e-5)
 
 
