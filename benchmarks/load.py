@@ -187,7 +187,7 @@ def measured(load: Load, cache: Path) -> Found:
     corpus, tables = prepared(load, cache)
     trials: list[Any] = []
     try:
-        with served(load.section, corpus, tables, 0, Watch()) as servers:
+        with served(load.section, corpus, tables, Watch()) as servers:
             actor = ray.remote(num_cpus=0)(Trial)
             trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
             ray.get([trial.ready.remote() for trial in trials])

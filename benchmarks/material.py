@@ -157,7 +157,7 @@ def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[Lis
     found: list[ListSource] = []
     for teacher, table in zip(job.recipe.teachers.encoders, tables, strict=True):
         assert table is not None
-        found.append(LocalSource(serving(teacher, table, job.recipe.seed)))
+        found.append(LocalSource(serving(teacher, table)))
     return found
 
 

@@ -118,7 +118,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     for kind in ("bi", "cross"):
         ours[kind].lesson.model.eval()
         theirs[kind].model.eval()
-        _equal_losses(kind, ours[kind].loss().item(), theirs[kind].loss().item())
+        _equal_or_stop(kind, ours[kind], theirs[kind])
     found = [_filled(ours)]
     scored = list(kept[: 32 if options.quick else 64].both())
     sides = [one for one, _ in scored], [other for _, other in scored]
@@ -208,11 +208,29 @@ class Batches:
             score(texts)
 
 
-def _equal_losses(kind: str, mine: float, reference: float) -> None:
-    apart = abs(mine - reference) / abs(reference)
-    print(f"{kind} step against the reference style: loss {mine:.6f}, apart by {apart:.1e}", flush=True)
-    if apart > 1e-5:
+def _equal_or_stop(kind: str, ours: OurPairStep, theirs: PairLoop) -> None:
+    mine, reference = ours.loss(), theirs.loss()
+    mine.backward()
+    reference.backward()
+    apart = abs(mine.item() - reference.item()) / abs(reference.item())
+    named = dict(theirs.model.named_parameters())
+    inner = ours.lesson.model.encoder
+    both = [
+        (p.grad, named[name].grad)
+        for name, p in (inner.backbone if kind == "bi" else inner.model).named_parameters()
+        if p.grad is not None and name in named and named[name].grad is not None
+    ]
+    difference = torch.cat([(a - b).flatten() for a, b in both]).norm()  # type: ignore[operator]
+    gradient = float(difference / torch.cat([b.flatten() for _, b in both]).norm())  # type: ignore[union-attr]
+    print(
+        f"{kind} step against the reference style: loss {mine.item():.6f}, apart by {apart:.1e}; gradient of {len(both)} "
+        f"weights by {gradient:.1e}",
+        flush=True,
+    )
+    if not both or apart > 1e-5 or gradient > 1e-4:
         raise SystemExit("the two steps do not compute the same; nothing is timed")
+    for model in (ours.lesson.model, theirs.model):
+        model.zero_grad(set_to_none=True)
 
 
 def _filled(steps: dict[str, OurPairStep]) -> Figure:
@@ -259,7 +277,7 @@ def largest_logits(ours: OurStep) -> float:
     sizes: list[float] = []
 
     def note(module: torch.nn.Module, given: Any, found: Any) -> None:
-        sizes.append(found.logits.nbytes / 2**20)
+        sizes.append(found.logits.nbytes / 1e6)
 
     hook = detector._generator[0].register_forward_hook(note)
     ours()

@@ -285,16 +285,20 @@ def score_cross(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str
     return torch.cat(found).numpy()
 
 
+def batches_of(texts: Sequence[str], batch: int = 128) -> list[list[int]]:
+    """Places of texts, by their number of words, so many a batch."""
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place].split()))
+    return [order[begin : begin + batch] for begin in range(0, len(order), batch)]
+
+
 @torch.no_grad()
 def encode(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], pooling: str = "cls", batch: int = 128
 ) -> np.ndarray:
     """(n, H) vectors as the dev evaluation makes them: by number of words, tokenised anew, in float32."""
     model.eval()
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place].split()))
     found: list[Tensor] = [torch.empty(0)] * len(texts)
-    for begin in range(0, len(order), batch):
-        places = order[begin : begin + batch]
+    for places in batches_of(texts, batch):
         read = tokenizer(
             [texts[place] for place in places], padding=True, truncation=True, max_length=512, return_tensors="pt"
         )

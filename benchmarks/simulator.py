@@ -15,7 +15,7 @@ class Terms:
     """Seconds of one step of k workers.
 
     Attributes:
-        shares: Each worker's part of the step, alone on its core.
+        shares: Each worker's part of the step, alone on its core; of alike workers, as often as there are workers.
         communication: The collectives of a step, all of them exposed.
         orchestration: What the loop around the step adds.
     """

@@ -29,7 +29,7 @@ from benchmarks.material import (
 )
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
-from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, encode, rankcse, simcse
+from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, batches_of, encode, rankcse, simcse
 from distcse.corpus import Corpus
 from distcse.encoder import resolve_model
 from distcse.encoder.layers import layers_of
@@ -40,6 +40,10 @@ from distcse.recipe import Recipe
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 DEV_SENTENCES, REFERENCE_SENTENCES = 3000, 37110
+SAMPLES = 2
+"""Batches of the reference's dev evaluation that are timed."""
+LEAST_COSINE = 0.998
+"""Of a bf16 step's gradient with the float32 step's."""
 """Of STS-B dev; of all splits of STS-B and SICK-R, which the public codes encode at every score."""
 TOLERANCE = 1e-5
 
@@ -146,6 +150,22 @@ def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
         model.zero_grad(set_to_none=True)
 
 
+def near_or_stop(exact: OurStep, half: OurStep) -> None:
+    """Compare the gradients of a float32 and a bf16 step on one batch, without dropout; `SystemExit` where they point apart."""
+    half.lesson.model.load_state_dict(exact.lesson.model.state_dict())
+    gradients = []
+    for step in (exact, half):
+        step.lesson.model.eval()
+        step.loss()[0].backward()
+        found = [p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None]
+        gradients.append(torch.cat(found).double())
+        step.lesson.model.zero_grad(set_to_none=True)
+    cosine = float(torch.cosine_similarity(*gradients, dim=0))
+    print(f"bf16 against fp32: cosine of the gradients {cosine:.5f}", flush=True)
+    if not cosine >= LEAST_COSINE:
+        raise SystemExit("the bf16 step learns something else; nothing is timed")
+
+
 def measure(options: Options) -> Report:
     """All rows of this script."""
     effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
@@ -198,6 +218,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
     """
     equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
     ours = {precision: bench.ours(RANKCSE, precision) for precision in ("fp32", "bf16")}
+    near_or_stop(ours["fp32"], ours["bf16"])
     theirs, dev = bench.theirs(ours["fp32"], True), DevEvaluations(bench, ours["fp32"], options)
     wide = bench.ours(RANKCSE, "fp32", batch_size=2 * bench.n)
     ways = {f"RankCSE {precision}": timed(step) for precision, step in ours.items()}
@@ -213,7 +234,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
         return float(DEV_SENTENCES / dev.dev_sampled * seconds["dev"])
 
     def epochs(seconds: Any) -> float:
-        reference = 125 * seconds["reference"] + REFERENCE_SENTENCES / dev.sampled * seconds["dev, reference"]
+        reference = 125 * seconds["reference"] + dev.many * seconds["dev, reference"]
         return float(reference / (125 * seconds["RankCSE fp32"] + score(seconds)))
 
     share = rounds.of(lambda s: 100 * score(s) / (score(s) + 125 * s["wide"]))
@@ -222,7 +243,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
     return [
         of_ratio(2, "fp32", rounds, "reference", "RankCSE fp32", bench.setting),
         of_ratio(3, "bf16", rounds, "reference", "RankCSE bf16", bench.setting),
-        of_spread(4, "125 steps and one score", rounds.of(epochs), bench.setting, noise, **terms),
+        of_spread(4, "125 steps and one score", rounds.of(epochs), f"{bench.setting}, tables made", noise, **terms),
         of_spread(31, every, share, f"{bench.size} student, N = {2 * bench.n}", noise),
     ]
 
@@ -263,8 +284,12 @@ class DevEvaluations:
             for file in sorted((options.data / "sts" / name).iterdir()):
                 table = read_table(file)
                 whole += [*table.texts("sentence1"), *table.texts("sentence2")]
-        self._whole = whole[:: 500 if options.quick else 300]
-        self.sampled = len(self._whole)
+        assert len(whole) == REFERENCE_SENTENCES
+        # Whole batches, as they come of all sentences by length: the fewer there are, the worse a sample fills them.
+        batches = batches_of(whole, 8 if options.quick else 128)
+        picked = [batches[(2 * number + 1) * len(batches) // (2 * SAMPLES)] for number in range(SAMPLES)]
+        self._batches = [[whole[place] for place in batch] for batch in picked]
+        self.many = len(batches) / SAMPLES
         self._encoder = step.lesson.model.encoder
         self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))
 
@@ -275,7 +300,8 @@ class DevEvaluations:
 
     def theirs(self) -> None:
         """As SentEval's batcher feeds the public codes."""
-        encode(self._model, self._tokenizer, self._whole)
+        for texts in self._batches:
+            encode(self._model, self._tokenizer, texts)
 
 
 def counts(bench: Bench) -> list[Figure]:

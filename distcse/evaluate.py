@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.encoder.device import device_here
+    from distcse.device import device_here
     from distcse.evaluation import Reading
     from distcse.measuring import measure
     from distcse.report.progress import open_view

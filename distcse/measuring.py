@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcse.device import device_here
 from distcse.encoder import Encoder
-from distcse.encoder.device import device_here
 from distcse.errors import EvaluationError
 from distcse.evaluation import (
     Candidate,

@@ -65,7 +65,7 @@ def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = N
     seen: list[Event] = events if events is not None else []
     watch = Watch(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return fit(job, [LocalSource(serving(teacher, table, job.recipe.seed)) for teacher, table in teachers], watch)
+    return fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], watch)
 
 
 def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[Job, Job]:

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distcse.device import sent
+
 _PARTS = 16
 """The number of places is rounded up by at most one part in so many."""
 
@@ -27,9 +29,9 @@ class Tokens:
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Tokens:
-        """The same on another device."""
-        places = None if self.places is None else self.places.to(device)
-        return Tokens(self.ids.to(device), self.mask.to(device), places)
+        """The same on another device; places are of use on a CPU only."""
+        places = self.places if torch.device(device).type == "cpu" else None
+        return Tokens(sent(self.ids, device), sent(self.mask, device), places)
 
     def twice(self) -> Tokens:
         """All rows, and all of them again."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from distcse.corpus.collate import Tokens
 from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
+from distcse.device import device_here
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.attention import made_mask
-from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.packing import short_cut
@@ -25,7 +25,7 @@ from distcse.errors import EncoderError
 from distcse.objectives.detection import Detection, detection
 from distcse.recipe import DetectionSection
 
-_LOGITS = 64 * 2**20
+_LOGITS = 64_000_000
 """Bytes of the generator's logits at a time: at all positions of a batch they would be hundreds of MB."""
 
 

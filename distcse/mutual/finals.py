@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from distcse.device import device_here
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
-from distcse.encoder.device import device_here
 from distcse.evaluation import (
     SUITES,
     About,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.corpus import BatchSampler, collate
+from distcse.device import sent
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.batching import alike
 from distcse.evaluation import PairModel, PairScores, VectorModel
@@ -97,9 +98,9 @@ def _batch(
     texts = []
     for part in parts:
         tokens = collate([rows[place] for place in part], pad, placed=on_cpu).to(device)
-        sides = None if kinds is None else collate([kinds[place] for place in part], 0).ids.to(device)
+        sides = None if kinds is None else collate([kinds[place] for place in part], 0).to(device).ids
         texts.append(Texts(tokens.ids, tokens.mask, tokens.places, sides))
-    return PairBatch(texts, torch.tensor([place for part in parts for place in part], device=device), seed)
+    return PairBatch(texts, sent(torch.tensor([place for part in parts for place in part]), device), seed)
 
 
 class BiTokens:

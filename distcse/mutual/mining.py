@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
+from distcse.device import device_here
 from distcse.encoder import Encoder
-from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import CorpusError, RunError
 from distcse.evaluation import excluded_from

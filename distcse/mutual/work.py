@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distcse.device import device_here
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import EncoderError, RunError
 from distcse.events import Watch

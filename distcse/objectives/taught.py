@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distcse.device import sent
+
 
 @dataclass(frozen=True)
 class Taught:
@@ -28,4 +30,4 @@ class Taught:
     def to(self, device: torch.device) -> Taught:
         """The same on a device."""
         parts = (self.lists, self.trust, self.targets, self.quiet)
-        return Taught(*(part if part is None else part.to(device) for part in parts))
+        return Taught(*(part if part is None else sent(part, device) for part in parts))

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcse.device import sent
+
 _SHORTEST = 1e-12
 """Length below which a vector counts as zero."""
 _OPPOSITE = -1.0
@@ -136,8 +138,13 @@ _gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
 
 
 def _require_equal_rows(rows: int, device: torch.device) -> None:
-    extremes = torch.tensor([rows, -rows], device=device)
+    extremes = sent(torch.tensor([rows, -rows]), device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if device.type != "cpu":  # asked there, so that the host need not wait for the answer
+        torch._assert_async(
+            extremes.sum() == 0, "workers hold different numbers of rows; a global batch wants equal parts"
+        )
+        return
     largest, smallest = int(extremes[0]), -int(extremes[1])
     if largest != smallest:
         raise ValueError(f"workers hold between {smallest} and {largest} rows; a global batch wants equal parts")

@@ -147,7 +147,7 @@ class TeacherSection(EncoderSection):
     space: Literal["cosine", "rank"] = "cosine"
     """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
     references: Annotated[int, Field(ge=2)] = 100_000
-    """Sentences of the corpus, drawn by the seed, that a rank-space teacher orders; all of a smaller corpus."""
+    """Sentences of the corpus that a rank-space teacher orders, drawn alike for every seed; all of a smaller corpus."""
     ranks: Literal["sort", "histogram"] = "sort"
     """How a rank-space teacher orders them: exactly, or by counting into 65,536 bins, which takes less time among tens of
     thousands and moves a similarity by 1e-5 at most (1e-6 among 100,000)."""
@@ -166,6 +166,15 @@ class TeacherSection(EncoderSection):
             raise ValueError("code and endpoint are two kinds of teacher; keep one of them")
         if self.knobs and self.code is None:
             raise ValueError("knobs are for a teacher of your own; write code: module:Class, or take them away")
+        if not self.is_model:
+            kind, others = (
+                ("code", ("max_length", "prompt")) if self.code else ("endpoint", ("max_length", "precision"))
+            )
+            plain = type(self).model_fields
+            if said := [name for name in others if getattr(self, name) != plain[name].default]:
+                raise ValueError(
+                    f"{said[0]} is of a model that is loaded here, and this teacher's {kind} would not hear of it; take it away"
+                )
         return self
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
-from distcse.encoder.device import device_here
+from distcse.device import device_here
 from distcse.errors import DistcseError, RunError
 from distcse.events import Watch
 from distcse.nodes import Demand

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus, split_held_out
 from distcse.corpus.docstrings import held_out_documentation
+from distcse.device import device_here
 from distcse.encoder import Encoder, resolve_model
-from distcse.encoder.device import device_here
 from distcse.evaluation import (
     SUITES,
     About,

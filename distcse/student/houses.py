@@ -68,9 +68,7 @@ class InProcess:
         section = job.recipe.teachers
         sources = [
             LocalSource(
-                serving(teacher, table, job.recipe.seed)
-                if table is not None
-                else live(teacher, corpus, section.tokens_per_batch)
+                serving(teacher, table) if table is not None else live(teacher, corpus, section.tokens_per_batch)
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]
@@ -103,7 +101,7 @@ class OnRay:
         from distcse.student.ray_train import fit_on_ray
         from distcse.teachers.actors import served
 
-        with served(job.recipe.teachers, corpus, tables, job.recipe.seed, watch) as servers:
+        with served(job.recipe.teachers, corpus, tables, watch) as servers:
             return fit_on_ray(job, servers, watch)
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.corpus import Corpus
+from distcse.device import device_here
 from distcse.encoder import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
-from distcse.encoder.device import device_here
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Stage, Watch

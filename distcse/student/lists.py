@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distcse.device import sent
 from distcse.events import Watch
 from distcse.objectives import Taught, build_objective, gather_views
 from distcse.student.averaging import Start
@@ -80,11 +81,11 @@ class ListLesson:
         if self._targets is None:
             return taught
         rows = self._plan.sampler.batch(step)[self._plan.places]
-        return replace(taught, targets=torch.from_numpy(self._targets.vectors(rows)).to(device))
+        return replace(taught, targets=sent(torch.from_numpy(self._targets.vectors(rows)), device))
 
     def _met_again(self, step: int) -> Tensor | None:
         met = self._plan.met_again(step)
-        return None if met is None else torch.from_numpy(met).to(next(self.model.parameters()).device)
+        return None if met is None else sent(torch.from_numpy(met), next(self.model.parameters()).device)
 
     def rows_of(self, step: int) -> str:
         return told_rows(self._plan.sampler.batch(step).tolist(), "the corpus")

@@ -230,7 +230,6 @@ def served(
     section: TeachersSection,
     corpus: Corpus,
     tables: Sequence[EmbeddingTable | None],
-    seed: int,
     watch: Watch,
     asked: Sequence[int] | None = None,
 ) -> Iterator[Any]:
@@ -240,7 +239,6 @@ def served(
         section: The teachers.
         corpus: What they are asked about.
         tables: The table of each; one that has none answers live.
-        seed: Of the run.
         watch: Told of what hangs.
         asked: Numbers of the teachers that have servers; None are all.
     """
@@ -248,7 +246,7 @@ def served(
     for number in range(len(tables)) if asked is None else asked:
         teacher, table = section.encoders[number], tables[number]
         make = (
-            _table_teacher(teacher, table, seed)
+            _table_teacher(teacher, table)
             if table is not None
             else _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         )
@@ -295,9 +293,9 @@ def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
     return TeacherError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
 
 
-def _table_teacher(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Callable[[], Teacher]:
+def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
     directory, identity = table.directory, table.identity
-    return lambda: serving(teacher, EmbeddingTable(directory, identity), seed)
+    return lambda: serving(teacher, EmbeddingTable(directory, identity))
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from distcse.corpus import Corpus
+from distcse.device import device_here
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
-from distcse.encoder.device import device_here
 from distcse.encoder.laid_out import lay_out
 from distcse.encoder.precision import held_as
 from distcse.encoder.prompts import is_template
@@ -19,6 +19,9 @@ from distcse.teachers.pairs import PairTeacher
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Embedder, LiveTeacher, TableTeacher, Teacher
+
+_REFERENCES = 2**32 - 5
+"""Seed of a rank space's draw."""
 
 
 def open_embedder(teacher: TeacherSection) -> Embedder:
@@ -57,11 +60,14 @@ def fingerprint(teacher: TeacherSection) -> str:
     return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
 
 
-def serving(teacher: TeacherSection, table: EmbeddingTable, seed: int) -> Teacher:
-    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities."""
+def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
+    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities.
+
+    A rank space's references are the same for every seed of the recipe: it is the teacher's, and seeds of one sweep share it.
+    """
     if teacher.space == "cosine":
         return TableTeacher(table)
-    drawn = np.random.default_rng(seed).permutation(table.identity.rows)[: teacher.references]
+    drawn = np.random.default_rng(_REFERENCES).permutation(table.identity.rows)[: teacher.references]
     return RankSpaceTeacher(table, np.sort(drawn), teacher.ranks, device_here())
 
 
@@ -70,7 +76,11 @@ def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teac
     if scores_pairs(teacher):
         if teacher.space == "rank":
             raise TeacherError(f"teacher {teacher.backbone} is a cross-encoder: it has no vectors, so no rank space")
+        if teacher.prompt:
+            raise TeacherError(
+                f"teacher {teacher.backbone} is a cross-encoder, which reads pairs without a prompt; take it away"
+            )
         scorer = CrossEncoder.load(teacher.backbone, teacher.max_length, teacher.trust_remote_code)
-        lay_out(scorer.to(device_here()).eval())
-        return PairTeacher(scorer, corpus, tokens_per_batch)
+        lay_out(scorer.to(device_here()).eval(), teacher.precision)
+        return PairTeacher(scorer, corpus, teacher.precision, tokens_per_batch)
     return LiveTeacher(open_embedder(teacher), corpus, teacher.precision, tokens_per_batch)

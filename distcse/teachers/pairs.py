@@ -13,9 +13,10 @@ from distcse.errors import TeacherError
 class PairTeacher:
     """Serves a cross-encoder's probabilities that a pair is alike, R·C forward passes a step. `TeacherError` for NaN."""
 
-    def __init__(self, scorer: CrossEncoder, corpus: Corpus, tokens_per_batch: int) -> None:
+    def __init__(self, scorer: CrossEncoder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
         self._scorer = scorer
         self._corpus = corpus
+        self._precision = precision
         self._tokens_per_batch = tokens_per_batch
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
@@ -24,7 +25,7 @@ class PairTeacher:
         for batch in columns:
             texts = self._corpus.texts(batch)
             pairs = [(query, other) for query in texts[rows] for other in texts]
-            scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch)
+            scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch, precision=self._precision)
             if not np.isfinite(scores).all():
                 first, other = pairs[int(np.flatnonzero(~np.isfinite(scores))[0])]
                 raise TeacherError(f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is no number")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.encoder.device import device_here
+from distcse.device import device_here
 from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
 from distcse.events import Watch
 from distcse.mutual.finals import checked_tasks, wanted_tasks

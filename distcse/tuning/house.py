@@ -60,7 +60,7 @@ class Shared:
         section = job.recipe.teachers
         mine = servers_beside(self._servers, section, job.run.name, 0) if self._servers is not None else {}
         sources = [
-            LocalSource(serving(teacher, table, job.recipe.seed))
+            LocalSource(serving(teacher, table))
             if table is not None
             else RemoteSource(mine[number], Queue(job.run.name, number, worker=0).watch)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))

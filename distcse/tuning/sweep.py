@@ -157,7 +157,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
     asked = [number for number, table in enumerate(tables) if table is None or not in_own_process]
-    with served(section, text.corpus, tables, recipe.seed, watch, asked) as servers:
+    with served(section, text.corpus, tables, watch, asked) as servers:
         yield Shared(servers, in_own_process)
 
 

@@ -71,8 +71,8 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
     (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, OnRay(), Watch(listen))
     assert stopped and table is not None and table.missing_shards() == []
     asked = np.arange(64).reshape(2, 32)
-    expected = serving(teacher, table, recipe.seed).similarities(asked, slice(None))
-    with served(teachers, corpus, [table], recipe.seed, Watch(heard.append)) as servers:
+    expected = serving(teacher, table).similarities(asked, slice(None))
+    with served(teachers, corpus, [table], Watch(heard.append)) as servers:
         source = RemoteSource(servers_beside(servers, teachers, "run", 0)[0], lambda answer: None)
         before = source.request(asked, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)

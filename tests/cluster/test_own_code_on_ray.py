@@ -33,6 +33,7 @@ def test_workers_find_the_modules_of_the_current_directory(
         sentences,
         "objective.own={correlation: {code: 'my_terms:Correlation', weight: 1.0}}",
         "teachers.encoders.0.code=my_teachers:Trigrams",
+        "teachers.encoders.0.max_length=null",
         "training.workers=1",
         "training.max_steps=6",
     )

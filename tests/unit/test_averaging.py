@@ -62,7 +62,7 @@ def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRec
     job, tables = make_job(result.recipe, result.directory)
     plan = Plan(job, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
-    sources = [LocalSource(serving(teacher, table, result.recipe.seed)) for table in tables]
+    sources = [LocalSource(serving(teacher, table)) for table in tables]
     dev = DevSet.of(result.recipe, plan.corpus, plan.held_out, sources)
     best = result.outcome.position.best
     assert dev is not None and best is not None

@@ -55,7 +55,7 @@ class Refusing(Later):
 
 def sources_of(job: Job, tables: list[EmbeddingTable]) -> list[LocalSource]:
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return [LocalSource(serving(teacher, table, job.recipe.seed)) for teacher, table in teachers]
+    return [LocalSource(serving(teacher, table)) for teacher, table in teachers]
 
 
 def train_beside(

@@ -161,7 +161,7 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     job, tables = make_job(recipe)
     plan = Plan(job, 0, 1)
     sources = [
-        LocalSource(serving(teacher, table, 0)) for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
+        LocalSource(serving(teacher, table)) for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
     ]
     lesson = ListLesson(job, plan, sources)
     lesson.begin(0)
@@ -224,7 +224,7 @@ def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> No
     job, tables = make_job(recipe_with("teachers.shuffle_groups=4", "objective.rank.memory={batches: 30}"))
     plan = Plan(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
     lesson.begin(plan.sampler.steps_per_epoch - 1)
     taught = lesson._taught(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
     met = plan.met_again(plan.sampler.steps_per_epoch - 1)

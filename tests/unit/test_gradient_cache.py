@@ -29,7 +29,7 @@ def gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the first batch and its gradient."""
     job, tables = make_job(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
     step.lesson.model.train()
     share, _ = step.loss()
     step.engine.backward(share)

@@ -98,9 +98,9 @@ def test_on_a_gpu_frozen_weights_are_half_as_large(
 
 
 def test_half_weights_keep_the_lists_of_a_real_teacher(minilm: str, sentences: list[str]) -> None:
-    """Within what a cached list may differ from a live one in float32 (row 10: 2e-4)."""
+    """Within the 6e-4 that the recipe's reference tells of fp16."""
     section = TeacherSection(backbone=minilm, precision="fp16")
     half, plain = Encoder.from_section(section, torch.float16).eval(), Encoder.from_section(section).eval()
     found = half.encode(sentences[:64], precision="fp16", normalize=True)
     known = plain.encode(sentences[:64], normalize=True)
-    assert np.abs(found @ found.T - known @ known.T).max() < 1e-3
+    assert np.abs(found @ found.T - known @ known.T).max() < 6e-4

@@ -98,7 +98,7 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
     job, tables = make_job(recipe_with(BOTH, "student.dropout=0.0", "student.projection=none"))
     plan = Plan(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
     lesson.begin(0)
     memory = lesson.model.memory
     assert memory is not None

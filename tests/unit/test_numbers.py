@@ -286,7 +286,7 @@ def test_a_table_that_was_spoilt_under_a_run_is_never_served(recipe_with: MakeRe
 def test_a_dev_score_that_is_no_number_never_becomes_the_best(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with())
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table, 0)) for teacher, table in teachers])
+    lesson = ListLesson(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table)) for teacher, table in teachers])
     vars(lesson)["_dev"] = DevSet("broken", lambda encoder: float("nan"))
     with pytest.raises(DivergedError, match="broken is not finite at step 0"):
         learn(lesson, job.recipe.training, Checkpoints(job.run), Watch())

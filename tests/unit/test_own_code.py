@@ -124,6 +124,15 @@ def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], module
         ([TERM.replace("own: {mine:", "own: {loss:") % ("a:B", "{}")], "a term called 'loss', a name that is taken"),
         (["teachers.encoders.0.knobs={width: 3}"], "knobs are for a teacher of your own"),
         (["teachers.encoders.0.code=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"], "keep one of them"),
+        (
+            ["teachers.encoders.0.code=a:B"],
+            "max_length is of a model that is loaded here, and this teacher's code would not",
+        ),
+        (["teachers.encoders=[{backbone: m, code: 'a:B', prompt: 'q: '}]"], "prompt is of a model that is loaded here"),
+        (
+            ["teachers.encoders=[{backbone: m, endpoint: {url: 'http://h/v1'}, precision: bf16}]"],
+            "precision is of a model that is loaded here, and this teacher's endpoint would not hear of it",
+        ),
     ):
         with pytest.raises(RecipeError, match=re.escape(told)):
             recipe_with(*overrides)
@@ -139,7 +148,7 @@ def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Pat
         ("my_teachers:Bigrams", "module my_teachers has no class Bigrams"),
     ):
         with pytest.raises(RecipeError, match=re.escape(told)):
-            run(recipe_with(f"teachers.encoders.0.code={code}"), Watch())
+            run(recipe_with(f"teachers.encoders.0.code={code}", "teachers.encoders.0.max_length=null"), Watch())
 
 
 def test_a_plan_leaves_out_what_it_cannot_know(

@@ -146,10 +146,10 @@ def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> No
 def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *in_rank_space(100))
     _, (table,) = make_job(recipe)
-    teacher = serving(recipe.teachers.encoders[0], table, seed=3)
+    teacher = serving(recipe.teachers.encoders[0], table)
     columns = np.arange(24).reshape(2, 12)
     lists = teacher.similarities(columns, slice(4, 8))
-    drawn = np.sort(np.random.default_rng(3).permutation(len(sentences))[:100])
+    drawn = np.sort(np.random.default_rng(2**32 - 5).permutation(len(sentences))[:100])
     references = table.vectors(drawn)
     for batch, found in zip(columns, lists, strict=True):
         expected = spearmanr(table.vectors(batch) @ references.T, axis=1).statistic

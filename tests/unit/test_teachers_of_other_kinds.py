@@ -123,7 +123,8 @@ def test_what_an_endpoint_does_wrong_is_told(server: Server, sentences: list[str
 def test_an_endpoint_fills_a_table_once(
     server: Server, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    knobs = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
+    named = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
+    knobs = (*named, "teachers.encoders.0.max_length=null")
     result, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *LISTS_ALONE, *knobs))
     assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
@@ -139,7 +140,7 @@ def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., P
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences)
     corpus = Corpus.prepare(recipe.corpus, tmp_path / "cache")
     columns = np.array([[3, 1, 4, 2], [9, 8, 7, 6]])
-    lists = PairTeacher(scorer, corpus, 512).similarities(columns, slice(1, 3))
+    lists = PairTeacher(scorer, corpus, "fp32", 512).similarities(columns, slice(1, 3))
     assert lists.shape == (2, 2, 4)
     expected = scorer.score([(sentences[1], sentences[n]) for n in (3, 1, 4, 2)])
     np.testing.assert_allclose(lists[0, 0], expected, atol=1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.encoder.device import device_here
+from distcse.device import device_here
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import TrainingState
 from distcse.training.engines.adamw import OneCallAdamW
