@@ -60,6 +60,7 @@ PAPER = (
 )
 LIST_NET = (*PAPER, "training.lr=3e-5", "objective.rank={form: list_net, tau2: 0.025, tau3: 0.0125}")
 LIST_MLE = (*PAPER, "objective.rank={form: list_mle, tau2: 0.05}")
+FALSE_NEGATIVES = "objective.info_nce.false_negatives={above: 0.9, form: %s}"
 CHOSEN = ("student.layers=auto", "student.depth=3")
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -67,6 +68,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "RankCSE-ListMLE, as published": (*LIST_MLE, "training.lr=2e-5", "TWO"),
     "RankCSE-ListNet, one teacher": LIST_NET,
     "RankCSE-ListMLE, one teacher, lr 3e-5": (*LIST_MLE, "training.lr=3e-5"),
+    "RankCSE-ListNet, one teacher, false negatives masked": (*LIST_NET, FALSE_NEGATIVES % "mask"),
+    "RankCSE-ListNet, one teacher, false negatives softened": (*LIST_NET, FALSE_NEGATIVES % "soften"),
     "lists alone, sharp": (),
     "vectors alone": VECTORS,
     "vectors and lists": LISTS_TOO,
