@@ -13,6 +13,7 @@ import pytest
 from distcse.corpus import BatchSampler, Grouping
 from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
 from distcse.recipe import Recipe
+from distcse.student.material import require_vectors
 from distcse.student.plan import Plan
 from distcse.teachers import EmbeddingTable, TableIdentity, open_graph, prepare_graph
 from distcse.training.directory import RunDirectory
@@ -117,7 +118,7 @@ def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> 
     with pytest.raises(RunError, match="the neighbours have changed since"):
         make_job(recipe, RunDirectory(job.run))
     with pytest.raises(CorpusError, match="nearest is 9000, but the corpus has 384 rows"):
-        make_job(recipe_with("training.neighbours={nearest: 9000, farthest: 9000}"))
+        require_vectors(recipe_with("training.neighbours={companions: 1, nearest: 9000, farthest: 9000}"), rows=384)
 
 
 def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> None:
