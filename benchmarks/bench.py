@@ -30,13 +30,13 @@ ALONE = ("orchestration", "scale")
 
 def main() -> None:
     options = parsed(__doc__)
-    stored, lines = read_reports(options.out), []
+    stored = {(report.place, report.group): report for report in read_reports(options.out)}
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         failed = _all_scripts(options, Path(folder))
         if not options.quick:
-            for file in sorted(Path(folder).glob("*.json")):
-                report = Report.read(file)
-                lines += what_moved(report, stored.get(report.group))
+            for report in read_reports(Path(folder)):
+                lines += what_moved(report, stored.get((report.place, report.group)))
                 report.write(options.out)
     if not options.quick:
         write_readme(read_reports(options.out))
@@ -78,9 +78,9 @@ def _one_after_the_other(scripts: Sequence[str], options: Options, out: Path, co
 def what_moved(new: Report, stored: Report | None) -> list[str]:
     """Against the stored report; figures of another machine are no measure."""
     if stored is None:
-        return [f"{new.group}: nothing was stored before"]
+        return [f"{new.group}: nothing was stored of this machine"]
     if stored.machine != new.machine:
-        return [f"{new.group}: stored figures are of another machine or torch; not compared"]
+        return [f"{new.group}: stored figures are of other versions or cores; not compared"]
     return moved(new.figures, stored.figures)
 
 

@@ -1,6 +1,6 @@
 """The rows with a GPU column, on one CUDA device: one command, under eight minutes, no Ray, no data, no downloads.
 
-    python -m benchmarks.gpu                        a report in benchmarks/results/gpu.json
+    python -m benchmarks.gpu                        a report in benchmarks/results/
     python -m benchmarks.gpu --device cpu --tiny    whether this script works; none of its figures counts
 
 Random weights of BERT-base's and -large's shape, random ids of real lengths (lengths.json: 20,000 sentences of Wikipedia, cut at

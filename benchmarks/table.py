@@ -5,7 +5,7 @@ python -m benchmarks.table
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,24 @@ def lines_of(report: Report) -> list[str]:
     return lines
 
 
-def rows_table(reports: Mapping[str, Report]) -> str:
-    """All rows as Markdown; a part without a figure is 'not measured yet', or 'not built' where distcse has no such thing."""
-    kept = {name: report for name, report in reports.items() if not report.trial}
-    cpu = {name: report for name, report in kept.items() if name != _GPU}
-    gpu = {name: report for name, report in kept.items() if name == _GPU}
+def rows_table(reports: Iterable[Report]) -> str:
+    """All rows as Markdown, a letter for each machine where there are several.
+
+    A part without a figure is 'not measured yet', or 'not built' where distcse has no such thing.
+    """
+    kept = [report for report in reports if not report.trial]
+    letters = _letters(kept)
     head = ["| # | row | part | machine | must | moon | found | meets it |", "|---|---|---|---|---|---|---|---|"]
-    lines = [*_machines(kept), "", *head]
+    lines = [*_machines(kept, letters), "", *head]
+    cpu = [(report, letters[report.place]) for report in kept if report.group != _GPU]
+    gpu = [(report, letters[report.place]) for report in kept if report.group == _GPU]
     for row in ROWS:
         first, *others = _lines(row, row.cpu, cpu, "CPU") + _lines(row, row.gpu, gpu, JUDGED_GPU)
         lines += [f"| {row.number} | {row.title} {first}", *(f"| | {line}" for line in others)]
     return "\n".join(lines)
 
 
-def write_readme(reports: Mapping[str, Report], file: Path = README) -> None:
+def write_readme(reports: Iterable[Report], file: Path = README) -> None:
     """Put the table between the marks. `ValueError` where the file has none."""
     text = file.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
@@ -98,12 +102,18 @@ def machine_name(machine: Mapping[str, Any]) -> str:
     return f"{name}{kernels}, torch {machine['torch']}"
 
 
-def _machines(reports: Mapping[str, Report]) -> list[str]:
-    names = dict.fromkeys(machine_name(report.machine) for report in reports.values())
+def _letters(reports: Iterable[Report]) -> dict[str, str]:
+    """What a machine's figures begin with."""
+    places = sorted({report.place for report in reports})
+    return {place: f"{chr(ord('A') + number)}: " if len(places) > 1 else "" for number, place in enumerate(places)}
+
+
+def _machines(reports: Iterable[Report], letters: Mapping[str, str]) -> list[str]:
+    names = dict.fromkeys(f"{letters[report.place]}{machine_name(report.machine)}" for report in reports)
     return [f"Measured on: {'; '.join(names)}." if names else "Nothing is measured yet."]
 
 
-def _lines(row: Row, parts: Iterable[Part], reports: Mapping[str, Report], machine: str) -> list[str]:
+def _lines(row: Row, parts: Iterable[Part], reports: Sequence[tuple[Report, str]], machine: str) -> list[str]:
     lines = []
     for part in parts:
         found, meets = _cell(row.number, part, reports)
@@ -112,14 +122,16 @@ def _lines(row: Row, parts: Iterable[Part], reports: Mapping[str, Report], machi
     return lines
 
 
-def _cell(number: int, part: Part, reports: Mapping[str, Report]) -> tuple[str, str]:
-    for report in reports.values():
+def _cell(number: int, part: Part, reports: Sequence[tuple[Report, str]]) -> tuple[str, str]:
+    found, meets = [], []
+    for report, letter in reports:
         figures = [figure for figure in report.figures if (figure.row, figure.part) == (number, part.name)]
         if figures:
-            told = "; ".join(
-                value(figure, part) + (f" ({figure.setting})" if figure.setting else "") for figure in figures
-            )
-            return told, verdict(part, figures, report.machine)
+            told = (value(figure, part) + (f" ({figure.setting})" if figure.setting else "") for figure in figures)
+            found.append(letter + "; ".join(told))
+            meets.append(letter + verdict(part, figures, report.machine))
+    if found:
+        return "<br>".join(found), "<br>".join(meets)
     if part.needs is not None:
         return f"not built: {part.needs}", "no" if part.must else "–"
     return "not measured yet", "–"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,11 +36,18 @@ class Report:
     trial: bool = False
     not_run: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def place(self) -> str:
+        """Folder of the machine's reports."""
+        name = self.machine.get("gpu") or " ".join([self.machine["cpu"], *self.machine.get("kernels", [])])
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
     def write(self, folder: Path) -> Path:
-        """`<group>.json` in a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        put(folder / f"{self.group}.json", json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
-        return folder / f"{self.group}.json"
+        """`<machine>/<group>.json` in a folder."""
+        file = folder / self.place / f"{self.group}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        put(file, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+        return file
 
     @classmethod
     def read(cls, file: Path) -> Report:
@@ -48,9 +56,9 @@ class Report:
         return cls(**{**told, "figures": [Figure(**figure) for figure in told["figures"]]})
 
 
-def read_reports(folder: Path) -> dict[str, Report]:
-    """By group."""
-    return {file.stem: Report.read(file) for file in sorted(folder.glob("*.json"))}
+def read_reports(folder: Path) -> list[Report]:
+    """Of all machines, one machine's after the other's."""
+    return [Report.read(file) for file in sorted(folder.glob("*/*.json"))]
 
 
 def machine() -> dict[str, Any]:

@@ -141,8 +141,10 @@ def test_what_moved_by_more_than_its_spread_is_named() -> None:
 def test_a_report_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
     figures = [Figure(2, "fp32", 3.0, 2.9, 3.1, 0.01, pairs=15, terms={"steps": 2.0}), counted(31, "sentences", 3000)]
     report = Report("step", {"cpu": "made up"}, {"pairs": 15}, figures, not_run={"row 3": "no AMX"})
-    report.write(tmp_path)
-    assert read_reports(tmp_path) == {"step": report}
+    assert report.write(tmp_path) == tmp_path / "made-up" / "step.json"
+    other = Report("step", {"cpu": "Another", "kernels": ["AMX"]}, {"pairs": 15}, figures)
+    assert other.write(tmp_path) == tmp_path / "another-amx" / "step.json"
+    assert read_reports(tmp_path) == [other, report]
 
 
 def test_durations_of_this_process_are_of_both_clocks() -> None:
