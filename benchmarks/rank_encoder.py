@@ -174,7 +174,7 @@ def _once(similarities: torch.Tensor) -> torch.Tensor:
 def inference(options: Options, effort: Effort, references: NDArray[np.float32]) -> list[Figure]:
     """Row 19: the pairs of STS-B and SICK-R by ranks, each sentence ranked once, against scipy pair by pair.
 
-    Ours is timed whole, once, with the file that its rank vectors lie in, and by a sample in every round beside scipy's sample.
+    Ours is timed whole, once, and the ranks of a sample of it in every round beside scipy's sample.
     Sentences are the first of the references: their orders cost what any cost.
     """
     first: list[str] = []

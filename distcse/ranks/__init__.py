@@ -2,7 +2,8 @@
 
 from distcse.ranks.device import DeviceRankSpace, rank_space
 from distcse.ranks.encoder import RankSpaceEncoder, is_rank_space, numbered
-from distcse.ranks.space import RankSpace, inner_products, pair_similarities, rank_vectors
+from distcse.ranks.pairs import pair_similarities
+from distcse.ranks.space import RankSpace, inner_products, rank_vectors
 
 __all__ = [
     "DeviceRankSpace",

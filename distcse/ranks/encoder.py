@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError
 from distcse.ranks.device import rank_space
-from distcse.ranks.space import Ranker, pair_similarities
+from distcse.ranks.pairs import pair_similarities
+from distcse.ranks.space import Ranker
 from distcse.storage import fetch_folder, place, publish
 
 _ABOUT = Path("distcse") / "ranks.json"

@@ -7,9 +7,7 @@ Spearman's correlation of their similarities to the references (RankEncoder Eq. 
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +15,6 @@ from numpy.typing import NDArray
 
 _BYTES = 256 * 2**20
 """Held at a time beside the references: similarities of a chunk of rows."""
-_INSIDE = 2**30
-"""Rank vectors of one call that are held in memory; more lie in a file."""
-_TERMS = 4096
-"""Of an inner product that are summed in float32."""
 BINS = 2**16
 LOST = 1e-11
 """Most that t / n of a row may be (see `counted_rank_vectors`)."""
@@ -155,31 +149,3 @@ def inner_products(ranks: NDArray[np.float32], others: NDArray[np.float32] | Non
         chunk = slice(begin, begin + step)
         total += ranks[:, chunk].astype(np.float64) @ others[:, chunk].T.astype(np.float64)
     return np.asarray(np.clip(total, -1.0, 1.0), dtype=np.float32)
-
-
-def pair_similarities(
-    space: Ranker, vectors: NDArray[np.floating], first: NDArray[np.int64], second: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """(p,) Spearman correlations of p pairs of rows of (m, d) unit vectors; each row is ranked once.
-
-    Rank vectors that would take more than a gibibyte lie in a temporary file.
-    """
-    with _room(len(vectors), len(space)) as ranks:
-        space.ranks(vectors, out=ranks)
-        found = [_product(ranks[one], ranks[other]) for one, other in zip(first, second, strict=True)]
-    return np.clip(np.array(found, dtype=np.float64), -1.0, 1.0)
-
-
-def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Inner product, some thousand terms at a time in float32 and those sums in float64: off by 1e-8 at most."""
-    parts = (slice(begin, begin + _TERMS) for begin in range(0, len(one), _TERMS))
-    return sum(float(one[part] @ other[part]) for part in parts)
-
-
-@contextmanager
-def _room(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
-    if 4 * rows * references <= _INSIDE:
-        yield np.empty((rows, references), dtype=np.float32)
-        return
-    with tempfile.TemporaryFile() as file:
-        yield np.memmap(file, dtype=np.float32, mode="w+", shape=(rows, references))

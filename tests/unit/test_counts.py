@@ -160,5 +160,6 @@ def test_each_sentence_is_ranked_once_however_many_pairs_it_is_in(monkeypatch: p
         return whole(self, rows, out)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
+    monkeypatch.setattr("distcse.ranks.pairs._BYTES", 8 * len(vectors) * 2)
     pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
-    assert ranked == [6]
+    assert ranked == [2, 2, 2]

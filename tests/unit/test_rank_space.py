@@ -236,9 +236,17 @@ def test_an_encoder_with_references_is_stored_and_measured(
     assert result.figure("sts", "STS-B", "all", "ranks") == pytest.approx(expected, abs=0.1)
 
 
-def test_many_ranks_lie_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    space, vectors = RankSpace(unit(50, 8)), unit(20, 8, seed=1)
-    first, second = np.arange(10), np.arange(10, 20)
-    inside = pair_similarities(space, vectors, first, second)
-    monkeypatch.setattr("distcse.ranks.space._INSIDE", 100)
-    np.testing.assert_array_equal(pair_similarities(space, vectors, first, second), inside)
+@pytest.mark.parametrize(("at_a_time", "inside"), [(100, 2**30), (7, 2**30), (7, 100), (1, 2**30)])
+def test_pairs_are_the_same_however_few_rows_are_ranked_at_a_time(
+    at_a_time: int, inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain, a sentence that many are paired with, twins, and sentences in no pair; kept in memory, and in a file."""
+    space, vectors, draw = RankSpace(unit(50, 8)), unit(60, 8, seed=1), np.random.default_rng(2)
+    pairs = [(n, n + 1) for n in range(20)] + [(30, n) for n in range(25, 50)] + [(3, 3), (40, 2), (2, 40)]
+    first, second = draw.permutation(np.array(pairs)).T
+    monkeypatch.setattr("distcse.ranks.pairs._BYTES", 8 * 50 * at_a_time)
+    monkeypatch.setattr("distcse.ranks.pairs._INSIDE", inside)
+    whole = space.similarities(vectors)
+    found = pair_similarities(space, vectors, first, second)
+    np.testing.assert_allclose(found, whole[first, second], atol=1e-6)
+    assert pair_similarities(space, vectors[:0], first[:0], second[:0]).shape == (0,)
