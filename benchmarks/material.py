@@ -198,8 +198,8 @@ class OurStep:
 
     def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The step's loss, without an update."""
-        answer = self.engine.forward(self.lesson.inputs(self.step, self.engine.device))
-        return self.lesson.loss(self.step, answer)
+        inputs = self.lesson.inputs(self.step, self.engine.device)
+        return self.lesson.loss(inputs.loss, self.engine.forward(inputs.model))
 
     def rows(self, step: int) -> Any:
         """(N,) row ids of a step."""

@@ -77,8 +77,8 @@ class OurPairStep:
 
     def loss(self) -> torch.Tensor:
         """The step's loss, without an update."""
-        answer = self.engine.forward(self.lesson.inputs(self.step, self.engine.device))
-        return self.lesson.loss(self.step, answer)[0]
+        inputs = self.lesson.inputs(self.step, self.engine.device)
+        return self.lesson.loss(inputs.loss, self.engine.forward(inputs.model))[0]
 
 
 def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure]:
@@ -238,7 +238,7 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     real = processed = 0
     for step in steps.values():
         for number in range(20):
-            for part in step.lesson.inputs(number, torch.device("cpu")).parts:
+            for part in step.lesson.inputs(number, torch.device("cpu")).model.parts:
                 assert part.places is not None
                 real, processed = real + int(part.mask.sum()), processed + len(part.places)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
@@ -312,7 +312,7 @@ def reference_diffcse(ours: OurStep, generator: str, student: str) -> Contrastiv
 
     theirs = ContrastiveLoop(backbone, model.projection, ours.tokens, loss, head=replaced)
     # Ours draws masks of both views, one view after the other, from the stream's seed; theirs lie side by side.
-    (tokens, seed), *_ = ours.lesson.inputs(0, torch.device("cpu")).streams
+    (tokens, seed), *_ = ours.lesson.inputs(0, torch.device("cpu")).model.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
     with noise(seed + 1, torch.device("cpu")):
         drawn = _masked(both[0], _choose(*both, ratio, words), words)

@@ -192,14 +192,15 @@ class Share:
         self._timed.append(self._step.step)
         lesson, engine = self._step.lesson, self._step.engine
         lesson.model.train()
-        answer = engine.forward(lesson.inputs(self._step.step, engine.device))
+        inputs = lesson.inputs(self._step.step, engine.device)
+        answer = engine.forward(inputs.model)
         before, after = self._places.start, self._places.stop
         every = [
             torch.cat([other[:before], mine, other[after:]])
             for other, mine in zip(self._others, (answer.z1, answer.z2), strict=True)
         ]
         views = Views(answer.z1, answer.z2, *every, before)
-        share, _ = lesson._objective(views, lesson._taught(self._step.step, engine.device))
+        share, _ = lesson._objective(views, inputs.loss.taught)
         engine.backward(share)
         engine.step(3e-5)
         self._step.step += 1

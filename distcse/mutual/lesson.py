@@ -19,7 +19,7 @@ from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.objectives import bce_soft, mse_cosine
 from distcse.recipe import LoopSection
-from distcse.training.lesson import told_rows
+from distcse.training.lesson import Inputs, told_rows
 from distcse.training.noise import noise, noise_seed
 from distcse.training.schedule import total_steps
 
@@ -208,17 +208,17 @@ class PairLesson:
     def begin(self, first: int) -> None:
         """Nothing is asked of others."""
 
-    def inputs(self, step: int, device: torch.device) -> PairBatch:
-        seed = noise_seed(self._seed, step, self._rank)
-        return self._tokens.batch(self._mine(step), seed, device, self._filled)
+    def inputs(self, step: int, device: torch.device) -> Inputs:
+        rows, seed = self._mine(step), noise_seed(self._seed, step, self._rank)
+        labels = self._labels[torch.from_numpy(rows)]
+        return Inputs(self._tokens.batch(rows, seed, device, self._filled), sent(labels, device))
 
-    def loss(self, step: int, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        labels = self._labels[torch.from_numpy(self._mine(step))]
+    def loss(self, labels: Tensor, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(answer, Tensor):
-            errors = bce_soft(answer, labels.to(answer.device))
+            errors = bce_soft(answer, labels)
         else:
             first, second = answer
-            errors = mse_cosine(first, second, labels.to(first.device))
+            errors = mse_cosine(first, second, labels)
         share = errors.sum() / self._batch_size
         return share, {"loss": share.detach()}
 

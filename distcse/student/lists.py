@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,19 @@ from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
 from distcse.teachers import Alphas, ListSource, TeacherEnsemble
 from distcse.training.checkpoint import Checkpoints
-from distcse.training.lesson import told_rows
+from distcse.training.lesson import Inputs, told_rows
 from distcse.training.loop import Outcome, finished, learn
 from distcse.training.scorer import Scorer
 from distcse.training.workers import by_all, rank, world_size
+
+
+class Told(NamedTuple):
+    """What the loss of a step takes beside the views."""
+
+    taught: Taught
+    """What the teachers say of this worker's rows."""
+    met_again: Tensor | None
+    """(R, K) whether a sentence in the memory is one of the rows; None without a memory."""
 
 
 class ListLesson:
@@ -65,13 +74,13 @@ class ListLesson:
             section.trust,
         )
 
-    def inputs(self, step: int, device: torch.device) -> Any:
-        return self._plan.batch(step, device)
+    def inputs(self, step: int, device: torch.device) -> Inputs:
+        return Inputs(self._plan.batch(step, device), Told(self._taught(step, device), self._met_again(step, device)))
 
-    def loss(self, step: int, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, told: Told, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
         memory = self.model.memory
-        views = gather_views(answer.z1, answer.z2, memory.vectors if memory else None, self._met_again(step))
-        share, parts = self._objective(views, self._taught(step, answer.z1.device), answer.found)
+        views = gather_views(answer.z1, answer.z2, memory.vectors if memory else None, told.met_again)
+        share, parts = self._objective(views, told.taught, answer.found)
         if memory is not None:
             memory.push(views.all_z1)
         return share, parts
@@ -83,9 +92,9 @@ class ListLesson:
         rows = self._plan.sampler.batch(step)[self._plan.places]
         return replace(taught, targets=sent(torch.from_numpy(self._targets.vectors(rows)), device))
 
-    def _met_again(self, step: int) -> Tensor | None:
+    def _met_again(self, step: int, device: torch.device) -> Tensor | None:
         met = self._plan.met_again(step)
-        return None if met is None else sent(torch.from_numpy(met), next(self.model.parameters()).device)
+        return None if met is None else sent(torch.from_numpy(met), device)
 
     def rows_of(self, step: int) -> str:
         return told_rows(self._plan.sampler.batch(step).tolist(), "the corpus")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 _TOLD = 8
+
+
+class Inputs(NamedTuple):
+    """What a step starts from, on the engine's device: this worker's rows."""
+
+    model: Any
+    """What the model's forward takes."""
+    loss: Any
+    """What the loss takes beside the model's answer."""
 
 
 class Lesson(Protocol):
@@ -32,12 +41,12 @@ class Lesson(Protocol):
         """Told the first step before it comes: what is asked of others can be asked ahead."""
         ...
 
-    def inputs(self, step: int, device: torch.device) -> Any:
-        """What the model's forward takes in a step: this worker's rows."""
+    def inputs(self, step: int, device: torch.device) -> Inputs:
+        """What a step starts from; all that it waits for is waited for here."""
         ...
 
-    def loss(self, step: int, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the loss of the global batch, and of each of its parts, from the model's answer."""
+    def loss(self, told: Any, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the loss of the global batch, and of each of its parts, from the inputs and the answer."""
         ...
 
     def rows_of(self, step: int) -> str:

@@ -82,8 +82,8 @@ def learn(
     stop = False
     for step in range(position.step, lesson.steps):
         lesson.model.train()
-        answer = engine.forward(lesson.inputs(step, engine.device))
-        share, parts = lesson.loss(step, answer)
+        inputs = lesson.inputs(step, engine.device)
+        share, parts = lesson.loss(inputs.loss, engine.forward(inputs.model))
         engine.backward(share)
         lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
         engine.step(lr)

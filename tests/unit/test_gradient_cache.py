@@ -85,7 +85,7 @@ def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> N
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            step.engine.forward(step.lesson.inputs(0, step.engine.device))
+            step.engine.forward(step.lesson.inputs(0, step.engine.device).model)
         with passes_of() as passed:
             step()
         return sum(sizes), passed.calls

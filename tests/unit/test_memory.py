@@ -102,10 +102,11 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
     lesson.begin(0)
     memory = lesson.model.memory
     assert memory is not None
-    answer = lesson.model.train()(lesson.inputs(0, torch.device("cpu")))
+    inputs = lesson.inputs(0, torch.device("cpu"))
+    answer = lesson.model.train()(inputs.model)
     first = lesson.model.encoder.encode(plan.corpus.texts(plan.columns(0)[16:]))
     torch.testing.assert_close(memory.vectors, torch.from_numpy(first), atol=1e-5, rtol=0)
-    share, _ = lesson.loss(0, answer)
+    share, _ = lesson.loss(inputs.loss, answer)
     share.backward()
     assert torch.equal(memory.queue[:16], answer.z1.detach()) and not memory.vectors.requires_grad
     assert [bool(plan.batch(step, torch.device("cpu")).landmarks) for step in range(5)] == [
