@@ -236,6 +236,20 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _step_can_be_recorded(self) -> Recipe:
+        terms = self.objective
+        hindrances = {
+            "objective.detection: null": terms.detection is not None and terms.detection.weight,
+            "objective.rank.memory: null": terms.memory is not None,
+        }
+        if self.training.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
+            raise ValueError(
+                "training.cuda_graphs records steps that do the same work in the same memory every time; "
+                f"write {', '.join(wanted)}, or training.cuda_graphs: false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _start_can_be_mixed_in(self) -> Recipe:
         if self.student.start_share and self.training.zero_stage == 3:
             raise ValueError(

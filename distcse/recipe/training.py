@@ -136,6 +136,9 @@ class TrainingSection(LoopSection):
     """Sentences that go through the student at a time (gradient cache): what they leave on their way is forgotten, and made
     again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass; the gradient is that of
     the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps all of a batch."""
+    cuda_graphs: bool = False
+    """On a GPU, record the step of each shape of batch as a CUDA graph, and hand it over by one call in place of thousands. For
+    one worker and engine: plain. Not run on a GPU yet."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
 
@@ -171,6 +174,21 @@ class TrainingSection(LoopSection):
                     f"dropout_streams is {self.dropout_streams}, which is no multiple of {key} {number}; "
                     f"write a multiple of {number}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_recorded(self) -> Self:
+        hindrances = {
+            "engine: plain": self.engine != "plain",
+            "workers: 1": self.workers > 1,
+            "gradient_accumulation: 1": self.gradient_accumulation > 1,
+            "chunk: null": self.chunk is not None,
+            "dropout_streams: null": self.dropout_streams not in (None, 1),
+        }
+        if self.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
+            raise ValueError(
+                f"cuda_graphs records the whole step of one worker; write {', '.join(wanted)}, or cuda_graphs: false"
+            )
         return self
 
     @property

@@ -141,4 +141,6 @@ def fit(
     position = by_all(lambda: finished(checkpoints))
     if position is not None:
         return Outcome(position, plan.steps, 0.0, 0.0)
-    return learn(ListLesson(job, plan, sources), job.recipe.training, checkpoints, watch, report, scorer)
+    training = job.recipe.training
+    lesson = ListLesson(job, plan, sources)
+    return learn(lesson, training, checkpoints, watch, report, scorer, training.cuda_graphs)

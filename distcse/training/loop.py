@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distcse.errors import RunError
-from distcse.events import Watch
+from distcse.events import Note, Watch
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint import Checkpoints, Position, load_position
-from distcse.training.engines import make_engine
+from distcse.training.engines import Engine, make_engine
+from distcse.training.graphs import CudaGraphs, RecordedStep
 from distcse.training.keeper import Keeper, Report
 from distcse.training.lesson import Lesson
 from distcse.training.meter import Meter
 from distcse.training.schedule import warmup_then_linear
 from distcse.training.scorer import Scorer
+from distcse.training.step import TrainingStep
 from distcse.training.workers import by_all, from_first, rank
 
 
@@ -48,6 +50,7 @@ def learn(
     watch: Watch,
     report: Report | None = None,
     scorer: Scorer | None = None,
+    cuda_graphs: bool = False,
 ) -> Outcome:
     """Carry out a lesson to its end, from its latest checkpoint where it has one.
 
@@ -58,6 +61,7 @@ def learn(
         watch: Hears events from the first worker, and may wish the run to stop at the next report.
         report: Called by every worker after every score.
         scorer: Makes the scores beside the training, which goes on meanwhile; None makes them here.
+        cuda_graphs: Record the step on a GPU, see `RecordedStep`.
 
     Raises:
         DivergedError: A loss, a dev score or a weight is not finite. The checkpoint before it stays the latest.
@@ -70,6 +74,7 @@ def learn(
     if restored is not None:
         lesson.model.load_state_dict(restored.weights)
     engine = make_engine(lesson.model, section, lesson.rows, restored)
+    take = _step_of(engine, lesson, cuda_graphs, watch)
     keeper = Keeper(lesson, engine, checkpoints, watch.post, report, scorer)
     lesson.begin(position.step)
     if restored is None and lesson.scores_start:
@@ -81,13 +86,8 @@ def learn(
     updates = lesson.steps // section.gradient_accumulation
     stop = False
     for step in range(position.step, lesson.steps):
-        lesson.model.train()
-        inputs = lesson.inputs(step, engine.device)
-        share, parts = lesson.loss(inputs.loss, engine.forward(inputs.model))
-        engine.backward(share)
         lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
-        engine.step(lr)
-        meter.add(parts)
+        meter.add(take(step, lr))
 
         done = step + 1
         last = done == lesson.steps
@@ -108,3 +108,12 @@ def learn(
             break
     engine.close()
     return Outcome(position, lesson.steps, meter.seconds, meter.waited, interrupted=stop and not position.finished)
+
+
+def _step_of(engine: Engine, lesson: Lesson, cuda_graphs: bool, watch: Watch) -> TrainingStep:
+    if not cuda_graphs:
+        return TrainingStep(engine, lesson)
+    if engine.device.type != "cuda":
+        watch.post(Note("training.cuda_graphs: there is no GPU here, so steps are taken call by call", warning=True))
+        return TrainingStep(engine, lesson)
+    return RecordedStep(engine, lesson, CudaGraphs())

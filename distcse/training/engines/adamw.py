@@ -49,8 +49,13 @@ class OneCallAdamW:
             name: {kind: tensor.to(device) for kind, tensor in kinds.items()} for name, kinds in (moments or {}).items()
         }
 
+    @property
+    def updates(self) -> int:
+        """How many there were. Asks the device."""
+        return int(self._updates)
+
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float | Tensor) -> None:
         """Move every parameter that has a gradient; the gradients are left as they were clipped."""
         moving = {name: p for name, p in self._parameters.items() if p.grad is not None}
         for name, parameter in moving.items():
@@ -65,7 +70,7 @@ class OneCallAdamW:
             [self.moments[name]["exp_avg_sq"] for name in moving],
             [],
             [self._updates] * len(moving),
-            lr=lr,
+            lr=lr,  # type: ignore[arg-type]  # it takes either
             beta1=_BETAS[0],
             beta2=_BETAS[1],
             weight_decay=self._decay,

@@ -23,8 +23,11 @@ class Engine(Protocol):
         """Gradient of this worker's share of the loss; shares of all workers add up to the loss of the global batch."""
         ...
 
-    def step(self, lr: float) -> None:
-        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`."""
+    def step(self, lr: float | Tensor) -> None:
+        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`.
+
+        The plain engine takes a rate that is a tensor on its device, too.
+        """
         ...
 
     def state(self) -> TrainingState:

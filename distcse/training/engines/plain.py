@@ -29,9 +29,9 @@ class PlainEngine:
         self._training = training
         self._parameters = trained_parameters(model)
         self._words: set[Tensor] = words_of(model) if self.device.type == "cpu" else set()
-        self._batches, self._updates = 0, 0 if restored is None else restored.updates
-        moments = None if restored is None else restored.moments
-        self._optimizer = OneCallAdamW(self._parameters, training, self._updates, moments)
+        self._batches = 0
+        updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
+        self._optimizer = OneCallAdamW(self._parameters, training, updates, moments)
 
     def forward(self, inputs: Any) -> Any:
         autocast = (
@@ -43,14 +43,13 @@ class PlainEngine:
     def backward(self, share: Tensor) -> None:
         (share / self._training.gradient_accumulation).backward()
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float | Tensor) -> None:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
         sum_over_workers(self._parameters.values(), self._words)
         self._optimizer.step(lr)
         self._optimizer.forget()
-        self._updates += 1
 
     def state(self) -> TrainingState:
         weights = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
@@ -58,7 +57,7 @@ class PlainEngine:
             name: {kind: tensor.cpu() for kind, tensor in kinds.items()}
             for name, kinds in self._optimizer.moments.items()
         }
-        return TrainingState(weights, moments, self._updates)
+        return TrainingState(weights, moments, self._optimizer.updates)
 
     def close(self) -> None:
         self._optimizer.forget()

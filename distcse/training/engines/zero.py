@@ -47,7 +47,7 @@ class DeepSpeedEngine:
         # DeepSpeed averages over workers; shares add up. It divides by the accumulation itself.
         self._engine.backward(share * world_size())
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float | Tensor) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         moves = self._engine.is_gradient_accumulation_boundary()

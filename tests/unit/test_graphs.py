@@ -1,0 +1,141 @@
+"""Recorded steps: on a CPU, where what is recorded is the call itself, carried out again on the tensors it was recorded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from distcse.errors import RecipeError
+from distcse.events import Event, Note
+from distcse.recipe import Recipe
+from distcse.training import graphs, loop
+from distcse.training.graphs import RecordedStep
+from tests.jobs import make_job, train
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+T = TypeVar("T")
+GRAPHS = "training.cuda_graphs=true"
+
+
+class Again:
+    """Records a call as itself; notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.warmed = self.recorded = self.repeated = 0
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        self.warmed += 1
+        yield
+
+    def record(self, call: Callable[[], T]) -> Callable[[], T]:
+        self.recorded += 1
+
+        def again() -> T:
+            self.repeated += 1
+            return call()
+
+        return again
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Again:
+    """What records in place of a GPU, where the recipe wants its steps recorded."""
+    found, usual = Again(), loop._step_of
+
+    def step_of(engine: Any, lesson: Any, cuda_graphs: bool, watch: Any) -> Any:
+        return RecordedStep(engine, lesson, found) if cuda_graphs else usual(engine, lesson, cuda_graphs, watch)
+
+    monkeypatch.setattr(loop, "_step_of", step_of)
+    return found
+
+
+@pytest.mark.parametrize("most", [8, 2])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        (),
+        ("student.dropout=0.0", "training.precision=bf16"),
+        ("objective.rank.form=list_mle", "teachers.shuffle_groups=3", "teachers.trust=0.5"),
+        ("objective.rank=null", "objective.regression={}", "student.projection=none"),
+        ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+    ],
+    ids=lambda knobs: " ".join(knobs) or "RankCSE",
+)
+def test_recorded_steps_learn_what_plain_ones_do(
+    knobs: tuple[str, ...], most: int, recipe_with: MakeRecipe, recorder: Again, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of several shapes, dropout, a rate that changes, scores and checkpoints between: the same bits.
+
+    The kernel takes a rate that is a tensor in float32, so rates are such as that has all bits of.
+    """
+    monkeypatch.setattr(graphs, "MOST", most)
+    monkeypatch.setattr(loop, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    runs = []
+    for more in ((), (GRAPHS,)):
+        job, tables = make_job(recipe_with("training.epochs=3", f"training.lr={2**-10}", *knobs, *more))
+        outcome = train(job, tables)
+        runs.append(weights_of(job.run))
+    assert_equal_weights(*runs)
+    assert 0 < recorder.recorded <= min(most, recorder.warmed)
+    assert recorder.warmed + recorder.repeated == outcome.steps
+    assert recorder.repeated > outcome.steps / 2 or most == 2
+
+
+def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
+    """A score of a student mixed with its start, a checkpoint and a restart put numbers into tensors, not other tensors."""
+    places: list[set[int]] = []
+    made = loop.make_engine
+
+    def noted(*told: Any) -> Any:
+        engine = made(*told)
+        move = engine.step
+
+        def step(lr: Any) -> None:
+            move(lr)
+            tensors = [*engine._parameters.values(), engine._optimizer._updates]
+            tensors += [moment for kinds in engine._optimizer.moments.values() for moment in kinds.values()]
+            places.append({tensor.data_ptr() for tensor in tensors})
+            assert all(parameter.grad is None for parameter in engine._parameters.values())
+
+        engine.step = step
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_engine", noted)
+        job, tables = make_job(recipe_with(GRAPHS, "training.epochs=2", "student.start_share=0.2"))
+        outcome = train(job, tables)
+    assert len(places) == outcome.steps and len(outcome.position.scores) > 2
+    assert all(place == places[0] for place in places)
+
+
+def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_with: MakeRecipe) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    job, tables = make_job(recipe_with(GRAPHS, "training.max_steps=2"))
+    events: list[Event] = []
+    assert train(job, tables, events).position.finished
+    (told,) = [event.text for event in events if isinstance(event, Note) and "cuda_graphs" in event.text]
+    assert told == "training.cuda_graphs: there is no GPU here, so steps are taken call by call"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        (("training.engine=auto",), "engine: plain"),
+        (("training.workers=2",), "workers: 1"),
+        (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
+        (("training.chunk=4",), "chunk: null"),
+        (("training.dropout_streams=4",), "dropout_streams: null"),
+        (("objective.detection={operation: deletion}",), r"objective\.detection: null"),
+        (("objective.rank.memory={batches: 2}", "student.projection=none"), r"objective\.rank\.memory: null"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(knobs: tuple[str, ...], told: str, recipe_with: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=rf"write {told}, or (training\.)?cuda_graphs: false"):
+        recipe_with(GRAPHS, *knobs)
