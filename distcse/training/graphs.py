@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distcse.training.engines import Engine
-from distcse.training.lesson import Inputs, Lesson
+from distcse.training.lesson import Inputs, Learned
 from distcse.training.noise import noise, noise_is_set
 from distcse.training.step import TrainingStep
 
@@ -77,7 +77,7 @@ class RecordedStep(TrainingStep):
         recorder: What records.
     """
 
-    def __init__(self, engine: Engine, lesson: Lesson, recorder: Recorder) -> None:
+    def __init__(self, engine: Engine, lesson: Learned, recorder: Recorder) -> None:
         super().__init__(engine, lesson)
         self._recorder = recorder
         self._lr = torch.zeros((), device=engine.device)

@@ -20,7 +20,24 @@ class Inputs(NamedTuple):
     """What the loss takes beside the model's answer."""
 
 
-class Lesson(Protocol):
+class Learned(Protocol):
+    """What a step is taken of."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    def inputs(self, step: int, device: torch.device) -> Inputs:
+        """What a step starts from; all that it waits for is waited for here."""
+        ...
+
+    def loss(self, told: Any, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the loss of the global batch, and of each of its parts, from the inputs and the answer."""
+        ...
+
+
+class Lesson(Learned, Protocol):
     """One training: every worker has its own, over its own rows. All of it is a function of the step."""
 
     steps: int
@@ -32,21 +49,8 @@ class Lesson(Protocol):
     scores_start: bool
     """Whether the model as it began is scored too, and may be the best."""
 
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-        ...
-
     def begin(self, first: int) -> None:
         """Told the first step before it comes: what is asked of others can be asked ahead."""
-        ...
-
-    def inputs(self, step: int, device: torch.device) -> Inputs:
-        """What a step starts from; all that it waits for is waited for here."""
-        ...
-
-    def loss(self, told: Any, answer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the loss of the global batch, and of each of its parts, from the inputs and the answer."""
         ...
 
     def rows_of(self, step: int) -> str:

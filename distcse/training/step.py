@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from distcse.training.engines import Engine
-from distcse.training.lesson import Inputs, Lesson
+from distcse.training.lesson import Inputs, Learned
 
 
 class TrainingStep:
@@ -16,7 +16,7 @@ class TrainingStep:
         lesson: What is learned.
     """
 
-    def __init__(self, engine: Engine, lesson: Lesson) -> None:
+    def __init__(self, engine: Engine, lesson: Learned) -> None:
         self._engine, self._lesson = engine, lesson
 
     def __call__(self, step: int, lr: float) -> dict[str, Tensor]:
