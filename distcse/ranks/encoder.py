@@ -45,7 +45,7 @@ class RankSpaceEncoder:
         self.weight = weight
         self.normalize = normalize
         self.references = np.asarray(references, dtype=np.float32)
-        self.space = self._space_on("cpu")
+        self.space = self._space_on(str(encoder.device))
 
     @classmethod
     def over(
@@ -58,7 +58,7 @@ class RankSpaceEncoder:
     ) -> RankSpaceEncoder:
         """With these sentences as references."""
         references = encoder.encode(sentences, normalize=False, on_progress=on_progress)
-        return cls(encoder, references, weight, normalize).to(str(encoder.device))
+        return cls(encoder, references, weight, normalize)
 
     @classmethod
     def load(cls, path: str | Path) -> RankSpaceEncoder:
