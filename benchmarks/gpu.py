@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import json
 import sys
 import time
@@ -285,7 +286,8 @@ def steps(bench: Bench) -> Iterator[Figure]:
     few = {"live": bench.steps // 4 or 1, "verbatim": bench.steps // 8 or 1}
     samplers = {name: bench.sampler(way, few.get(name)) for name, way in ways.items()}  # type: ignore[arg-type]
     rounds = interleave(samplers, bench.effort, again="ours")
-    at = f"base, N = {bench.n}; batches and teachers' vectors on the device, where distcse brings them there from the host"
+    steps_are = "recorded steps" if bench.records else "steps call by call"
+    at = f"base, N = {bench.n}, {steps_are}; batches and teachers' vectors on the device, where distcse brings them from the host"
     yield of_ratio(1, "bf16", rounds, "ours", "SimCSE", at, "wall")
     yield of_ratio(2, "bf16, live teachers under autocast", rounds, "live", "ours", at, "wall")
     yield of_ratio(3, "bf16", rounds, "verbatim", "ours", at, "wall")
@@ -367,10 +369,16 @@ def gradient_cache(bench: Bench) -> Iterator[Figure]:
 
 
 def dispatch(bench: Bench) -> Iterator[Figure]:
-    """Rows 7 and 34: recorded steps."""
+    """Rows 7 and 34."""
     if bench.device.type != "cuda":
         return
-    student = Student(bench, "base", SIMCSE, "bf16", graphs=True)
+    for way, records in (("recorded", True), ("call by call", False)):
+        if bench.records or not records:
+            yield from profiled(Student(bench, "base", SIMCSE, "bf16", graphs=records), way)
+
+
+def profiled(student: Student, way: str) -> Iterator[Figure]:
+    """The device's share of the time, and waits, of ten steps."""
     for _ in range(5):
         student()
     torch.cuda.synchronize()
@@ -387,8 +395,8 @@ def dispatch(bench: Bench) -> Iterator[Figure]:
     kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
     busy = sum(event.self_device_time_total for event in kernels) / 1e6
     waits = sum(e.count for e in events if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"))
-    yield Figure(7, "busy share", *(100 * busy / wall,) * 3, setting="recorded, under the profiler")
-    yield counted(34, "synchronisations a step", waits / count, "recorded")
+    yield Figure(7, "busy share", *(100 * busy / wall,) * 3, setting=f"{way}, under the profiler")
+    yield counted(34, "synchronisations a step", waits / count, way)
 
 
 def losses(bench: Bench) -> Iterator[Figure]:
@@ -612,7 +620,7 @@ def main() -> None:
     if options.device == "cpu" and not options.tiny:
         parser.error("a CPU takes hours at these sizes and measures nothing asked for; add --tiny")
     bench = Bench(torch.device(options.device), options.tiny, options.call_by_call)
-    begun, found, not_run = time.monotonic(), [], {}
+    begun, found, not_run, failed = time.monotonic(), [], {}, []
     for rows, part in PARTS.items():
         if time.monotonic() - begun > BUDGET:
             not_run[f"rows {rows}"] = "out of time"
@@ -620,9 +628,16 @@ def main() -> None:
         try:
             for figure in part(bench):
                 found.append(figure)  # those before a refusal are kept
-        except RuntimeError as refused:  # the other rows go on: such a device is not had every day
+        except RuntimeError as refused:  # what was found is kept: such a device is not had every day
             traceback.print_exc()
-            not_run[f"rows {rows}"] = str(refused).splitlines()[0]
+            not_run[f"rows {rows}"] = f"{type(refused).__name__}: {refused}".splitlines()[0]
+            failed.append(f"rows {rows}")
+            if not isinstance(refused, torch.cuda.OutOfMemoryError):
+                print(
+                    "a device on which something failed is not measured further; again with --call-by-call?", flush=True
+                )
+                break
+        gc.collect()  # a student holds its step, and that one the student
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
         print(f"rows {', '.join(map(str, rows))} after {time.monotonic() - begun:.0f} s", flush=True)
@@ -635,12 +650,15 @@ def main() -> None:
     from benchmarks.table import lines_of
 
     settings = {"pairs": bench.effort.pairs, "recorded steps": bench.records}
-    report = Report("gpu", machine(), settings, found, options.tiny, not_run)
+    device = {"gpu": torch.cuda.get_device_name()} if bench.device.type == "cuda" else {}
+    report = Report("gpu", {**machine(), **device}, settings, found, options.tiny, not_run)
     print("\n".join(lines_of(report)))
     if options.tiny:
         print("these are no figures: tiny models show that the code works, nothing is stored")
     else:
         print(f"written: {report.write(options.out)}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

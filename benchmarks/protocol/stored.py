@@ -62,18 +62,17 @@ def read_reports(folder: Path) -> list[Report]:
 
 
 def machine() -> dict[str, Any]:
-    """What ratios depend on."""
+    """What ratios depend on, of work on the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     kernels = {"AMX": "_is_amx_tile_supported", "AVX-512 bf16": "_is_avx512_bf16_supported"}
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": names[0] if names else platform.machine(),
         "cores": len(names),
         "kernels": [name for name, asked in kernels.items() if getattr(torch.cpu, asked, lambda: False)()],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
 
 

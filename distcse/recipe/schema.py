@@ -241,6 +241,8 @@ class Recipe(Section):
         hindrances = {
             "objective.detection: null": terms.detection is not None and terms.detection.weight,
             "objective.rank.memory: null": terms.memory is not None,
+            "objective.own: {}": bool(terms.own),  # their Python would run once, and never again
+            "student.trust_remote_code: false": self.student.trust_remote_code,
         }
         if self.training.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
             raise ValueError(

@@ -137,8 +137,8 @@ class TrainingSection(LoopSection):
     again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass; the gradient is that of
     the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps all of a batch."""
     cuda_graphs: bool = False
-    """On a GPU, record the step of each shape of batch as a CUDA graph, and hand it over by one call in place of thousands. For
-    one worker and engine: plain. Not run on a GPU yet."""
+    """On a GPU, record the step as a CUDA graph, one for each of the first eight shapes that batches have, and hand it over by
+    one call in place of thousands. For one worker and engine: plain. Not run on a GPU yet."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
 

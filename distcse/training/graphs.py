@@ -9,6 +9,7 @@ Not run on a GPU yet: tests on a CPU hold all but `CudaGraphs` to the plain step
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from distcse.errors import RunError
 from distcse.training.engines import Engine
 from distcse.training.lesson import Inputs, Learned
 from distcse.training.noise import noise, noise_is_set
@@ -57,6 +59,7 @@ class CudaGraphs:
 
     def record(self, call: Callable[[], T]) -> Callable[[], T]:
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # nothing of the device shall be let go while calls are recorded
         # Calls of this thread alone: a teacher's may ask for memory meanwhile.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             found = call()
@@ -69,12 +72,14 @@ class CudaGraphs:
 
 
 class RecordedStep(TrainingStep):
-    """A lesson's step: for each shape of batch it is taken call by call at first, then recorded.
+    """A lesson's step: of the first `MOST` shapes of batches it is taken call by call once, then recorded.
 
     Args:
         engine: What moves the weights: the plain engine, of one worker, without accumulation.
         lesson: What is learned, with one seed of noise a step; its model keeps its tensors where they are.
         recorder: What records.
+
+    Raises `RunError` at a step that cannot be recorded.
     """
 
     def __init__(self, engine: Engine, lesson: Learned, recorder: Recorder) -> None:
@@ -85,22 +90,31 @@ class RecordedStep(TrainingStep):
         self._recorded: dict[Any, tuple[Inputs, Callable[[], dict[str, Tensor]]]] = {}
 
     def _take(self, inputs: Inputs, lr: float | Tensor) -> dict[str, Tensor]:
+        self._lr.fill_(lr)  # for both ways: a run that goes on takes steps call by call that were recorded before
         shape = tuple((part.shape, part.dtype) for part in _parts(inputs, Tensor))
         if shape not in self._recorded and (shape not in self._seen or len(self._recorded) == MOST):
             self._seen.add(shape)
             with self._recorder.warming():
-                return super()._take(inputs, lr)
+                return super()._take(inputs, self._lr)
         if shape not in self._recorded:
-            kept: Inputs = _mapped(inputs, torch.clone, Tensor)
-            self._recorded[shape] = kept, self._recorder.record(partial(self._with_set_noise, kept))
+            self._recorded[shape] = self._record(_mapped(inputs, torch.clone, Tensor))
         kept, again = self._recorded[shape]
         for old, new in zip(_parts(kept, Tensor), _parts(inputs, Tensor), strict=True):
             old.copy_(new)
-        self._lr.fill_(lr)
         (seed,) = _parts(inputs, int)
         with noise(seed, self._engine.device):
             parts = again()
         return {name: part.clone() for name, part in parts.items()}
+
+    def _record(self, kept: Inputs) -> tuple[Inputs, Callable[[], dict[str, Tensor]]]:
+        try:
+            return kept, self._recorder.record(partial(self._with_set_noise, kept))
+        except RuntimeError as refused:
+            told = str(refused).strip().partition("\n")[0]
+            raise RunError(
+                f"this student's step cannot be recorded as a CUDA graph ({told}); write training.cuda_graphs: false, and "
+                "--resume"
+            ) from refused
 
     def _with_set_noise(self, inputs: Inputs) -> dict[str, Tensor]:
         with noise_is_set():

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from distcse.errors import RecipeError
-from distcse.events import Event, Note
+from distcse.errors import RecipeError, RunError
+from distcse.events import Event, Note, Steps
 from distcse.recipe import Recipe
 from distcse.training import graphs, loop
 from distcse.training.graphs import RecordedStep
-from tests.jobs import make_job, train
+from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
-T = TypeVar("T")
+Parts = dict[str, Tensor]
 GRAPHS = "training.cuda_graphs=true"
 
 
 class Again:
-    """Records a call as itself; notes what it was asked."""
+    """Records a call as itself, whose answer is put into the tensors of its first one; notes what it was asked."""
 
     def __init__(self) -> None:
         self.warmed = self.recorded = self.repeated = 0
@@ -33,12 +34,15 @@ class Again:
         self.warmed += 1
         yield
 
-    def record(self, call: Callable[[], T]) -> Callable[[], T]:
+    def record(self, call: Callable[[], Parts]) -> Callable[[], Parts]:
         self.recorded += 1
+        first: Parts = {}
 
-        def again() -> T:
+        def again() -> Parts:
             self.repeated += 1
-            return call()
+            for name, part in call().items():
+                first.setdefault(name, torch.empty_like(part)).copy_(part)
+            return first
 
         return again
 
@@ -76,19 +80,45 @@ def test_recorded_steps_learn_what_plain_ones_do(
     """
     monkeypatch.setattr(graphs, "MOST", most)
     monkeypatch.setattr(loop, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
-    runs = []
+    runs, told = [], []
     for more in ((), (GRAPHS,)):
+        events: list[Event] = []
         job, tables = make_job(recipe_with("training.epochs=3", f"training.lr={2**-10}", *knobs, *more))
-        outcome = train(job, tables)
+        outcome = train(job, tables, events)
         runs.append(weights_of(job.run))
+        told.append([event.losses for event in events if isinstance(event, Steps)])
     assert_equal_weights(*runs)
+    assert told[0] == told[1] and len({losses["loss"] for losses in told[0]}) > 2
     assert 0 < recorder.recorded <= min(most, recorder.warmed)
     assert recorder.warmed + recorder.repeated == outcome.steps
     assert recorder.repeated > outcome.steps / 2 or most == 2
 
 
+def test_a_run_that_goes_on_takes_steps_call_by_call_that_were_recorded_before(
+    recipe_with: MakeRecipe, recorder: Again
+) -> None:
+    """The same bits, at rates that float32 does not have all bits of."""
+    undisturbed, resumed = trained_in_one_go_and_in_two(recipe_with(GRAPHS, "training.epochs=2"))
+    assert recorder.repeated > 10
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(resumed.run))
+
+
+def test_a_step_that_cannot_be_recorded_says_so(
+    recipe_with: MakeRecipe, recorder: Again, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: Callable[[], Parts]) -> Callable[[], Parts]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    monkeypatch.setattr(recorder, "record", refuse)
+    job, tables = make_job(recipe_with(GRAPHS))
+    with pytest.raises(
+        RunError, match=r"\(operation not permitted when stream is capturing\); write training\.cuda_graphs: false"
+    ):
+        train(job, tables)
+
+
 def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
-    """A score of a student mixed with its start, a checkpoint and a restart put numbers into tensors, not other tensors."""
+    """A score of a student mixed with its start and a checkpoint put numbers into tensors, not other tensors."""
     places: list[set[int]] = []
     made = loop.make_engine
 
@@ -98,7 +128,7 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
 
         def step(lr: Any) -> None:
             move(lr)
-            tensors = [*engine._parameters.values(), engine._optimizer._updates]
+            tensors = [*engine._model.state_dict().values(), engine._optimizer._updates]
             tensors += [moment for kinds in engine._optimizer.moments.values() for moment in kinds.values()]
             places.append({tensor.data_ptr() for tensor in tensors})
             assert all(parameter.grad is None for parameter in engine._parameters.values())
@@ -108,7 +138,8 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_engine", noted)
-        job, tables = make_job(recipe_with(GRAPHS, "training.epochs=2", "student.start_share=0.2"))
+        knobs = ("training.epochs=2", "student.start_share=0.2", "student.projection=batch_norm_mlp")
+        job, tables = make_job(recipe_with(GRAPHS, *knobs))
         outcome = train(job, tables)
     assert len(places) == outcome.steps and len(outcome.position.scores) > 2
     assert all(place == places[0] for place in places)
@@ -134,6 +165,8 @@ def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_wi
         (("training.dropout_streams=4",), "dropout_streams: null"),
         (("objective.detection={operation: deletion}",), r"objective\.detection: null"),
         (("objective.rank.memory={batches: 2}", "student.projection=none"), r"objective\.rank\.memory: null"),
+        (("objective.own={mine: {code: 'a.py:Mine'}}",), r"objective\.own: {}"),
+        (("student.trust_remote_code=true",), r"student\.trust_remote_code: false"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(knobs: tuple[str, ...], told: str, recipe_with: MakeRecipe) -> None:
