@@ -26,8 +26,8 @@ def pair_similarities(
 ) -> NDArray[np.float64]:
     """(p,) Spearman correlations of p pairs of rows of (m, d) unit vectors; each row is ranked once.
 
-    Rows that are paired are ranked soon after one another, so that few are kept at a time: of STS-B's sentences about a hundred, of 0.4
-    MB each among 100,000 references. Kept ones that would take more than a gibibyte lie in a temporary file.
+    Rows that are paired are ranked soon after one another, so that few are kept at a time: of STS-B's sentences about a hundred,
+    of 0.4 MB each among 100,000 references. Kept ones that would take more than a gibibyte lie in a temporary file.
     """
     if not len(first):
         return np.empty(0)
