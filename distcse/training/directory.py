@@ -49,6 +49,7 @@ _MAY_CHANGE = (
     "training.deepspeed",
     "training.dropout_streams",
     "training.chunk",
+    "training.cuda_graphs",
     "training.max_failures",
     "training.nodes",
     "training.log_every",

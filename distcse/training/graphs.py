@@ -112,8 +112,8 @@ class RecordedStep(TrainingStep):
         except RuntimeError as refused:
             told = str(refused).strip().partition("\n")[0]
             raise RunError(
-                f"this student's step cannot be recorded as a CUDA graph ({told}); write training.cuda_graphs: false, and "
-                "--resume"
+                f"this student's step cannot be recorded as a CUDA graph ({told}); go on with --resume and "
+                "training.cuda_graphs=false"
             ) from refused
 
     def _with_set_noise(self, inputs: Inputs) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from distcse.errors import RecipeError, RunError
 from distcse.events import Event, Note, Steps
 from distcse.recipe import Recipe
 from distcse.training import graphs, loop
+from distcse.training.directory import RunDirectory
 from distcse.training.graphs import RecordedStep
 from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
@@ -111,10 +113,11 @@ def test_a_step_that_cannot_be_recorded_says_so(
 
     monkeypatch.setattr(recorder, "record", refuse)
     job, tables = make_job(recipe_with(GRAPHS))
-    with pytest.raises(
-        RunError, match=r"\(operation not permitted when stream is capturing\); write training\.cuda_graphs: false"
-    ):
+    with pytest.raises(RunError, match=r"stream is capturing\); go on with --resume and training\.cuda_graphs=false"):
         train(job, tables)
+    _, recipe = RunDirectory.reopen(job.run, ["training.cuda_graphs=false"])
+    assert isinstance(recipe, Recipe)
+    assert train(replace(job, recipe=recipe), tables).position.finished
 
 
 def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
