@@ -199,12 +199,12 @@ def test_rank_lists_need_a_table_and_hinge_its_terms(
             make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs)
 
 
-def test_each_pair_is_scored_by_equation_7(oracles: dict[str, Any]) -> None:
-    case = oracles["rankencoder_inference"]
+def test_each_pair_is_scored_by_equation_7(oracles: dict[str, Any], tiny: Callable[..., Path]) -> None:
+    case, encoder = oracles["rankencoder_inference"], Encoder.load(tiny("bert"), pooling="mean")
     sentences = {name: np.array(case["inputs"][name], dtype=np.float32) for name in ("q0", "q1")}
     vectors = np.stack([vector / np.linalg.norm(vector) for vector in sentences.values()])
     for normalize, expected in ((True, "sim_cosine_ranks"), (False, "sim_unnormalised_corpus")):
-        ranker = RankSpaceEncoder(None, case["inputs"]["corpus"], case["params"]["lambda_inf"], normalize)  # type: ignore[arg-type]
+        ranker = RankSpaceEncoder(encoder, case["inputs"]["corpus"], case["params"]["lambda_inf"], normalize)
         (found,) = ranker.scores(vectors, np.array([0]), np.array([1]))
         assert found == pytest.approx(case["expected"][expected], abs=2e-6)
 
