@@ -87,11 +87,12 @@ class RecordedStep(TrainingStep):
         self._recorder = recorder
         self._lr = torch.zeros((), device=engine.device)
         self._seen: set[Any] = set()
-        self._recorded: dict[Any, tuple[Inputs, Callable[[], dict[str, Tensor]]]] = {}
+        self._recorded: dict[Any, tuple[list[Tensor], Callable[[], dict[str, Tensor]]]] = {}
 
     def _take(self, inputs: Inputs, lr: float | Tensor) -> dict[str, Tensor]:
         self._lr.fill_(lr)  # for both ways: a run that goes on takes steps call by call that were recorded before
-        shape = tuple((part.shape, part.dtype) for part in _parts(inputs, Tensor))
+        tensors = _parts(inputs, Tensor)
+        shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shape not in self._recorded and (shape not in self._seen or len(self._recorded) == MOST):
             self._seen.add(shape)
             with self._recorder.warming():
@@ -99,16 +100,16 @@ class RecordedStep(TrainingStep):
         if shape not in self._recorded:
             self._recorded[shape] = self._record(_mapped(inputs, torch.clone, Tensor))
         kept, again = self._recorded[shape]
-        for old, new in zip(_parts(kept, Tensor), _parts(inputs, Tensor), strict=True):
+        for old, new in zip(kept, tensors, strict=True):
             old.copy_(new)
         (seed,) = _parts(inputs, int)
         with noise(seed, self._engine.device):
             parts = again()
         return {name: part.clone() for name, part in parts.items()}
 
-    def _record(self, kept: Inputs) -> tuple[Inputs, Callable[[], dict[str, Tensor]]]:
+    def _record(self, kept: Inputs) -> tuple[list[Tensor], Callable[[], dict[str, Tensor]]]:
         try:
-            return kept, self._recorder.record(partial(self._with_set_noise, kept))
+            return _parts(kept, Tensor), self._recorder.record(partial(self._with_set_noise, kept))
         except RuntimeError as refused:
             told = str(refused).strip().partition("\n")[0]
             raise RunError(
