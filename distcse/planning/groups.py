@@ -10,7 +10,7 @@ from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, states
-from distcse.planning.network import Traffic, transfer_seconds
+from distcse.planning.network import Traffic, gradient_bytes, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import Problem
 from distcse.planning.shapes import Shape, read_shape
@@ -185,8 +185,7 @@ class MutualPlan:
         machine, trained = self.cluster.machine, work.shape.parameters
         share = workers if section.zero_stage else 1
         moved = _ADAMW_BYTES * trained / share / section.gradient_accumulation
-        ring = (workers - 1) / workers
-        sent = Traffic((3 if section.zero_stage == 3 else 2) * ring * 4.0 * trained, 0.0, 0.0)
+        sent = Traffic(gradient_bytes(trained, workers, section), 0.0, 0.0)
         total = work.terms(machine) + Terms(traffic=moved / (machine.optimiser or machine.bandwidth))
         return total + Terms(network=transfer_seconds(sent, workers, self.cluster))
 

@@ -37,6 +37,8 @@ class Lengths:
     """Where both numbers come from."""
     bytes_per_row: float
     """Of text."""
+    word_sentences: NDArray[np.int64] | None = None
+    """In how many of the sample's sentences each of their words is, cut as they are read; None where that is not known."""
 
     def cut(self, max_length: int | None) -> NDArray[np.int64]:
         """The sample's lengths where so many tokens are kept."""
@@ -54,6 +56,20 @@ class Lengths:
         cut = self.cut(max_length)
         reached = (np.arange(1, len(cut) + 1) / len(cut)) ** rows
         return float((cut * np.diff(reached, prepend=0.0)).sum())
+
+    def words_of(self, rows: int) -> float | None:
+        """Expected different words of `rows` sentences; None where the sample does not say, as of more than it has.
+
+        E = Σ_v 1 − C(n − n_v, rows) / C(n, rows) over words v that n_v of the sample's n sentences have: rarefaction
+        (Hurlbert 1971, Eq. 4), which is exact for sentences drawn from the sample.
+        """
+        sample = len(self.tokens)
+        if self.word_sentences is None or rows > sample:
+            return None
+        # C(n - k, rows) / C(n, rows) = Π_{i<k} (n - rows - i) / (n - i), for all k at once.
+        left = np.arange(sample, 0, -1)
+        absent = np.concatenate([[1.0], np.cumprod(np.maximum(0, left - rows) / left)])
+        return float((1 - absent[self.word_sentences]).sum())
 
     def pairs(self) -> Lengths:
         """Of two sentences read as one text, which share the special tokens at its ends."""
@@ -75,9 +91,9 @@ def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | Non
         why += "" if given is not None else f"; {ASSUMED_ROWS:,} sentences assumed: give --corpus-rows"
         return assumed_lengths(given or ASSUMED_ROWS, why)
     size = float(np.mean([len(text.encode()) for text in texts]))
-    tokens, by = _tokens(texts, encoder)
+    tokens, words, by = _tokens(texts, encoder)
     told = f"lengths of {len(texts):,} sentences of the corpus {by}{f', {why}' if why else ''}"
-    return Lengths(np.sort(tokens), given or len(texts), told, size)
+    return Lengths(np.sort(tokens), given or len(texts), told, size, words)
 
 
 def assumed_lengths(rows: int, why: str) -> Lengths:
@@ -112,17 +128,20 @@ def _sentences(corpus: CorpusSection) -> Iterator[str]:
     return (row for row in source_rows(corpus) if row is not None)
 
 
-def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:
-    """(n,) tokens of texts by the encoder's tokenizer, or by their bytes where that is not here."""
+def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, str]:
+    """(n,) tokens of texts and sentences of their words, by the encoder's tokenizer; by bytes where that is not here."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
     if folder is not None and has_tokenizer(folder):
         from distcse.encoder.loading import load_tokenizer
 
         tokenizer = load_tokenizer(folder, encoder.trust_remote_code)
         ids = tokenizer([encoder.prompt + text for text in texts], truncation=False, padding=False, verbose=False)
-        return np.array([len(row) for row in ids["input_ids"]], dtype=np.int64), "by the student's tokenizer"
+        read = [np.unique(row[: encoder.max_length]) for row in ids["input_ids"]]
+        words = np.unique(np.concatenate(read), return_counts=True)[1]
+        lengths = np.array([len(row) for row in ids["input_ids"]], dtype=np.int64)
+        return lengths, words, "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
-    return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
+    return np.array(by_bytes).round().astype(np.int64), None, f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
 
 
 def _assumed() -> NDArray[np.int64]:

@@ -76,7 +76,7 @@ class StudentPlan:
     @property
     def traffic(self) -> Traffic:
         """Bytes a worker moves in a step."""
-        return self.run.traffic(self.workers, self.batch)
+        return self.run.traffic(self.workers, self.batch, self.cluster.machine.kind)
 
     @property
     def memories(self) -> list[WorkerMemory]:

@@ -69,6 +69,8 @@ class Shape:
     embedding_parameters: int
     """All else: embeddings and their norms, and linear maps after pooling."""
     vocabulary: int
+    word_width: int
+    """Numbers of a word's vector; h, where the student's words are not narrow."""
     frozen_parameters: int = 0
     """In memory, but not trained: a pooler that no pooling here uses."""
     dropout: float = 0.0
@@ -235,6 +237,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
         layer_parameters=layer,
         embedding_parameters=total - frozen - len(stack) * layer,
         vocabulary=int(backbone.get_input_embeddings().num_embeddings),
+        word_width=int(backbone.get_input_embeddings().embedding_dim),
         frozen_parameters=frozen,
         dropout=max((float(value) for _, value in dropouts(config)), default=0.0),
         told_by=told_by,
@@ -251,5 +254,6 @@ def _with_narrow_words(shape: Shape, config: Any, dimension: int) -> Shape:
         shape,
         family="electra",
         embedding_parameters=rows * dimension + 2 * dimension + dimension * shape.width + shape.width,
+        word_width=dimension,
         frozen_parameters=0,
     )

