@@ -55,15 +55,17 @@ def _main(options: argparse.Namespace) -> int:
             reading=reading,
             listen=view.show,
         )
+    if options.json:
+        print_json(scores_as_json(measured.evaluation))
+    else:
+        print_remarks(measured.evaluation)
+        print_evaluation(measured.evaluation)
     written = [options.mteb / "results"] if options.mteb is not None else []
     written += measured.write(options.out) if options.out is not None else []
     if options.json:
-        finished = {"event": "Finished", "written": [address(file) for file in written]}
-        print_json([*scores_as_json(measured.evaluation), finished])
-        return 0
-    print_remarks(measured.evaluation)
-    print_evaluation(measured.evaluation)
-    print_lines(["", *(f"written {address(file)}" for file in written)] if written else [])
+        print_json([{"event": "Finished", "written": [address(file) for file in written]}])
+    else:
+        print_lines(["", *(f"written {address(file)}" for file in written)] if written else [])
     return 0
 
 

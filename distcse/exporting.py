@@ -7,18 +7,19 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from distcse.corpus.docstrings import docstring_sentences
 from distcse.encoder import Encoder, is_cross_encoder, resolve_model
+from distcse.encoder.folder import read_layout
 from distcse.encoder.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.errors import EncoderError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Listener, Stage, ignore
 from distcse.files import put, whole
 from distcse.ranks import is_rank_space
+from distcse.storage import model_of
 
 FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
 """Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look."""
@@ -63,7 +64,8 @@ def export_onnx(
     out: Path | None = None,
     data: Path | None = None,
     post: Listener = ignore,
-    **reading: Any,
+    pooling: str | None = None,
+    prompt: str = "",
 ) -> Exports:
     """Write a model's ONNX file, and its int8 one, after comparing both with torch on real sentences.
 
@@ -73,14 +75,16 @@ def export_onnx(
         out: A new folder for the files and for all of the model but its weights; None puts them into the model's folder.
         data: Folder with `sts/stsb/dev.tsv.gz`: both are measured there too.
         post: Hears what is being done.
-        reading: `pooling` and `prompt`, for folders that do not say them.
+        pooling: Of a folder that does not say how it pools.
+        prompt: Put before every sentence, or a template with `{sentence}` in it; empty follows the folder.
 
     Raises:
         EncoderError: It cannot be exported, or a file gives other vectors than the model. Nothing is left behind then.
     """
     require_onnx()
     folder = _folder_of(model, out)
-    encoder = Encoder.load(folder, **reading).eval()
+    pooling = pooling if read_layout(folder).pooling is None else None
+    encoder = Encoder.load(folder, pooling=pooling, prompt=prompt).eval()
     texts = _texts(encoder)
     pairs = None if data is None else labelled_dev(data)
     vectors = encoder.encode(texts, normalize=True)
@@ -160,15 +164,14 @@ print(vectors @ vectors.T)  # cosines: every vector is of length 1"""
 
 def _folder_of(model: str, out: Path | None) -> Path:
     """The model's folder; refused where it is of a kind that one graph does not hold, or where nothing may be written."""
-    run = Path(model)
-    folder = run / "model" if os.path.isfile(run / "recipe.yaml") and (run / "model").is_dir() else resolve_model(model)
+    folder = resolve_model(model_of(model))
     if is_cross_encoder(folder):
         raise EncoderError(f"{model} is a cross-encoder, which has no vectors; only bi-encoders are exported")
     if is_rank_space(folder):
         raise EncoderError(
             f"{model} ranks among reference sentences, which no ONNX file holds; export the run that it was made of"
         )
-    if out is None and not os.path.isdir(run):
+    if out is None and not os.path.isdir(model):
         raise EncoderError(f"{model} is no folder of yours to write into; name one: --out FOLDER")
     if out is not None and out.exists():
         raise EncoderError(f"--out {out} is there already; name a folder that is not")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from distcse.device import device_here
 from distcse.encoder import Encoder
@@ -31,6 +31,8 @@ from distcse.evaluation import (
     open_candidate,
     suites_named,
 )
+from distcse.evaluation.sts import AGGREGATES
+from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, Note, Stage
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
@@ -98,6 +100,9 @@ def measure(
     Raises:
         DistcseError: With what to mend.
     """
+    for told, value, known in (("aggregate", aggregate, AGGREGATES), ("transfer", transfer, get_args(Mode))):
+        if value not in known:
+            raise EvaluationError(f"{told} is {value!r}; it is one of {', '.join(known)}")
     if mteb is not None:
         _check_mteb(data)
     folder = None if data is None else Path(data)
@@ -113,11 +118,11 @@ def measure(
             "device": reading.device,
             "precision": reading.precision,
         }
-        evaluation = evaluate(candidates, tasks, settings=settings, post=post)
-    if mteb is not None and folder is not None:
-        from distcse.evaluation.mteb import write_results
+        if mteb is not None and folder is not None:  # first: what is longer is not lost by a failure of it
+            from distcse.evaluation.mteb import write_results
 
-        write_results(candidates, folder, Path(mteb))
+            write_results(candidates, folder, Path(mteb))
+        evaluation = evaluate(candidates, tasks, settings=settings, post=post)
     return Measured(evaluation)
 
 
@@ -157,7 +162,7 @@ def check_measurement(
             told = f"{about.kind}, pooling {about.pooling}, {about.parameters / 1e6:.1f} M weights"
             post(Stage(about.name, 1, 1, "", finished=True, note=told))
         for task in tasks.tasks:
-            texts = sum(1 for _ in task.sentences())
+            texts = len(set(task.sentences()))
             post(
                 Stage(
                     f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} different texts"
@@ -181,6 +186,8 @@ def _opened(
     if isinstance(models, str):
         models = [models]
     sources: Mapping[str, Model] = models if isinstance(models, Mapping) else named(models)
+    if not sources:
+        raise EvaluationError("no model is named; there is nothing to measure")
     own = [OwnSet.parse(text) for text in add]
     tasks = collect(folder, suites_named(list(suites)) if folder else [], own, protocol)
     candidates = [_candidate(name, source, reading, post) for name, source in sources.items()]
@@ -219,8 +226,9 @@ def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks, candidat
 
 
 def _check_mteb(data: str | Path | None) -> None:
-    """Before the work: MTEB's results need its package and a data folder."""
-    import distcse.evaluation.mteb  # noqa: F401  (says what to install)
+    """Before the work: MTEB's results need its package and a folder with sets of it."""
+    from distcse.evaluation.mteb import sts_tasks  # says what to install
 
     if data is None:
         raise EvaluationError("--mteb measures the STS sets of a folder; give --data DIR")
+    sts_tasks(Path(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import yaml
 
 from distcse.errors import EncoderError
 from distcse.files import put
-from distcse.storage import address, fetch, fetch_folder, is_address
+from distcse.storage import address, fetch_folder, is_address, model_of, place
 
 _TOLD_IN = ("README.md", "config.json", "distcse/recipe.yaml")
 """Files of a model folder that may name places of the machine it was made on."""
@@ -39,9 +40,9 @@ def prepare(model: Path, beside: Path, licence: str | None = None) -> Parcel:
         licence: Written into the card.
 
     Raises:
-        EncoderError: It holds no model, or one that is pickled.
+        EncoderError: It holds no model, or several, or one that is pickled.
     """
-    folder = model / "model" if fetch(model / "recipe.yaml") else model
+    folder = place(model_of(address(model)))
     fetch_folder(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise EncoderError(
@@ -73,10 +74,10 @@ def upload(parcel: Parcel, name: str, private: bool = False) -> str:
         hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=parcel.folder, commit_message="A student of distcse")
     except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "it did not take it"
-        reason = str(refused).strip().splitlines()[0]
+        reason = " ".join(str(refused).split())
         raise EncoderError(
-            f"the hub did not take {name} ({type(refused).__name__}: {reason}). Set HF_TOKEN to a token that may write, or run "
-            "hf auth login; HF_HUB_OFFLINE=1 forbids it"
+            f"the hub did not take {name} ({type(refused).__name__}: {reason}). If it is about who you are, set HF_TOKEN to a "
+            "token that may write, or run hf auth login; HF_HUB_OFFLINE=1 forbids it"
         ) from refused
     return f"{hub.endpoint}/{name}"
 
@@ -95,8 +96,9 @@ def _places(recipe: Path) -> Iterator[str]:
 
 
 def _without(places: list[str], text: str) -> str:
-    for place in places:
-        text = text.replace(place, Path(place).name)
+    """Only whole paths: /data is not the end of a name on the hub, nor the beginning of another folder's."""
+    for whole in places:
+        text = re.sub(rf"(?<![\w./-]){re.escape(whole)}(?![\w-]|\.\w)", lambda found: Path(found[0]).name, text)
     return text
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
+from distcse.encoder.folder import read_layout
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import EvaluationError
 from distcse.evaluation.evaluation import About, Candidate
@@ -16,7 +17,7 @@ from distcse.evaluation.exposure import Exposure
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
 from distcse.evaluation.runs import numbered
 from distcse.ranks import RankSpaceEncoder, is_rank_space
-from distcse.storage import fetch, is_stored, names, place
+from distcse.storage import model_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,13 @@ class Reading:
     """How models are loaded and run.
 
     Args:
-        pooling: For folders that do not say how they pool; None follows the folder.
+        pooling: Of folders that do not say how they pool; those that do are read as they say.
         max_length: Tokens kept of a sentence; None follows the folder.
         device: Where models run.
         precision: `fp32`, or `bf16` / `fp16` autocast.
         trust_remote_code: Run code that a model folder brings.
         prompt: Text before every sentence, or a template with `{sentence}` in it; empty follows the folder.
+            A cross-encoder takes none.
     """
 
     pooling: str | None = None
@@ -51,7 +53,10 @@ def named(models: Sequence[str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for text in models:
         name, equals, path = text.partition("=")
-        name, path = (name, path) if equals else (_name_of(text), text)
+        if not path if equals else not name:
+            raise EvaluationError(f"{text!r} names no model; write MODEL or NAME=MODEL")
+        if not equals or os.path.isdir(text):  # runs/lr=3e-5/model is a path
+            name, equals, path = _name_of(text), "", text
         others = found.setdefault(name, [])
         if path in others or (others and not equals):
             raise EvaluationError(f"two models are called {name}; name one: NAME={path}")
@@ -63,17 +68,17 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     """Load a model; a run directory stands for the student in it.
 
     Raises:
-        EncoderError: It does not load.
-        EvaluationError: A run with several models.
+        EncoderError: It does not load, or is a run with several models or with none yet.
+        EvaluationError: A rank space that shall be read otherwise than it was made.
     """
-    folder = resolve_model(_model_of(source), reading.trust_remote_code)
+    folder = resolve_model(model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, reading.max_length, reading.trust_remote_code).to(reading.device)
         pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
         lay_out(scorer, reading.precision)
         return pairs
     if is_rank_space(folder):
-        ranker = RankSpaceEncoder.load(folder).to(reading.device)
+        ranker = _ranker(folder, source, reading)
         about = About(
             name,
             source,
@@ -90,7 +95,8 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         "trust_remote_code": reading.trust_remote_code,
         "prompt": reading.prompt,
     }
-    encoder = Encoder.load(folder, pooling=reading.pooling, **knobs).to(reading.device)
+    pooling = reading.pooling if read_layout(folder).pooling is None else None
+    encoder = Encoder.load(folder, pooling=pooling, **knobs).to(reading.device)
     vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
     lay_out(encoder, reading.precision)
     return vectors
@@ -122,22 +128,20 @@ def scorer_of(
     return Candidate(about, PairScores(encoder, on_progress, precision), exposure)
 
 
+def _ranker(folder: Path, source: str, reading: Reading) -> RankSpaceEncoder:
+    """A rank space, whose references were encoded by what its folder says."""
+    ranker = RankSpaceEncoder.load(folder, reading.trust_remote_code).to(reading.device)
+    saved = ranker.encoder.max_length, ranker.encoder.prompt
+    if (reading.max_length or saved[0], reading.prompt or saved[1]) != saved:
+        raise EvaluationError(
+            f"{source} ranks among references that were encoded with max_length {saved[0]} and prompt {saved[1]!r}, and "
+            "sentences are read as they were; leave out --max-length and --prompt, or make it anew of another encoder"
+        )
+    return ranker
+
+
 def _parameters(model: Any) -> int:
     return sum(weights.numel() for weights in model.parameters())
-
-
-def _model_of(source: str) -> str:
-    run = place(source)
-    if not fetch(run / "recipe.yaml"):
-        return source
-    several = sorted(
-        f"models/{group}/{kind}" for group in names(run / "models") for kind in names(run / "models" / group)
-    )
-    if several:
-        raise EvaluationError(f"{source} holds several models; name one of them: {', '.join(several)}")
-    if not is_stored(run / "model"):
-        raise EvaluationError(f"{source} has no model: its run has not come to an end; wait for it, or --resume it")
-    return str(run / "model")
 
 
 def _name_of(path: str) -> str:

@@ -102,10 +102,10 @@ class Evaluation:
     def share_seen(self, score: Score, model: str) -> float:
         """Share of a set's sentences that were in a model's training text; for an average the largest of its sets'."""
         exposure = next(about.exposure for about in self.models if about.name == model)
-        alike = (
-            [s.set for s in self.scores if s.suite == score.suite and not s.average] if score.average else [score.set]
-        )
-        return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in alike), default=0.0)
+        measured = {s.set for s in self.scores if s.suite == score.suite and not s.average}
+        averaged = [known.name for known in PUBLISHED.get(score.suite, ()) if known.name in measured]
+        sets = averaged if score.average else [score.set]
+        return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
 
     def write(self, file: Path) -> None:
         """Store as JSON."""

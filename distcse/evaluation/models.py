@@ -53,11 +53,7 @@ class VectorModel:
         begun = perf_counter()
         vectors = np.asarray(self._encode(new), dtype=np.float32)
         self.seconds += perf_counter() - begun
-        if broken := int((~np.isfinite(vectors)).any(axis=1).sum()):
-            raise EvaluationError(
-                f"the model gives no numbers (NaN or infinity) for {broken:,} of {len(new):,} texts; it has diverged, "
-                "or its precision is too low"
-            )
+        _refuse_broken(int((~np.isfinite(vectors)).any(axis=1).sum()), len(new), "texts")
         known = len(self._places)
         self._places.update({text: known + place for place, text in enumerate(new)})
         self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
@@ -138,6 +134,7 @@ class PairScores:
         progress = None if told is None else lambda done: told(done, len(new))
         scores = self._encoder.score(new, precision=self._precision, on_progress=progress)
         self.seconds += perf_counter() - begun
+        _refuse_broken(int((~np.isfinite(scores)).sum()), len(new), "pairs")
         self._known.update(zip(new, scores.tolist(), strict=True))
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
@@ -145,6 +142,14 @@ class PairScores:
         pairs = list(zip(first, second, strict=True))
         self.prepare(pairs)
         return np.array([self._known[pair] for pair in pairs])
+
+
+def _refuse_broken(broken: int, of: int, what: str) -> None:
+    if broken:
+        raise EvaluationError(
+            f"the model gives no numbers (NaN or infinity) for {broken:,} of {of:,} {what}; it has diverged, "
+            "or its precision is too low"
+        )
 
 
 class Ensemble:

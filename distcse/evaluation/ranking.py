@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
+from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.sts import ScoredPairs
@@ -70,6 +71,12 @@ class RankingTask:
     pairs: ScoredPairs
     suite: str = "ranking"
     pairs_only: bool = True
+
+    def __post_init__(self) -> None:
+        if (lowest := self.pairs.gold.min(initial=0.0)) < 0:
+            raise EvaluationError(
+                f"ranking {self.name}: a score is {lowest:g}, and NDCG takes scores for gains; write scores of 0 and more"
+            )
 
     @property
     def name(self) -> str:

@@ -61,15 +61,21 @@ class RankSpaceEncoder:
         return cls(encoder, references, weight, normalize)
 
     @classmethod
-    def load(cls, path: str | Path) -> RankSpaceEncoder:
-        """What `save` wrote. Raises `EncoderError` where a folder has no references."""
+    def load(cls, path: str | Path, trust_remote_code: bool = False) -> RankSpaceEncoder:
+        """What `save` wrote; code that its encoder brings is run where that is trusted.
+
+        Raises:
+            EncoderError: A folder has no references.
+        """
         folder = place(path)
         fetch_folder(folder)
         if not is_rank_space(folder):
             raise EncoderError(f"{folder} has no {_ABOUT}; make it with RankSpaceEncoder.over(encoder, sentences).save")
         about = json.loads((folder / _ABOUT).read_text())
         references = load_file(folder / _REFERENCES)["references"]
-        return cls(Encoder.load(folder), references, about["weight"], about["normalize"])
+        return cls(
+            Encoder.load(folder, trust_remote_code=trust_remote_code), references, about["weight"], about["normalize"]
+        )
 
     def to(self, device: str) -> RankSpaceEncoder:
         """Encode and rank there: on a CPU, or on a GPU. Returns itself."""

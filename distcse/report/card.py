@@ -8,6 +8,7 @@ import shutil
 import yaml
 
 from distcse import __version__
+from distcse.encoder.source import PACKAGE
 from distcse.evaluation import Evaluation
 from distcse.files import put
 from distcse.recipe import recipe_yaml
@@ -42,7 +43,7 @@ def card(result: Result) -> str:
             "distcse",
             f"dataset_size:{result.rows}",
         ],
-        **({} if os.path.isabs(start) or is_address(start) else {"base_model": start}),
+        **base_model(start),
     }
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
@@ -59,6 +60,12 @@ def card(result: Result) -> str:
         f"teachers apply to it. Made by distcse {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def base_model(start: str) -> dict[str, str]:
+    """The hub's metadata of what a model began as; nothing where that is no model of the hub."""
+    elsewhere = os.path.isabs(start) or is_address(start) or start.startswith(PACKAGE)
+    return {} if elsewhere else {"base_model": start}
 
 
 def _summary(result: Result) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import yaml
 
 from distcse import __version__
 from distcse.files import put
 from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
-from distcse.report.card import scores_told
-from distcse.storage import is_address, publish
+from distcse.report.card import base_model, scores_told
+from distcse.storage import publish
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
 
@@ -37,14 +35,14 @@ def group_card(result: MutualResult, best: Best) -> str:
     group = next(group for group in result.recipe.groups if group.name == best.group)
     cross = best.kind == "cross"
     kind = "cross-encoder" if cross else "bi-encoder"
+    start = (group.cross_backbone or group.backbone) if cross else group.backbone
     tags = ["cross-encoder"] if cross else ["sentence-similarity", "feature-extraction"]
     metadata = {
         "library_name": "sentence-transformers",
         "pipeline_tag": "text-ranking" if cross else "sentence-similarity",
         "tags": ["sentence-transformers", *tags, "distillation", "distcse", f"dataset_size:{result.pairs}"],
-        **({"base_model": group.backbone} if not (os.path.isabs(group.backbone) or is_address(group.backbone)) else {}),
+        **base_model(start),
     }
-    start = (group.cross_backbone or group.backbone) if cross else group.backbone
     dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",

@@ -11,6 +11,7 @@ is what makes a thing exist. Things are removed record first. Lists of names ser
 from distcse.storage.folders import fetch_folder, is_stored, publish, remove, withdraw
 from distcse.storage.places import Mirror, address, is_address, place
 from distcse.storage.probe import probe
+from distcse.storage.runs import model_of
 from distcse.storage.single import fetch, names, put, read, upload, whole
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "fetch_folder",
     "is_address",
     "is_stored",
+    "model_of",
     "names",
     "place",
     "probe",

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse import measuring
 from distcse.encoder import Encoder
+from distcse.errors import EvaluationError
 from distcse.evaluate import main
 
 
@@ -46,6 +48,23 @@ def test_several_runs_of_one_name_are_joined(
         assert "mean ± standard deviation over runs" in (tmp_path / "out" / page).read_text()
 
 
+def test_tables_are_shown_where_they_cannot_be_written(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").mkdir()  # stands in the way of the file
+    assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "average of 2 of 7" in shown.out and "report.html" in shown.err
+
+
+def test_what_is_no_choice_is_refused(labelled: Path, tiny: Callable[..., Path]) -> None:
+    for wrong in ({"aggregate": "weighted"}, {"transfer": "Strict"}):
+        with pytest.raises(EvaluationError, match="it is one of"):
+            measuring.measure([str(tiny())], labelled, **wrong)
+    with pytest.raises(EvaluationError, match="no model is named"):
+        measuring.measure({}, labelled)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -57,6 +76,7 @@ def test_several_runs_of_one_name_are_joined(
         (["a={tiny}", "a={tiny}", "--data", "{labelled}"], "two models are called a"),
         (["{tiny}", "--data", "{labelled}", "--out", "/proc/no"], "cannot write to /proc/no"),
         (["{tiny}", "--mteb", "{labelled}", "--add", "sts=x.tsv"], "give --data DIR"),
+        (["{tiny}", "--mteb", "{labelled}", "--data", "{tiny}"], "holds no set of MTEB's STS tasks"),
     ],
 )
 def test_mistakes_are_one_line(

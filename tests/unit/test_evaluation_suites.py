@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluation import (
     SUITES,
@@ -17,12 +21,14 @@ from distcse.evaluation import (
     OwnSet,
     Protocol,
     Reading,
+    candidate_of,
     collect,
     evaluate,
     named,
     open_candidate,
     suites_named,
 )
+from distcse.evaluation.models import PairScores
 from tests.labelled import scored
 
 
@@ -121,13 +127,64 @@ def test_a_run_knows_what_it_was_trained_on(
     assert "‡ model, sts STS12: transductive, 100 % of the set's sentences were in the training text" in legend(result)
 
 
-def test_names_of_models_and_sets() -> None:
+def test_an_average_has_seen_what_its_sets_have(
+    labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
+    own = [OwnSet.parse(f"sts={tmp_path / 'mine.tsv'}")]
+    tasks = collect(labelled, suites_named(["sts"]), own, Protocol())
+    model = candidate_of("model", "here", Encoder.load(tiny(), pooling="mean"), Exposure({}))
+    result = evaluate([model], tasks)
+    seen = {"sts/mine": 0.9, "sts/STS12": 0.1, "sts/STS-B": 0.2}
+    result = replace(result, models=[replace(result.models[0], exposure=seen)])
+    average = next(score for score in result.scores if score.average)
+    assert result.share_seen(average, "model") == 0.2
+    own_score = next(score for score in result.scores if score.set == "mine")
+    assert result.share_seen(own_score, "model") == 0.9
+
+
+def test_pooling_is_given_to_those_that_do_not_say_theirs(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    Encoder.load(tiny(), pooling="mean").save(tmp_path / "says")
+    opened = [open_candidate("m", str(model), Reading(pooling="cls")) for model in (tmp_path / "says", tiny())]
+    assert [candidate.about.pooling for candidate in opened] == ["mean", "cls"]
+
+
+def test_a_scorer_that_gives_no_numbers_is_refused() -> None:
+    class Broken:
+        def score(self, pairs: Sequence[tuple[str, str]], **_: Any) -> NDArray[np.float64]:
+            return np.full(len(pairs), np.nan)
+
+    with pytest.raises(EvaluationError, match=r"no numbers \(NaN or infinity\) for 2 of 2 pairs"):
+        PairScores(Broken()).similarities(["a", "b"], ["c", "d"])  # type: ignore[arg-type]
+
+
+def test_sets_that_a_protocol_cannot_take_are_refused_before_the_work(tmp_path: Path, sentences: list[str]) -> None:
+    rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:22])]
+    (tmp_path / "few.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
+    few = [OwnSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
+    with pytest.raises(EvaluationError, match="a label has 11 rows; 10 folds within 10 folds need 12 of each"):
+        collect(None, [], few, Protocol())
+    assert collect(None, [], few, Protocol(transfer="fast")).tasks
+    (tmp_path / "below.tsv").write_text(scored(sentences, 60, 5).replace("a\t", "a\t-"))
+    with pytest.raises(EvaluationError, match="ranking below: a score is -"):
+        collect(None, [], [OwnSet.parse(f"ranking={tmp_path / 'below.tsv'}")], Protocol())
+
+
+def test_names_of_models_and_sets(tmp_path: Path) -> None:
     assert named(["a=x/y", "runs/z", "runs/q/model"]) == {"a": "x/y", "z": "runs/z", "q": "runs/q/model"}
     with pytest.raises(EvaluationError, match="two models are called z; name one: NAME=b/z"):
         named(["a/z", "b/z"])
     assert named(["z=a/z", "z=b/z", "one=c"]) == {"z, run 1": "a/z", "z, run 2": "b/z", "one": "c"}
     with pytest.raises(EvaluationError, match="two models are called z; name one"):
         named(["z=a/z", "z=a/z"])
+    (tmp_path / "lr=3e-5" / "model").mkdir(parents=True)
+    assert named([f"{tmp_path}/lr=3e-5/model", f"a={tmp_path}/lr=3e-5"]) == {
+        "lr=3e-5": f"{tmp_path}/lr=3e-5/model",
+        "a": f"{tmp_path}/lr=3e-5",
+    }
+    for none in ("", "a="):
+        with pytest.raises(EvaluationError, match="names no model"):
+            named([none])
     assert OwnSet.parse("sts:My set=a/b.tsv.gz") == OwnSet("sts", "My set", Path("a/b.tsv.gz"))
     assert OwnSet.parse("pairs=a/b.jsonl.gz").name == "b" and OwnSet.parse("retrieval=a/folder").name == "folder"
     for bad in ("sts", "sts=", "stt=x.tsv"):

