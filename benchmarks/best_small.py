@@ -80,6 +80,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "vectors and lists of two teachers": (*LISTS_TOO, "TWO"),
     "vectors and lists of two teachers, trust": (*LISTS_TOO, "TWO", "teachers.trust=0.5"),
     "vectors, layers: auto": (*VECTORS, *CHOSEN),
+    "vectors, layers: auto, a fifth of the start": (*VECTORS, *CHOSEN, "student.start_share=0.2"),
     "vectors, layers 1, 3, 5": (*VECTORS, "student.layers=[1, 3, 5]"),
     "vectors, layers 1, 3, 5, a fifth of the start": (*VECTORS, "student.layers=[1, 3, 5]", "student.start_share=0.2"),
     "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
