@@ -39,6 +39,9 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if options.recipe or options.space:
             raise RecipeError("--resume takes recipe and space from the sweep's folder; name only the folder")
+        if options.dry_run or options.print_space:
+            asked = "--dry-run" if options.dry_run else "--print-space"
+            raise RecipeError(f"{asked} is for a sweep that has not begun; take --resume away")
         return _sweep(options, place(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise RecipeError(

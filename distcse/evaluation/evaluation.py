@@ -14,7 +14,7 @@ from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
 from distcse.evaluation.exposure import Exposure
 from distcse.evaluation.models import Model, VectorModel
-from distcse.evaluation.neighbours import Changed, Changes, changed_neighbours
+from distcse.evaluation.neighbours import Changed, Changes, Neighbourhoods
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import Task, can_do
 from distcse.events import Listener, Stage, ignore
@@ -133,7 +133,7 @@ class Evaluation:
 
 
 def evaluate(
-    candidates: Sequence[Candidate],
+    candidates: Iterable[Candidate],
     tasks: Tasks,
     *,
     base: str | None = None,
@@ -143,17 +143,17 @@ def evaluate(
     """Measure every model on every task.
 
     Args:
-        candidates: Models with different names.
+        candidates: Models with different names, at least one. Asked for one after the other, each when those before it are
+            measured, and none is held longer.
         tasks: What to measure, and what was missing.
         base: Name of the model to compare with; None takes the first.
         settings: Noted in the result.
         post: Told what is at work.
     """
     begun = time.perf_counter()
-    base = base or candidates[0].about.name
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
-    models = []
+    models, seen = [], Neighbourhoods.of(tasks.tasks)
     for candidate in candidates:
         name, model = candidate.about.name, candidate.model
         able = [task for task in tasks.tasks if can_do(task, model)]
@@ -166,8 +166,11 @@ def evaluate(
                 estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(outcome.details)
         models.append(_about(candidate, tasks.tasks))
+        seen.look(name, model)
         note = f"{len(able)} {'set' if len(able) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
         post(Stage(name, len(able), len(able), "sets", finished=True, note=note))
+        del candidate, model  # the next one has its place
+    base = base or models[0].name
     return Evaluation(
         models=models,
         base=base,
@@ -176,7 +179,7 @@ def evaluate(
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
-        neighbours=_neighbours(candidates, base, tasks.tasks),
+        neighbours=seen.changes(base),
         seconds=time.perf_counter() - begun,
     )
 
@@ -222,17 +225,6 @@ def _compared(by_model: Mapping[str, Estimate]) -> list[Comparison]:
             if model != other and (apart := difference(ours, theirs)) is not None:
                 found.append(Comparison(model, other, apart))
     return found
-
-
-def _neighbours(candidates: Sequence[Candidate], base: str, tasks: Sequence[Task]) -> dict[str, Changes]:
-    """Among the sentences of STS-B, or else of the first set."""
-    encoders = {c.about.name: c.model for c in candidates if isinstance(c.model, VectorModel)}
-    before = encoders.pop(base, None)
-    chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
-    texts = list(dict.fromkeys(chosen[0].sentences())) if chosen else []
-    if before is None or len(texts) < 2:
-        return {}
-    return {name: changed_neighbours(before, after, texts) for name, after in encoders.items()}
 
 
 def _score(stored: dict[str, Any]) -> Score:

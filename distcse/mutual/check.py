@@ -6,6 +6,7 @@ from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.events import Note, Stage, Watch
 from distcse.mutual.finals import checked_tasks
+from distcse.mutual.mining import require_mining
 from distcse.mutual.pairs import read_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import place
@@ -30,6 +31,7 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
     if recipe.pairs.mine is None:
         _told(watch, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
     else:
+        require_mining(recipe.pairs.mine)
         corpus = Corpus.prepare(recipe.pairs.mine.corpus, place(recipe.storage.cache))
         _told(watch, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:

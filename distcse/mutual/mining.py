@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
 from distcse.storage import place
-from distcse.teachers.nearest import nearest
+from distcse.teachers.nearest import nearest, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _ASKED_PER_PAIR = 10
@@ -43,6 +44,7 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
     """
     section = recipe.pairs.mine
     assert section is not None
+    require_mining(section)
     dev = DevPairs.of(recipe)
     also = [] if dev is None else [*dev.first, *dev.second]
     excluded = excluded_from(section.corpus, recipe.evaluation.data, also)
@@ -62,6 +64,24 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
         pools.append((section.random_share, _strangers(len(texts), section.pairs, random)))
     rows = _drawn(pools, section.pairs, random)
     return chosen([(texts[one], texts[other]) for one, other in rows.tolist()], recipe)
+
+
+def require_mining(section: MiningSection) -> None:
+    """Raise `RunError` where a library that a section wants is not installed."""
+    if any(band.share for band in section.bands):
+        require_faiss("pairs.mine")
+    if section.bm25_share:
+        _require_bm25s()
+
+
+def _require_bm25s() -> Any:
+    try:
+        import bm25s
+    except ImportError:
+        raise RunError(
+            'pairs.mine.bm25_share needs bm25s; pip install "distcse[mining]", or write bm25_share=0'
+        ) from None
+    return bm25s
 
 
 def _bands(
@@ -89,12 +109,7 @@ def _bands(
 
 def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Listener) -> Found:
     """Pairs of sentences that share telling words (BM25): neighbours of as many sentences as the wanted pairs call for."""
-    try:
-        import bm25s
-    except ImportError:
-        raise RunError(
-            'pairs.mine.bm25_share needs bm25s; pip install "distcse[mining]", or write bm25_share=0'
-        ) from None
+    bm25s = _require_bm25s()
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
     index = bm25s.BM25()

@@ -29,6 +29,7 @@ from distcse.training.checkpoint import Checkpoints
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory
+from distcse.training.engines import uses_deepspeed
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     labels. Raises a `DistcseError` that names what to mend.
     """
     require_packages(recipe.track)
+    for section in (recipe.bi, recipe.cross):
+        uses_deepspeed(section)  # refused now rather than after the pairs
     tasks = checked_tasks(recipe)
     dropped = Ledger(resume.path).dropped if resume else {}
     at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
@@ -154,7 +157,7 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
 
         at_work = [bench.group for bench in benches]
         wants = resources_of(at_work)
-        require_shared({"storage.runs": benches[0].run}, _read_by_groups(recipe), [group.nodes for group in at_work])
+        require_shared({"storage.runs": benches[0].run}, read_by_groups(recipe), [group.nodes for group in at_work])
         watch = metered(watch, benches[0].run.name)
         groups: list[Group] = []
         try:
@@ -166,7 +169,7 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
                 group.close()
 
 
-def _read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
+def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
     """Files and folders that a recipe names and its actors read, by knob; hub ids are among them, and are no files."""
     read = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
     crossed = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}

@@ -128,11 +128,11 @@ def _cluster_fit_for(recipe: Recipe, run: Path) -> Iterator[None]:
 
         resources_per_worker(recipe)
         written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
-        require_shared(written, _read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
+        require_shared(written, read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
         yield
 
 
-def _read_by_workers(recipe: Recipe) -> dict[str, Path]:
+def read_by_workers(recipe: Recipe) -> dict[str, Path]:
     """Folders that a recipe names and its actors read, by knob; hub ids are among them, and are no folders."""
     read = {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
     if recipe.evaluation.data is not None:

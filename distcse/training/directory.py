@@ -169,6 +169,11 @@ class RunDirectory:
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
+        if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
+            raise RecipeError(
+                "ray cannot change in a resumed run with a group of several workers: in turns one worker does their work, with "
+                "other dropout noise; start a new run, or leave it"
+            )
         directory = cls(path)
         directory._fetch_events()
         return directory, after

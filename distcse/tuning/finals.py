@@ -42,20 +42,24 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
         return None
     device = device_here()
     of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, watch)
-    candidates = []
+    found: list[tuple[str, Path, bool]] = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
         name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
-        models = {key: found for key, found in _models(recipe, name, place).items() if fetch_folder(found[0])}
+        models = {key: its for key, its in _models(recipe, name, place).items() if fetch_folder(its[0])}
         exposure = of_all or (_of_pairs(place, tasks) if models else None)
         for key, (model, section) in models.items():
             assert exposure is not None
             exposure.write(model)
-            reading = Reading(device=device, trust_remote_code=section.trust_remote_code)
-            candidates.append(open_candidate(key, str(model), reading))
-    if not candidates:
+            found.append((key, model, section.trust_remote_code))
+    if not found:
         return None
+    # Each is opened when those before it are measured: three seeds of groups of large models fit no device together.
+    candidates = (
+        open_candidate(name, str(model), Reading(device=device, trust_remote_code=trusted))
+        for name, model, trusted in found
+    )
     settings = {"STS": "all", "device": device, "precision": "fp32"}
-    return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=watch.post)
+    return evaluate(candidates, tasks, settings=settings, post=watch.post)
 
 
 def _models(recipe: Recipe | MutualRecipe, name: str, run: Path) -> dict[str, tuple[Path, TrainedSection]]:

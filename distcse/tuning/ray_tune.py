@@ -32,7 +32,7 @@ from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import Desk, clear, run_trial
 
-_METRIC, _PROGRESS = "best", "progress"
+_METRIC, _NOW, _PROGRESS = "best", "dev", "progress"
 _END = 101
 """Beyond the last report: a trial that comes to its end ends by itself."""
 _SETTINGS = {
@@ -166,7 +166,8 @@ def _config(
     hours = sweep.search.hours
     together = isinstance(desk.recipe, MutualRecipe)
     return tune.TuneConfig(
-        metric=_METRIC,
+        # Who goes on from another's weights gets those of now, not those that were best.
+        metric=_NOW if sweep.schedule.kind == "pbt" else _METRIC,
         mode="max",
         search_alg=searcher,
         scheduler=_scheduler(sweep, space),
@@ -188,7 +189,8 @@ def _scheduler(sweep: Sweep, space: Space | None) -> Any:
         return PopulationBasedTraining(
             time_attr=_PROGRESS,
             perturbation_interval=share,
-            hyperparam_mutations=_domains(space),
+            # A list, not a choice: that Ray Tune multiplies by 0.8 and 1.2 like a number.
+            hyperparam_mutations={**_domains(space), **space.choices},
             custom_explore_fn=space.clipped,
         )
     return None
@@ -199,7 +201,7 @@ def _domains(space: Space) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, knob in space.free.items():
         if knob.values is not None:
-            found[path] = tune.choice([space.plain(value) for value in knob.values])
+            found[path] = tune.choice(space.choices[path])
         elif knob.integers:
             found[path] = tune.randint(knob.integers[0], knob.integers[1] + 1)
         elif knob.log_uniform:
@@ -292,7 +294,9 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         known = read_trial(folder)
         if known is not None and not known.ended:
             through = bool(known.reported) and known.reported[-1].progress >= 100
-            replace(known, status="finished" if through else status, why=why).write(folder)
+            # One that failed at its end, or whose model is what it was for, is not finished by a score.
+            done = through and status == "stopped" and not self._desk.keep_models
+            replace(known, status="finished" if done else status, why=why).write(folder)
             clear(folder)
         self._tell(name)
 

@@ -82,7 +82,8 @@ def read_trial(folder: Path) -> Trial | None:
         found = unsealed(file)
     except (OSError, ValueError) as broken:
         raise RunError(
-            f"{address(file)} cannot be read ({broken}); remove {address(folder)} and --resume: the trial is run again"
+            f"{address(file)} cannot be read ({broken}), and the trial's scores are lost; remove {address(folder)} and --resume: "
+            "the sweep goes on without it"
         ) from None
     return Trial(**{**found, "reported": [Reported(**entry) for entry in found["reported"]]})
 
@@ -91,6 +92,17 @@ def read_trials(folder: Path) -> list[Trial]:
     """All trials in a folder of trials' folders, the first begun first."""
     found = [read_trial(inside) for inside in _folders(folder)]
     return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.begun, trial.name))
+
+
+def readable_trials(folder: Path) -> list[Trial]:
+    """The same but for those whose record is damaged: for who looks for something and finds it or not."""
+    found = []
+    for inside in _folders(folder):
+        try:
+            found.append(read_trial(inside))
+        except RunError:
+            continue  # who reads all says so
+    return [trial for trial in found if trial is not None]
 
 
 def enlist(trials: Path, name: str) -> None:

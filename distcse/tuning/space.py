@@ -66,6 +66,15 @@ class Space:
         """The knobs that are chosen; the others follow from them."""
         return {path: knob for path, knob in self.knobs.items() if knob.equals is None}
 
+    @property
+    def choices(self) -> dict[str, list[Any]]:
+        """The values of each free knob that has a list of them, as searchers take them."""
+        return {
+            path: [self.plain(value) for value in knob.values]
+            for path, knob in self.free.items()
+            if knob.values is not None
+        }
+
     def grid(self) -> list[Sample]:
         """Every combination of the knobs' values."""
         choices = [[(path, value) for value in knob.values or ()] for path, knob in self.free.items()]
@@ -78,7 +87,7 @@ class Space:
         found: dict[str, Any] = {}
         for path, knob in self.free.items():
             if knob.values is not None:
-                found[path] = CategoricalDistribution([self.plain(value) for value in knob.values])
+                found[path] = CategoricalDistribution(self.choices[path])
             elif knob.integers:
                 found[path] = IntDistribution(knob.integers[0], knob.integers[1])
             elif knob.simplex:

@@ -20,9 +20,10 @@ from typing import Any
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Note, Watch, one_by_one
+from distcse.mutual.run import read_by_groups
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
-from distcse.storage import address, fetch, put
-from distcse.student.houses import OnRay
+from distcse.storage import address, fetch, place, put
+from distcse.student.houses import OnRay, read_by_workers
 from distcse.student.material import Text, prepare_tables
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
@@ -124,6 +125,7 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
 
         loggers(sweep)  # refused now rather than after the teachers' pass
         room = room_of(recipe, sweep)
+        _require_shared(recipe, directory)
         with _teachers(recipe, room.in_own_process, watch) as house:
             try:
                 trained = given(recipe, room)
@@ -142,6 +144,17 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
         if evaluation is not None:
             evaluation.write(directory / "evaluation.json")
     return SweepResult(recipe, sweep, directory, trials, winner, winners, evaluation, interrupted)
+
+
+def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:
+    """Trials are put on any node: one that does not see the sweep's folders is refused before any work."""
+    from distcse.training.shared_storage import require_shared
+
+    written = {"storage.runs": directory}
+    if isinstance(recipe, Recipe):
+        written["storage.cache"] = place(recipe.storage.cache)
+    read = read_by_workers(recipe) if isinstance(recipe, Recipe) else read_by_groups(recipe)
+    require_shared(written, read, [None])
 
 
 @contextmanager

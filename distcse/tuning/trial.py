@@ -13,9 +13,9 @@ from distcse.events import DevScore, Doing, Event, InGroup, Saved, Watch
 from distcse.recipe import MutualRecipe, Recipe, with_values
 from distcse.storage import remove
 from distcse.student.houses import House
-from distcse.training.checkpoint import Checkpoints
+from distcse.training.checkpoint import Checkpoints, load_position
 from distcse.training.directory import RunDirectory
-from distcse.tuning.records import Reported, Trial, read_trial, read_trials
+from distcse.tuning.records import Reported, Trial, read_trial, readable_trials
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -67,12 +67,14 @@ def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, 
             return _told(trial, report)
     else:
         trial = replace(trial, values=dict(values), starts=trial.starts + 1)
-    trial.write(folder)
+    worked = trial.seconds
     if donor is not None:
         Checkpoints(folder).adopt(donor)
+        trial = replace(trial, reported=_of_lineage(trial, donor))
+    trial.write(folder)
 
     recipe = with_values(desk.recipe, values)
-    notebook = _Notebook(folder, trial, recipe, report, desk.exchanges)
+    notebook = _Notebook(folder, trial, worked, recipe, report, desk.exchanges)
     try:
         _train(recipe, RunDirectory.begin(folder, recipe), Watch(notebook.hear), desk.house)
     except DivergedError as mistake:
@@ -113,9 +115,17 @@ def _told(trial: Trial, report: Report) -> Trial:
     return trial
 
 
+def _of_lineage(trial: Trial, donor: Path) -> list[Reported]:
+    """A trial's scores that a checkpoint has too: those of weights that were given up for another's say nothing of it now."""
+    scored = {(step, score) for step, score in load_position(donor).scores}
+    return [entry for entry in trial.reported if (entry.step, entry.score) in scored]
+
+
 def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
     """A finished trial of the same values."""
-    alike = (t for t in read_trials(trials) if t.values == values and t.status == "finished" and not t.recalled_from)
+    alike = (
+        t for t in readable_trials(trials) if t.values == values and t.status == "finished" and not t.recalled_from
+    )
     return next(alike, None)
 
 
@@ -134,13 +144,19 @@ class _Notebook:
     """Hears a run's events; notes and reports its dev scores."""
 
     def __init__(
-        self, folder: Path, trial: Trial, recipe: Recipe | MutualRecipe, report: Report, with_checkpoints: bool
+        self,
+        folder: Path,
+        trial: Trial,
+        worked: float,
+        recipe: Recipe | MutualRecipe,
+        report: Report,
+        with_checkpoints: bool,
     ) -> None:
         self.trial = trial
         self._folder = folder
         self._report = report
         self._with_checkpoints = with_checkpoints
-        self._before = trial.seconds
+        self._before = worked
         self._began = time.monotonic()
         self._groups = _Groups(recipe, folder) if isinstance(recipe, MutualRecipe) else None
 

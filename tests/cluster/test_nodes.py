@@ -145,6 +145,11 @@ def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
         and f" does not see what is written to {own_disk}/new, storage.cache; " in told
     )
     assert "set storage.cache to a folder on storage that all nodes share" in told
+    space = own_disk.parent / f"{own_disk.name}-space.yaml"
+    space.write_text("knobs: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
+    tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
+    done = three[0].run(*tune, RAY_ADDRESS=joined(three[0]))
+    assert done.returncode == 1 and f" does not see what is written to {own_disk}/new" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

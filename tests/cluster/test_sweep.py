@@ -23,11 +23,12 @@ from distcse.events import Event, Stage, TrialNews, Watch
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.student.run import run
-from distcse.tuning.ray_tune import tpe
-from distcse.tuning.records import read_trials
+from distcse.tuning.ray_tune import _Listener, _scheduler, tpe
+from distcse.tuning.records import Reported, Trial, read_trials
 from distcse.tuning.room import room_of
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
+from distcse.tuning.trial import Desk
 from tests.jobs import make_recipe
 from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
@@ -236,6 +237,44 @@ def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> N
         len(rates) > 1 for rates in drawn.values()
     )  # somebody went on with another's checkpoint and other values
     assert all(trial.reported[-1].progress == 100 for trial in result.trials)
+    assert {trial.values[TAU2] for trial in result.trials} <= {0.05, 0.1}
+    page, _ = write_sweep_pages(result)
+    assert "tau2" in page.read_text()
+
+
+def test_a_choice_stays_among_its_choices(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    """Ray Tune's own exploration, two hundred times."""
+    from ray.tune.schedulers.pbt import _explore
+
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences)
+    knobs = {LR: {"values": [2e-5, 3e-5, 5e-5]}, TAU2: {"log_uniform": [0.01, 0.1]}}
+    search, schedule = {"algorithm": "random"}, {"kind": "pbt"}
+    space = Space(sweep := make_sweep(tmp_path, knobs, search=search, schedule=schedule), recipe)
+    mutations = _scheduler(sweep, space)._hyperparam_mutations
+    chosen = {LR: 3e-5, TAU2: 0.05}
+    seen = set()
+    for _ in range(200):
+        chosen, _ = _explore(chosen, mutations, 0.25, (1.2, 0.8), space.clipped)
+        seen.add(chosen[LR])
+        assert 0.01 <= chosen[TAU2] <= 0.1
+    assert seen == {2e-5, 3e-5, 5e-5}
+
+
+def test_a_final_run_that_fails_after_its_last_score_is_no_finished_one(tmp_path: Path) -> None:
+    scored = [Reported(10, 100.0, 80.0, 1.0)]
+    for keep_models, status, noted in (
+        (True, "failed", "failed"),
+        (True, "stopped", "stopped"),
+        (False, "failed", "failed"),
+        (False, "stopped", "finished"),
+    ):
+        folder = tmp_path / f"{keep_models}-{status}"
+        (folder / "one").mkdir(parents=True)
+        Trial("one", {}, reported=scored).write(folder / "one")
+        desk = Desk(load_recipe("minilm-3layer", ["evaluation.data=data"]), folder, keep_models=keep_models)
+        _Listener(desk, Watch()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
+        (known,) = read_trials(folder)
+        assert known.status == noted
 
 
 def test_a_sweep_of_a_mutual_distillation(

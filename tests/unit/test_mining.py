@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from distcse.encoder import Encoder
-from distcse.errors import CorpusError, RecipeError
+from distcse.errors import CorpusError, RecipeError, RunError
 from distcse.events import Event, Stage
 from distcse.mutual.mining import mine_pairs
 from distcse.mutual.pairs import Pairs
@@ -48,6 +49,16 @@ def test_pairs_are_different_and_as_many_as_asked(mine: Mine) -> None:
     assert mine("seed=3")[0] != pairs
     notes = [event.note for event in events if isinstance(event, Stage) and event.finished]
     assert len(notes) == 4 and "neighbours by BM25" in notes[-1]
+
+
+@pytest.mark.parametrize("package", ["faiss", "bm25s"])
+def test_what_is_not_installed_is_told_before_anything_is_encoded(
+    mine: Mine, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded"))
+    with pytest.raises(RunError, match=package):
+        mine()
 
 
 def test_a_band_holds_its_cosines_alone(mine: Mine) -> None:

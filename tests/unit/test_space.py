@@ -13,11 +13,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcse.errors import RecipeError
+from distcse.errors import RecipeError, RunError
 from distcse.evaluation.runs import spread_of
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.tuning.importance import importances
-from distcse.tuning.records import Reported, Trial, read_trials, winner_of
+from distcse.tuning.records import Reported, Trial, read_trials, readable_trials, winner_of
 from distcse.tuning.space import Space
 from distcse.tuning.summary import dev_row
 from distcse.tuning.table import rows_of, write_tables
@@ -207,6 +207,11 @@ def test_records_and_tables(tmp_path: Path) -> None:
         (tmp_path / one.name).mkdir()
         one.write(tmp_path / one.name)
     assert read_trials(tmp_path) == trials[::-1]
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "trial.json").write_bytes(bytes(64))
+    assert {one.name for one in readable_trials(tmp_path)} == {"t1", "t2"}
+    with pytest.raises(RunError, match="the sweep goes on without it"):
+        read_trials(tmp_path)
     again = trials[0].with_score(Reported(10, 10.0, 65.0, 9.0))
     assert [entry.score for entry in again.reported] == [50, 65]
     rows = rows_of(trials)

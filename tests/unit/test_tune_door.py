@@ -34,6 +34,8 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
         ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "sweep.serch.trials=3"], 2, "unknown key serch"),
         (["--resume", "/nowhere"], 1, "is no sweep"),
         ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),
+        (["--resume", "/nowhere", "--dry-run"], 2, "--dry-run is for a sweep that has not begun"),
+        (["--resume", "/nowhere", "--print-space"], 2, "--print-space is for a sweep that has not begun"),
     ],
 )
 def test_mistakes_are_told_at_once(
