@@ -27,20 +27,21 @@ def _main(options: argparse.Namespace) -> int:
         return _again(options)
     if options.resume is None and options.recipe is None:
         raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
+    overrides = list(options.overrides)
+    if options.resume is not None and options.recipe:
+        if "=" not in options.recipe:
+            raise RecipeError(f"--resume takes the recipe from the run's folder; take {options.recipe} away")
+        overrides.insert(0, options.recipe)
     if options.print_recipe:
-        sys.stdout.write(recipe_yaml(read_recipe(options.recipe or _stored(options.resume), options.overrides)))
+        source = options.recipe if options.resume is None else _stored(options.resume)
+        sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
         return 0
 
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
-    overrides = list(options.overrides)
     if options.resume is None:
         recipe = read_recipe(options.recipe, overrides)
         if options.dry_run:
             return _check(recipe, options)
-    elif options.recipe:
-        if "=" not in options.recipe:
-            raise RecipeError(f"--resume takes the recipe from the run's folder; take {options.recipe} away")
-        overrides.insert(0, options.recipe)
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 

@@ -14,19 +14,24 @@ from torch import Tensor, nn
 _TAKES_IT_MADE = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
 
 
+def takes_it_made(model: nn.Module) -> bool:
+    """Whether a model's attention takes the mask that is made here. Others ask what is padded, and may compute by the answer."""
+    config: Any = model.config
+    of_transformers = type(model).__module__.startswith("transformers.")  # a model's own code may want another mask
+    known = config.model_type in _TAKES_IT_MADE and not getattr(config, "is_decoder", False)
+    return of_transformers and known and config._attn_implementation in ("sdpa", "eager")
+
+
 def made_mask(model: nn.Module, mask: Tensor) -> Tensor:
     """(B, L) mask, 1 at tokens -> (B, 1, 1, L) as the model's attention wants it: added to the scores, or true at tokens.
 
     Families that are not named here, and other kinds of attention, get the mask as it is and make their own of it.
     """
     config: Any = model.config
-    of_transformers = type(model).__module__.startswith("transformers.")  # a model's own code may want another mask
-    if config.model_type not in _TAKES_IT_MADE or not of_transformers or getattr(config, "is_decoder", False):
+    if not takes_it_made(model):
         return mask
     seen = mask[:, None, None, :].bool()
     if config._attn_implementation == "sdpa":
         return seen
-    if config._attn_implementation != "eager":
-        return mask
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill(~seen, torch.finfo(dtype).min)

@@ -50,6 +50,8 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         """(B, width) -> (B, width)."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(rows)
+        kind = rows.dtype
+        rows = rows.to(torch.promote_types(kind, torch.float32))  # sums and numbers of rows are beyond bf16
         ones = rows.new_ones(1)
         sums: Tensor = _AddOverWorkers.apply(torch.cat([rows.sum(dim=0), ones * len(rows)]))
         count = sums[-1].detach()
@@ -57,7 +59,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         variance = _AddOverWorkers.apply(((rows - mean) ** 2).sum(dim=0)) / count
         self._remember(mean.detach(), variance.detach(), count)
         normed = (rows - mean) * torch.rsqrt(variance + self.eps)
-        return normed * self.weight + self.bias if self.affine else normed
+        return (normed * self.weight + self.bias if self.affine else normed).to(kind)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:

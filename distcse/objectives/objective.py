@@ -30,7 +30,7 @@ class Objective(nn.Module):
 
     def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float], combine: str = "sum") -> None:
         super().__init__()
-        self.terms = nn.ModuleDict(terms)
+        self.terms = dict(terms)  # no ModuleDict: that takes not every name, and terms have no weights
         self.weights = weights
         self.combine = combine
 

@@ -172,7 +172,7 @@ class ObjectiveSection(Section):
 
     @model_validator(mode="after")
     def _own_names_are_new(self) -> ObjectiveSection:
-        taken = [*type(self).model_fields, "loss", "pos_cos", "neg_cos"]
+        taken = [*type(self).model_fields, "loss", "pos_cos", "neg_cos", "edited_found", "kept_found"]
         if named := next((name for name in self.own if name in taken), None):
             raise ValueError(f"own has a term called {named!r}, a name that is taken; give it another")
         return self

@@ -66,7 +66,7 @@ class LoopSection(Section):
     lr: Annotated[float, Field(gt=0, le=1)] = 3e-5
     """Peak learning rate of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices; biases and norms have none."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of all steps in which the rate rises from 0; it then falls linearly to 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0

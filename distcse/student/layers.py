@@ -28,6 +28,7 @@ from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import fetch, place, put
 from distcse.teachers import Alphas, open_embedder, scores_pairs
 from distcse.teachers.opening import fingerprint
+from distcse.training import allocator
 
 _FORMAT = 1
 _SENTENCES = 512
@@ -56,6 +57,7 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
         _told(watch, chosen, "as an earlier run chose")
         return with_layers(recipe, chosen)
     layers, score, tried = _search(recipe, corpus, watch)
+    allocator.give_back()  # its models; the workers may be on the same GPU
     with writing(kept):
         kept.parent.mkdir(parents=True, exist_ok=True)
     put(kept, sealed({"layers": layers, "agreement": score, "tried": tried}))

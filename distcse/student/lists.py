@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from distcse.device import sent
+from distcse.encoder.attention import takes_it_made
+from distcse.errors import RunError
 from distcse.events import Watch
 from distcse.objectives import Taught, build_objective, gather_views
 from distcse.student.averaging import Start
@@ -143,4 +145,9 @@ def fit(
         return Outcome(position, plan.steps, 0.0, 0.0)
     training = job.recipe.training
     lesson = ListLesson(job, plan, sources)
+    if training.cuda_graphs and not takes_it_made(lesson.model.encoder.backbone):
+        raise RunError(
+            f"training.cuda_graphs: {job.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
+            "recording can; write training.cuda_graphs=false"
+        )
     return learn(lesson, training, checkpoints, watch, report, scorer, training.cuda_graphs)

@@ -6,6 +6,7 @@ lists the other way: never vectors, tokens or weights.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -47,7 +48,7 @@ class ShardBuilder(Pulse):
     def __init__(
         self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
     ) -> None:
-        use_assigned_threads()
+        use_what_is_assigned()
         self._teacher = teacher
         self._corpus = Corpus.open(corpus)
         self._table = EmbeddingTable(table, identity)
@@ -67,7 +68,7 @@ class TeacherServer(Pulse):
     """Hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
-        use_assigned_threads()
+        use_what_is_assigned()
         self._make_teacher = make_teacher
 
     @cached_property
@@ -329,6 +330,16 @@ def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict
 def _run_token() -> str:
     """Part of an actor's name: two runs on one cluster must not meet."""
     return str(ray.get_runtime_context().get_job_id())
+
+
+def use_what_is_assigned() -> None:
+    """In an actor, before it meets a device: the threads it was given, and no GPU where it was given none.
+
+    Ray leaves such an actor the sight of all GPUs of its node.
+    """
+    use_assigned_threads()
+    if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_assigned_threads() -> None:

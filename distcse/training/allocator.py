@@ -14,12 +14,17 @@ FAST = {
 
 
 def give_back() -> None:
-    """Hand what is free to the kernel: after a training, in a process that goes on to another.
+    """Hand what is free to the kernel and the GPU: after a training, in a process that goes on to another.
 
-    With `FAST` nothing is given back by itself, and every training leaves holes of other sizes than the next one needs.
+    With `FAST` nothing is given back by itself, and every training leaves holes of other sizes than the next one needs. A GPU's
+    memory PyTorch keeps for itself, and another process of the same GPU may be next to want it.
     """
+    import torch  # not above: who only starts processes has no need of it
+
     gc.collect()
     trim()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def trim() -> None:

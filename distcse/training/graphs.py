@@ -61,7 +61,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # nothing of the device shall be let go while calls are recorded
         # Calls of this thread alone: a teacher's may ask for memory meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        with reason_told(torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")):
             found = call()
 
         def again() -> T:
@@ -69,6 +69,21 @@ class CudaGraphs:
             return found
 
         return again
+
+
+@contextmanager
+def reason_told(recording: AbstractContextManager[Any]) -> Iterator[None]:
+    """A recording that ends with why a call failed: its own end raises after that, and knows of no reason."""
+    reason: RuntimeError | None = None
+    try:
+        with recording:
+            try:
+                yield
+            except RuntimeError as failed:
+                reason = failed
+                raise
+    except RuntimeError as ended:
+        raise reason or ended from None
 
 
 class RecordedStep(TrainingStep):

@@ -27,14 +27,16 @@ def give_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab",
 def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, size: float) -> None:
     mine, theirs = parameters(), parameters()
     ours = OneCallAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=longest))
-    plain = torch.optim.AdamW(theirs.values(), lr=1.0, weight_decay=decay, foreach=False)
+    groups = [{"params": [theirs["a"]], "weight_decay": decay}, {"params": [theirs["b"]], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=1.0, foreach=False)
     for step in range(10):
         lr = 0.1 / (1 + step)
         give_gradients(mine, step, size=size)
         give_gradients(theirs, step, size=size)
         if longest:
             nn.utils.clip_grad_norm_(theirs.values(), longest)
-        plain.param_groups[0]["lr"] = lr
+        for group in plain.param_groups:
+            group["lr"] = lr
         ours.step(lr)
         plain.step()
         for name in mine:

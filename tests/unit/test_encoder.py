@@ -214,6 +214,24 @@ def test_batch_norm_spans_two_workers() -> None:
         torch.testing.assert_close(part[3], whole[3])
 
 
+def normed_in_bf16(rows: Tensor) -> Tensor:
+    """This worker's rows, as autocast hands them on."""
+    norm = GlobalBatchNorm(rows.shape[1]).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found: Tensor = norm(rows.chunk(2)[dist.get_rank()].bfloat16())
+    return found
+
+
+def test_batch_norm_counts_and_sums_beyond_bf16() -> None:
+    """602 rows would be 600."""
+    torch.manual_seed(0)
+    rows = 3 + torch.randn(602, 3)
+    expected = GlobalBatchNorm(3).train()(rows.bfloat16().float())
+    found = torch.cat(run_workers(normed_in_bf16, 2, rows))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-6)
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return (pytest.fail, ("a pickle was opened",))

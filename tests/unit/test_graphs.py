@@ -120,6 +120,28 @@ def test_a_step_that_cannot_be_recorded_says_so(
     assert train(replace(job, recipe=recipe), tables).position.finished
 
 
+def test_the_reason_is_what_is_told() -> None:
+    """A recording that failed ends with an error of its own."""
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graphs.reason_told(recording()):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_attention_that_asks_what_is_padded_is_refused(
+    recipe_with: MakeRecipe, recorder: Again, tiny: Callable[..., Any]
+) -> None:
+    job, tables = make_job(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
+    with pytest.raises(RunError, match=r"asks in its steps what of a batch is padding.*training\.cuda_graphs=false"):
+        train(job, tables)
+
+
 def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
     """A score of a student mixed with its start and a checkpoint put numbers into tensors, not other tensors."""
     places: list[set[int]] = []

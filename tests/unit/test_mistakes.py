@@ -136,6 +136,13 @@ def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.Ca
     assert "lr: 1.0e-05" in capsys.readouterr().out
 
 
+def test_the_recipe_of_a_run_is_printed_with_what_would_change(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--resume", str(place.run), "training.log_every=7", "--print-recipe"]) == 0
+    assert "log_every: 7" in capsys.readouterr().out
+
+
 def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
     shown = capsys.readouterr()

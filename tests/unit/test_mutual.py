@@ -99,7 +99,9 @@ class PlainLoop:
         seed = self.bench.seed(phase)
         sampler = BatchSampler(len(pairs), section.batch_size, seed)
         steps = round(section.epochs * sampler.steps_per_epoch)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=section.lr, weight_decay=section.weight_decay)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([{"params": matrices}, others], lr=section.lr, weight_decay=section.weight_decay)
         best, kept = -1e9, {}
         for step in range(steps):
             model.train()
@@ -336,6 +338,15 @@ def test_cycles_end_when_nothing_gets_better(alone: MakeRecipe) -> None:
     ledger = Ledger(result.directory.path)
     assert ledger.stopped_after is not None and ledger.stopped_after.cycle < 6
     assert ledger.labels(Phase(ledger.stopped_after.number + 1)) is None
+
+
+def test_workers_of_a_group_and_turns_have_other_noise(alone: MakeRecipe) -> None:
+    recipe = alone("groups.0.workers=2", "ray=true", "bi.batch_size=4", "cross.batch_size=4")
+    run = RunDirectory.create(recipe).path
+    with pytest.raises(RecipeError, match="ray cannot change in a resumed run with a group of several workers"):
+        RunDirectory.reopen(run, ["ray=false"])
+    run = RunDirectory.create(alone("ray=true")).path
+    assert RunDirectory.reopen(run, ["ray=false"])
 
 
 def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:

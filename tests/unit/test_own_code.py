@@ -15,7 +15,7 @@ from distcse.errors import RecipeError
 from distcse.events import Event, Steps, Watch
 from distcse.objectives import build_objective, gather_views
 from distcse.objectives.taught import Taught
-from distcse.recipe import Recipe, load_recipe
+from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from distcse.student.material import embed_corpus
 from distcse.student.run import run
 from tests.conftest import ROOT
@@ -46,6 +46,13 @@ def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *over
     file = tmp_path / "page.yaml"
     file.write_text(yaml.safe_dump(document))
     return load_recipe(str(file), overrides)
+
+
+def test_a_term_may_be_called_what_it_likes(modules: Path) -> None:
+    names = ["margin.v2", "update", "training", "values"]
+    own = {name: {"code": "my_terms:Correlation"} for name in names}
+    section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": None, "own": own})
+    assert list(build_objective(section).terms) == names
 
 
 def test_a_run_with_the_pages_term_and_teacher(
@@ -122,6 +129,7 @@ def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], module
     for overrides, told in (
         ([TERM % ("my_terms", "{}")], "objective.own.mine.code: 'my_terms' names no class; write module:Class"),
         ([TERM.replace("own: {mine:", "own: {loss:") % ("a:B", "{}")], "a term called 'loss', a name that is taken"),
+        ([TERM.replace("own: {mine:", "own: {kept_found:") % ("a:B", "{}")], "a name that is taken"),
         (["teachers.encoders.0.knobs={width: 3}"], "knobs are for a teacher of your own"),
         (["teachers.encoders.0.code=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"], "keep one of them"),
         (

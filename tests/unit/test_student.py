@@ -77,9 +77,10 @@ def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine:
 def test_every_zero_stage_equals_the_plain_engine_and_resumes(
     recipe_with: MakeRecipe, stage: int, precision: str
 ) -> None:
-    plain, tables = make_job(recipe_with(f"training.precision={precision}"))
+    both = (f"training.precision={precision}", "training.weight_decay=0.1")
+    plain, tables = make_job(recipe_with(*both))
     train(plain, tables)
-    recipe = recipe_with("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.precision={precision}")
+    recipe = recipe_with("training.engine=deepspeed", f"training.zero_stage={stage}", *both)
     job, tables = make_job(recipe)
     assert train(job, tables, stop_after=2).interrupted
     train(job, tables)

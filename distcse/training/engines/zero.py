@@ -31,12 +31,16 @@ class DeepSpeedEngine:
         self._stage = training.zero_stage
         self._parameters = trained_parameters(model)
         optimizer = make_adamw(self._parameters.values(), training)
+        if torch.cuda.is_available():  # DeepSpeed takes this for the GPU's number, and two workers may be on one
+            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
         self._linear = nn.functional.linear  # ZeRO 3 puts its own in its place, for the whole process
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(training, rows)
         )
         self.device: torch.device = self._engine.device
         self._updates = 0
+        if self._stage:
+            self._open_partitioned_state(restored.updates if restored is not None else 0)
         if restored is not None:
             self._restore(restored)
 
@@ -94,7 +98,6 @@ class DeepSpeedEngine:
                 moments = {kind: t.to(self.device) for kind, t in restored.moments[name].items()}
                 self._optimizer.state[parameter] = {"step": _count(restored.updates, self.device), **moments}
             return
-        self._open_partitioned_state(restored.updates)
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for name, parameter in self._parameters.items():
@@ -102,7 +105,10 @@ class DeepSpeedEngine:
                 safe_set_full_optimizer_state(parameter, restored.moments[name][kind].to(self.device), kind)
 
     def _open_partitioned_state(self, updates: int) -> None:
-        """ZeRO fills AdamW's state at its first step; a resumed run needs it before, to have something to write into."""
+        """ZeRO fills AdamW's state at its first step, and then finds that of the first of its groups alone.
+
+        A resumed run needs it before, to have something to write into.
+        """
         inner = self._optimizer.optimizer
         flats = (
             self._optimizer.single_partition_of_fp32_groups
