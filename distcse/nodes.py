@@ -117,15 +117,24 @@ def refuse_impossible(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
 
 
 def lacking(demands: Sequence[Demand], nodes: Sequence[Node]) -> str | None:
-    """What nodes have no room for at the same time, in words; None where they have room for all. Each is put where it fits."""
+    """What nodes have no room for at the same time, in words; None where they have room for all.
+
+    Who has the least choice is put first, where it leaves the others most; which may, rarely, find no room where there is some.
+    """
     left = [(node, dict(node.resources)) for node in nodes]
-    for demand in demands:
+    least_choice = sorted(demands, key=lambda d: (not d.labels, -d.each.get("GPU", 0.0), -d.each.get("CPU", 0.0)))
+    for demand in least_choice:
         for placed in range(demand.number):
-            fits = (there for node, there in left if node.has(demand.labels) and fitting([there], demand.each))
-            if (there := next(fits, None)) is None:
+            fits = [
+                (_wanted_by_others(node, there, demand, demands), number)
+                for number, (node, there) in enumerate(left)
+                if node.has(demand.labels) and fitting([there], demand.each)
+            ]
+            if not fits:
                 where = f" on a node with {_told_labels(demand.labels)}" if demand.labels else ""
                 each = told_resources(demand.each)
                 return f"{demand.number - placed} of {demand.told} ({each} each){where}"
+            _, there = left[min(fits)[1]]
             for kind, amount in demand.each.items():
                 there[kind] = there.get(kind, 0.0) - amount
     return None
@@ -140,16 +149,20 @@ def fitting(nodes: Sequence[Resources], each: Resources) -> int:
 
 
 class Patience:
-    """Waits for nodes that were lost, but not for ever: Ray would.
+    """Waits for nodes that were lost, but not for ever: Ray would. While none is lost, what runs has its room.
 
     Args:
         demands: What the run needs.
         tell: Told once, when something is lacking.
+        nodes: Of the cluster as the run found it; None are those of now.
     """
 
-    def __init__(self, demands: Sequence[Demand], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, demands: Sequence[Demand], tell: Callable[[str], None], nodes: Sequence[Node] | None = None
+    ) -> None:
         self._demands = demands
         self._tell = tell
+        self._there = {node.id for node in (alive() if nodes is None else nodes)}
         self._looked = 0.0
         self._since: float | None = None
 
@@ -159,7 +172,8 @@ class Patience:
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        found = lacking(self._demands, alive())
+        nodes = alive()
+        found = lacking(self._demands, nodes) if self._there - {node.id for node in nodes} else None
         if found is None:
             self._since = None
         elif self._since is None:
@@ -198,6 +212,14 @@ def _refuse_sum(demands: Sequence[Demand], nodes: Sequence[Resources], whose: st
             raise RunError(
                 f"the run needs {asked:g} {kind}s at the same time ({told}), {whose} {there:g}; lower {ways}"
             )
+
+
+def _wanted_by_others(
+    node: Node, there: Resources, demand: Demand, demands: Sequence[Demand]
+) -> tuple[int, float, float]:
+    """How much a demand takes from the others on a node with so much left: what has its labels, a GPU it has no use for, CPUs."""
+    asked = sum(bool(other.labels) and node.has(other.labels) for other in demands if other is not demand)
+    return asked, 0.0 if demand.each.get("GPU") else there.get("GPU", 0.0), there.get("CPU", 0.0)
 
 
 def _answer() -> None:

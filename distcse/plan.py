@@ -40,7 +40,7 @@ def _main(options: argparse.Namespace) -> int:
             raise RecipeError(
                 f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
             )
-        calibrate_for(recipe)
+        calibrate_for(recipe, form)
     cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
     if isinstance(recipe, MutualRecipe):
         return _groups(recipe, cluster, options)

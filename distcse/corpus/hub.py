@@ -47,13 +47,25 @@ def open_dataset(section: CorpusSection) -> Opened:
 
 
 def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
-    """Its rows' texts; None for a blank row. `CorpusError` for a value that is not text."""
-    batches = dataset.select_columns([column]).iter(batch_size=_BATCH)
-    for row, value in enumerate((value for batch in batches for value in batch[column]), start=1):
+    """Its rows' texts; None for a blank row. `CorpusError` for a value that is not text, or where the hub gives no more."""
+    for row, value in enumerate(_values(dataset, column), start=1):
         if value is not None and not isinstance(value, str):
             found = f"{type(value).__name__} {value!r:.60}"
             raise CorpusError(f"data set row {row}: column {column!r} holds {found}, expected text")
         yield clean(value)
+
+
+def _values(dataset: Any, column: str) -> Iterator[Any]:
+    row, batches = 0, iter(dataset.select_columns([column]).iter(batch_size=_BATCH))
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as refused:  # as in `open_dataset`; some are OSErrors, and no fault of a disk here
+            raise CorpusError(f"data set cannot be read on after row {row:,}: {_reason(refused)}") from refused
+        if batch is None:
+            return
+        row += len(batch[column])
+        yield from batch[column]
 
 
 def _open(name: str, section: CorpusSection) -> Opened:

@@ -82,16 +82,19 @@ def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def first_stays(backbone: nn.Module) -> bool:
-    """Whether the first layer knows of positions for all others, as T5's does, so that none of them works without it."""
-    holders = [name for name, _ in backbone.named_modules() if name.endswith(".relative_attention_bias")]
-    return len(holders) == 1 and ".0." in holders[0]
+    """Whether the first layer has other weights than the rest, and a saved folder is read as if it were there.
+
+    T5's knows of positions for all others; ModernBERT's has no norm before attention.
+    """
+    stack = layers_of(backbone)
+    return any(set(layer.state_dict()) != set(stack[0].state_dict()) for layer in stack[1:])
 
 
 def _require_positions(backbone: nn.Module, layers: Sequence[int]) -> None:
     config: Any = backbone.config
     if list(layers[:1]) != [0] and first_stays(backbone):
         raise EncoderError(
-            f"layers must begin with 0: layer 0 of {config.model_type} holds the positions of all layers"
+            f"layers must begin with 0: layer 0 of {config.model_type} has other weights than the rest, and is read in its place"
         )
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from distcse import host
 from distcse.health.check import Check, fail, gib, ok, warn
 from distcse.recipe import LoopSection, MutualRecipe, Recipe
 
@@ -46,7 +47,7 @@ def torch_and_transformers() -> list[Check]:
 
 def processors() -> list[Check]:
     """CPUs that this process may use, and how busy they are."""
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, there = host.cpus(), os.cpu_count() or 1
     told = f"{usable} of {there} usable" if usable < there else f"{there}"
     load = os.getloadavg()[0]
     if load > 1.5 * there:
@@ -69,14 +70,16 @@ def gpus() -> list[Check]:
     return [ok("gpus", "none; runs use CPUs")]
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> list[Check]:
-    """What could be had now without swapping."""
+def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> list[Check]:
+    """What could be had now without swapping, in a container of what that was given."""
     if not meminfo.exists():
         return [ok("memory", "not told by this system")]
     sizes = {
         line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line
     }
-    free, there = sizes["MemAvailable"], sizes["MemTotal"]
+    free, there = float(sizes["MemAvailable"]), float(sizes["MemTotal"])
+    if (given := host.memory(cgroup)) < there:  # a container's part of it
+        free, there = min(free, given - host.memory_taken(cgroup)), given
     told, fix = f"{gib(free)} of {gib(there)} available", "end other programs, or lower training.batch_size"
     if free < _LEAST_MEMORY:
         return [fail("memory", told, fix)]

@@ -6,13 +6,13 @@ Trans-Encoder learns from a task's own pairs, the test pairs among them. With mi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse import host
 from distcse.corpus import Corpus
 from distcse.device import device_here
 from distcse.encoder import Encoder
@@ -123,7 +123,7 @@ def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Lis
         ours = asked[begin : begin + _ASKED_AT_A_TIME]
         queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in ours], tokens.vocab)
         neighbours = min(section.neighbours + 1, len(texts))
-        rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=os.cpu_count() or 1)
+        rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=host.cpus())
         pairs = np.stack([np.repeat(ours, neighbours), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
         post(Stage("mining", begin + len(ours), len(asked), "sentences compared by words"))

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from distcse import host
 from distcse.errors import RunError
 from distcse.files import put
-from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, host_memory, sheet_of
+from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, sheet_of
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
 from distcse.training import allocator
@@ -54,8 +55,8 @@ def here(threads: int) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
-        "cpus": os.cpu_count(),
-        "memory": host_memory(),
+        "cpus": host.cpus(),
+        "memory": host.memory(),
         "gpu": gpu,
         "threads": threads,
         "torch": version("torch"),
@@ -114,9 +115,9 @@ _RATES = ("process", "matmul", "bandwidth", "optimiser", "table_read", "disk", "
 def this_machine(cache: Path, threads: int) -> Machine:
     """This machine as it was measured, with so many threads; with built-in constants where it was not."""
     description = here(threads)
-    plain = builtin_cpu(threads, host_memory())
+    plain = builtin_cpu(threads, host.memory())
     if description["gpu"]:
-        plain = replace(_gpu_here(), host_memory=host_memory(), threads=threads)
+        plain = replace(_gpu_here(), host_memory=host.memory(), threads=threads)
     content = _read(_file(cache, description))
     if content is None:
         return plain

@@ -136,6 +136,18 @@ class MutualPlan:
                     name = group.section.name
                     what = f"group {name} needs {need / 2**30:,.2f} GiB for its {kind}-encoder, more than {machine.name} has"
                     found.append(Problem(what, f"lower {kind}.batch_size, or raise workers of the group"))
+        if machine.kind == "cpu" and self.cluster.nodes == 1:
+            # All on one machine: at once side by side, and in turns one of them.
+            each = [
+                group.section.workers * max(self.memory(group, kind).total for kind in ("cross", "bi"))
+                for group in self.groups
+            ]
+            need = sum(each) if self.side_by_side else max(each)
+            if need > 0.92 * machine.memory and not found:
+                what = f"all groups need {need / 2**30:,.2f} GiB together, more than {machine.name} has"
+                found.append(
+                    Problem(what, "lower cross.batch_size and bi.batch_size, or write ray=false: groups in turns")
+                )
         if self.pairs < self.recipe.bi.batch_size:
             found.append(
                 Problem(f"{self.pairs:,} pairs are fewer than one batch", "lower bi.batch_size, or give more pairs")

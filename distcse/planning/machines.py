@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -223,8 +222,3 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
         )
     nodes, per_node = (counts[0], counts[1]) if len(counts) > 1 else (1, counts[0] if counts else 1)
     return nodes, per_node, known[0]
-
-
-def host_memory() -> float:
-    """Bytes of this machine's memory."""
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

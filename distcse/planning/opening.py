@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from distcse import host
 from distcse.planning.calibration import Kind, calibrate, this_machine
 from distcse.planning.machines import GPUS, Cluster
 from distcse.planning.shapes import Shape, read_shape
@@ -27,20 +28,23 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     threads = threads_of(recipe, local=kind == "local", per_node=per_node)
     machine = this_machine(place(recipe.storage.cache), threads)
     if kind == "local":
-        per_node = (
-            max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, (os.cpu_count() or 1) // threads)
-        )
+        per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, host.cpus() // threads)
     return Cluster(told, nodes, per_node, machine, network)
 
 
-def calibrate_for(recipe: Recipe | MutualRecipe) -> Path:
-    """Measure what a recipe's passes cost here. Returns the file of constants; see `calibrate`."""
-    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads_of(recipe))
+def calibrate_for(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> Path:
+    """Measure what a recipe's passes cost here, for a cluster of machines like this (see `open_cluster`).
+
+    Returns the file of constants; see `calibrate`.
+    """
+    _, per_node, kind = form
+    threads = threads_of(recipe, local=kind == "local", per_node=per_node)
+    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads)
 
 
 def threads_of(recipe: Recipe | MutualRecipe, local: bool = True, per_node: int = 1) -> int:
     """Threads of one worker on a machine like this: what the recipe gives it, else an even share of the CPUs."""
-    cpus = os.cpu_count() or 1
+    cpus = host.cpus()
     if isinstance(recipe, MutualRecipe):
         named, sharing = (
             recipe.groups[0].cpus_per_worker,

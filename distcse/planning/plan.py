@@ -180,22 +180,25 @@ class StudentPlan:
     def _refusals(self) -> list[Problem]:
         found = []
         machine, memory = self.cluster.machine, self.memory
-        beside = self.workers if machine.kind == "cpu" and self.cluster.nodes == 1 else 1
+        beside = (
+            min(self.workers, self.cluster.per_node) if machine.kind == "cpu" else 1
+        )  # GPUs have memories of their own
         room = _FITS * machine.memory / beside
         if memory.total > room:
             what = f"a worker needs {_gib(memory.total)} at ZeRO stage {memory.stage}, {machine.name} gives it {_gib(room)}"
             found.append(Problem(what, self._smaller(room)))
-        if self.host_bytes > machine.host_memory:
+        host = machine.host_memory / beside
+        if self.host_bytes > host:
             what = (
                 f"a worker's host needs {_gib(self.host_bytes)} for the order of {self.run.rows:,} rows"
-                f"{' and their neighbours' if self.run.recipe.training.neighbours else ''}, {_gib(machine.host_memory)} are there"
+                f"{' and their neighbours' if self.run.recipe.training.neighbours else ''}, {_gib(host)} are there"
             )
             knob = (
                 "set training.neighbours=null"
                 if self.run.recipe.training.neighbours
                 else "the order is held whole (docs/scaling.md)"
             )
-            most = int(machine.host_memory / 40 / 10**6) * 10**6
+            most = int(host / 40 / 10**6) * 10**6
             found.append(Problem(what, f"{knob}, or learn from fewer: corpus.limit={most}"))
         if self.run.rows < self.batch + self.run.recipe.evaluation.held_out:
             what = f"{self.run.rows:,} sentences are fewer than one batch of {self.batch} and the held-out rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable
 from typing import Any, Union, get_args, get_origin
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+"""Names of keys whose values are not told: messages end in logs."""
 _TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -64,7 +67,8 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
         close = nearest(path[-1], keys)
-        return f"unknown key {key} (value {found!r:.200}){close or '; valid keys: ' + ', '.join(keys)}"
+        told = "" if _SECRET.search(path[-1]) else f" (value {found!r:.200})"
+        return f"unknown key {key}{told}{close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
         return f"{key} is missing; write {key}: …"
     if kind == "invalid_key":

@@ -134,11 +134,22 @@ def test_files_for_ray_up_pass_rays_own_check(file: Path) -> None:
         validate_config(spoiled)
 
 
-def test_aws_opens_ssh_to_one_address_and_nothing_else() -> None:
+def test_aws_has_a_group_of_its_own_that_is_made_before() -> None:
+    """Ray leaves a group with rules as it is; to those of its own making it adds SSH for every address."""
     provider = yaml.safe_load((FOLDER / "vms" / "aws.yaml").read_text())["provider"]
-    (rule,) = provider["security_group"]["IpPermissions"]
-    assert (rule["FromPort"], rule["ToPort"]) == (22, 22)
-    assert [span["CidrIp"].endswith("/32") for span in rule["IpRanges"]] == [True]
+    assert provider["security_group"] == {"GroupName": "distcse"}
+    page = (FOLDER / "README.md").read_text()
+    assert page.index("create-security-group --group-name distcse") < page.index("ray up --yes cluster/vms/aws.yaml")
+    assert "--port 22 --cidr" in page and "--protocol all --source-group distcse" in page
+
+
+def test_objects_stay_in_shared_memory() -> None:
+    for name in ("distcse-job.yaml", "distcse-cluster.yaml"):
+        spec = cluster_spec(document(name))
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            (memory,) = (v for v in group["template"]["spec"]["volumes"] if v["name"] == "memory")
+            assert memory["emptyDir"]["sizeLimit"] == "4Gi"
+            assert int(group["rayStartParams"]["object-store-memory"]) < 4 * 2**30
 
 
 def test_the_container_takes_what_is_there_in_the_pinned_versions() -> None:
@@ -162,6 +173,7 @@ def test_the_container_takes_what_is_there_in_the_pinned_versions() -> None:
     assert tested is not None and base == {f"docker.io/library/python:{tested[1]}-slim-bookworm"}
     assert [rest for step, rest in steps if step == "USER"] == ["1000:1000"]
     assert "RAY_AUTH_MODE=token" in text
+    assert "echo 'export PATH=/opt/distcse/bin:$PATH' > /etc/profile.d/" in text  # for the login shells of `ray up`
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from distcse.corpus import BatchSampler, Corpus, TokenTable, collate, split_held_out
 from distcse.corpus import tokens as tokens_module
 from distcse.corpus.docstrings import docstring_sentences, held_out_documentation, split_sentences
+from distcse.corpus.hub import read_dataset
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
@@ -140,6 +141,22 @@ def test_data_sets(tmp_path: Path) -> None:
             prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **knobs})
     with pytest.raises(CorpusError, match=r"data set 'nobody/nothing' .* cannot be had"):
         prepare(tmp_path, dataset="nobody/nothing")
+
+
+@pytest.mark.parametrize("away", [ConnectionError, RuntimeError])  # the first is an OSError, and no disk's
+def test_a_hub_that_gives_no_more_is_told_as_that(away: type[Exception]) -> None:
+    class Half:
+        def select_columns(self, columns: list[str]) -> Half:
+            return self
+
+        def iter(self, batch_size: int) -> Iterator[dict[str, list[str]]]:
+            yield {"text": ["one", "two"]}
+            raise away("Max retries exceeded")
+
+    rows = read_dataset(Half(), "text")
+    assert [next(rows), next(rows)] == ["one", "two"]
+    with pytest.raises(CorpusError, match=r"data set cannot be read on after row 2: .*Max retries exceeded"):
+        next(rows)
 
 
 def test_tokens_are_those_of_the_tokenizer_and_made_once(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse import host
 from distcse.doctor import main
 from distcse.health import machine, ray_cluster, sources, storage
 from distcse.health.check import Check
@@ -42,6 +43,32 @@ def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert only(machine.memory(little)).verdict == "fail"
     little.write_text("MemTotal:       8000000 kB\nMemAvailable:    2000000 kB\n")
     assert only(machine.memory(little)).verdict == "warn"
+
+
+def test_a_container_has_what_it_was_given(tmp_path: Path) -> None:
+    much = tmp_path / "meminfo"
+    much.write_text("MemTotal:       256000000 kB\nMemAvailable:     200000000 kB\n")
+    new, old = tmp_path / "new", tmp_path / "old"
+    for file, text in (
+        (new / "memory.max", str(8 * 2**30)),
+        (new / "memory.current", str(6 * 2**30)),
+        (new / "memory.stat", f"anon 1\ninactive_file {2**30}\n"),
+        (new / "cpu.max", "50000 100000"),
+        (old / "memory" / "memory.limit_in_bytes", str(8 * 2**30)),
+        (old / "memory" / "memory.usage_in_bytes", str(6 * 2**30)),
+        (old / "memory" / "memory.stat", f"inactive_file 7\ntotal_inactive_file {2**30}\n"),
+        (old / "cpu" / "cpu.cfs_quota_us", "50000"),
+        (old / "cpu" / "cpu.cfs_period_us", "100000"),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for cgroup in (new, old):
+        found = only(machine.memory(much, cgroup))
+        assert found.verdict == "warn" and "3.0 GiB of 8.0 GiB" in found.found
+        assert host.cpus(cgroup) == 1
+    (new / "memory.max").write_text("max\n")
+    (new / "cpu.max").write_text("max 100000\n")
+    assert host.memory(new) == host.memory(tmp_path / "none") and host.cpus(new) == host.cpus(tmp_path / "none")
 
 
 def test_shared_memory_has_a_size(tmp_path: Path) -> None:

@@ -98,8 +98,14 @@ def test_the_encoder_half_of_t5_is_a_teacher(with_head: Make) -> None:
 
 
 def test_layers_of_t5_keep_the_one_that_knows_positions(tiny: Make) -> None:
-    with pytest.raises(EncoderError, match="layers must begin with 0: layer 0 of t5 holds the positions of all layers"):
+    with pytest.raises(EncoderError, match="layers must begin with 0: layer 0 of t5 has other weights than the rest"):
         Encoder.from_section(StudentSection(backbone=str(tiny("t5")), pooling="mean", max_length=8, layers=[1, 2]))
+
+
+def test_layers_of_modernbert_keep_the_one_without_a_norm(tiny: Make) -> None:
+    """A saved folder would be read without the norm of whichever layer is first."""
+    with pytest.raises(EncoderError, match="layer 0 of modernbert has other weights than the rest"):
+        Encoder.from_section(StudentSection(backbone=str(tiny("modernbert")), pooling="mean", layers=[1, 2]))
 
 
 def test_a_head_learns_with_its_encoder_and_is_saved(

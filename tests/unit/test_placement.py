@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from distcse.errors import RecipeError, RunError
-from distcse.nodes import Demand, Node, even_share, fitting, refuse_impossible
+from distcse.nodes import Demand, Node, even_share, fitting, lacking, refuse_impossible
 from distcse.recipe import load_recipe
 from distcse.training.network import interface_of
 
@@ -92,3 +92,14 @@ def test_an_elastic_run_has_whole_parts_with_every_number_of_workers() -> None:
         training("workers=4", "least_workers=3")
     with pytest.raises(RecipeError, match=r"dropout_streams is 4, which is no multiple of workers 8"):
         training("workers=8", "least_workers=2", "dropout_streams=4")
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_who_has_the_least_choice_is_put_first(turn: int) -> None:
+    """In whichever order Ray names the nodes."""
+    nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
+    nodes = nodes[turn:] + nodes[:turn]
+    students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
+    assert lacking([students, servers], nodes) is None
+    assert lacking([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
+    assert lacking([workers(3, 1, 1), servers], nodes) is not None

@@ -138,6 +138,10 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ("objective.rank.tau_2=3", "unknown key objective.rank.tau_2 (value 3); did you mean 'tau2'?"),
         ("teachers.encoders.0.alhpa=3", "unknown key teachers.encoders.0.alhpa (value 3); did you mean 'alpha'?"),
+        (
+            "teachers.encoders.0.endpoint={url: 'http://x', api_key: sk-hush}",
+            "unknown key teachers.encoders.0.endpoint.api_key; ",
+        ),
         ("trainig.lr=3", "unknown key trainig (value {'lr': 3}); did you mean 'training'?"),
         ("training.lr=fast", "training.lr is 'fast'; expected a number"),
         ("training.lr=-1", "training.lr is -1; allowed: more than 0 and at most 1"),
