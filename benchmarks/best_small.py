@@ -67,7 +67,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "RankCSE-ListNet, as published": (*LIST_NET, "TWO"),
     "RankCSE-ListMLE, as published": (*LIST_MLE, "training.lr=2e-5", "TWO"),
     "RankCSE-ListNet, one teacher": LIST_NET,
-    "RankCSE-ListMLE, one teacher, lr 3e-5": (*LIST_MLE, "training.lr=3e-5"),
     "RankCSE-ListNet, one teacher, false negatives masked": (*LIST_NET, FALSE_NEGATIVES % "mask"),
     "RankCSE-ListNet, one teacher, false negatives softened": (*LIST_NET, FALSE_NEGATIVES % "soften"),
     "lists alone, sharp": (),
