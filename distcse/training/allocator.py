@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 
 FAST = {
     # glibc hands large blocks back to the kernel after every step and faults them in again: up to 5 times the step.
@@ -19,11 +20,10 @@ def give_back() -> None:
     With `FAST` nothing is given back by itself, and every training leaves holes of other sizes than the next one needs. A GPU's
     memory PyTorch keeps for itself, and another process of the same GPU may be next to want it.
     """
-    import torch  # not above: who only starts processes has no need of it
-
     gc.collect()
     trim()
-    if torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")  # who has no need of it does not import it for this
+    if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
