@@ -86,7 +86,12 @@ def test_bad_sts_files_are_told_with_their_line(tmp_path: Path, content: str, to
             "label 1 alone; a ROC curve needs 0 and 1",
         ),
         ("transfer", "t.tsv", "label\ttext\n" + "a\tx\n" * 30, "holds one label, 'a'"),
-        ("transfer", "t.tsv", "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9, "a label has 9 rows; 10 folds within 10 folds need 12"),
+        (
+            "transfer",
+            "t.tsv",
+            "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9,
+            "a label has 9 rows; 10 folds within 10 folds need 12",
+        ),
         ("transfer", "t.tsv", "label\ttext\n\tx\n", "line 2, column 'label': expected a label, found nothing"),
         ("ranking", "r.tsv", "score\tsentence1\tsentence2\n1\tx\ty\n2\tz\ty\n", "no sentence has 4 partners"),
         ("sts", "s.jsonl", '{"score": 1}\n{"score": ', "line 2: no JSON"),
