@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,28 @@ def read_reports(folder: Path) -> list[Report]:
 def machine() -> dict[str, Any]:
     """What ratios depend on, of work on the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = _of_each(lines, "model name")
+    # Lent machines have one name for several generations, whose kernels run at twice one another's rates.
+    generation = [
+        f"{key.removeprefix('cpu ')} {_of_each(lines, key)[0]}"
+        for key in ("cpu family", "model")
+        if _of_each(lines, key)
+    ]
     kernels = {"AMX": "_is_amx_tile_supported", "AVX-512 bf16": "_is_avx512_bf16_supported"}
     return {
-        "cpu": names[0] if names else platform.machine(),
+        "cpu": f"{names[0]}, {' '.join(generation)}" if names else platform.machine(),
         "cores": len(names),
         "kernels": [name for name, asked in kernels.items() if getattr(torch.cpu, asked, lambda: False)()],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _of_each(lines: Sequence[str], key: str) -> list[str]:
+    """What /proc/cpuinfo says of each processor."""
+    parted = (line.partition(":") for line in lines)
+    return [value.strip() for name, _, value in parted if name.strip() == key]
 
 
 def moved(new: Iterable[Figure], stored: Iterable[Figure]) -> list[str]:
