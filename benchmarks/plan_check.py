@@ -127,9 +127,10 @@ def planned(recipe: Recipe) -> dict[str, Any]:
     from distcse.planning.plan import StudentPlan
     from distcse.planning.student import StudentRun
 
-    file = calibrate_for(recipe)
+    here = parse_cluster("local")
+    file = calibrate_for(recipe, here)
     busy = json.loads(file.read_text())["busy"]
-    cluster = open_cluster("local", parse_cluster("local"), recipe, 1e10)
+    cluster = open_cluster("local", here, recipe, 1e10)
     run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, None))
     plan = StudentPlan.of(run, cluster)
     # The teacher's lists are made on a thread beside: CPU time of this process, though no time of the step's.
