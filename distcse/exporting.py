@@ -12,7 +12,7 @@ import numpy as np
 
 from distcse.corpus.docstrings import docstring_sentences
 from distcse.encoder import Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import read_layout
+from distcse.encoder.folder import pooling_unless_told
 from distcse.encoder.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.errors import EncoderError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
@@ -83,8 +83,7 @@ def export_onnx(
     """
     require_onnx()
     folder = _folder_of(model, out)
-    pooling = pooling if read_layout(folder).pooling is None else None
-    encoder = Encoder.load(folder, pooling=pooling, prompt=prompt).eval()
+    encoder = Encoder.load(folder, pooling=pooling_unless_told(folder, pooling), prompt=prompt).eval()
     texts = _texts(encoder)
     pairs = None if data is None else labelled_dev(data)
     vectors = encoder.encode(texts, normalize=True)

@@ -6,11 +6,11 @@ import math
 import os
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = ("max", "-1")
 
 
-def cpus(cgroup: Path = _CGROUP) -> int:
+def cpus(cgroup: Path = CGROUP) -> int:
     """CPUs that this process may use, at least one."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = _words(cgroup / "cpu.max") or [
@@ -22,14 +22,14 @@ def cpus(cgroup: Path = _CGROUP) -> int:
     return max(1, min(here, math.ceil(int(limit[0]) / int(limit[1]))))
 
 
-def memory(cgroup: Path = _CGROUP) -> float:
+def memory(cgroup: Path = CGROUP) -> float:
     """Bytes in all."""
     there = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit = _words(cgroup / "memory.max") or _words(cgroup / "memory" / "memory.limit_in_bytes") or ["max"]
     return there if limit[0] in _UNLIMITED else min(there, float(limit[0]))
 
 
-def memory_taken(cgroup: Path = _CGROUP) -> float:
+def memory_taken(cgroup: Path = CGROUP) -> float:
     """Bytes that the container has taken, but for files that the kernel forgets when it must; 0 where nothing counts them."""
     old = cgroup / "memory"
     taken = _words(cgroup / "memory.current") or _words(old / "memory.usage_in_bytes") or ["0"]

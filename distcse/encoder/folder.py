@@ -59,6 +59,11 @@ class Layout:
     """Path and shape of the modules after pooling, as `build_head` takes them; a last `Normalize` is `normalize`."""
 
 
+def pooling_unless_told(folder: Path, pooling: str | None) -> str | None:
+    """A user's pooling for a folder that does not say how it pools; None for one that does, which is read as it says."""
+    return pooling if read_layout(folder).pooling is None else None
+
+
 def read_layout(folder: Path) -> Layout:
     """What modules.json and its companions say of a folder.
 

@@ -26,7 +26,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
         raise EncoderError(
             f"layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
         )
-    _require_positions(backbone, layers)
+    _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
     setattr(parent, name, kept)
@@ -43,7 +43,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     """Inside, the backbone runs through some of its layers alone; nothing else of it changes."""
     config: Any = backbone.config
-    _require_positions(backbone, layers)
+    _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth_of(backbone))
     changed = _shallower(config, layers)
     before = {key: getattr(config, key) for key in changed}
@@ -90,7 +90,7 @@ def first_stays(backbone: nn.Module) -> bool:
     return any(set(layer.state_dict()) != set(stack[0].state_dict()) for layer in stack[1:])
 
 
-def _require_positions(backbone: nn.Module, layers: Sequence[int]) -> None:
+def _require_first(backbone: nn.Module, layers: Sequence[int]) -> None:
     config: Any = backbone.config
     if list(layers[:1]) != [0] and first_stays(backbone):
         raise EncoderError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import read_layout
+from distcse.encoder.folder import pooling_unless_told
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import EvaluationError
 from distcse.evaluation.evaluation import About, Candidate
@@ -95,7 +95,7 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
         "trust_remote_code": reading.trust_remote_code,
         "prompt": reading.prompt,
     }
-    pooling = reading.pooling if read_layout(folder).pooling is None else None
+    pooling = pooling_unless_told(folder, reading.pooling)
     encoder = Encoder.load(folder, pooling=pooling, **knobs).to(reading.device)
     vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
     lay_out(encoder, reading.precision)

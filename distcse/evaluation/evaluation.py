@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,7 @@ class Evaluation:
         """Share of a set's sentences that were in a model's training text; for an average the largest of its sets'."""
         exposure = next(about.exposure for about in self.models if about.name == model)
         measured = {s.set for s in self.scores if s.suite == score.suite and not s.average}
-        averaged = [known.name for known in PUBLISHED.get(score.suite, ()) if known.name in measured]
-        sets = averaged if score.average else [score.set]
+        sets = _averaged(score.suite, measured) if score.average else [score.set]
         return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
 
     def write(self, file: Path) -> None:
@@ -202,7 +201,7 @@ def _scores(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str, Estima
             for name, measures in mine.items()
             for measure, by_model in measures.items()
         ]
-        published = [known.name for known in PUBLISHED.get(suite, ()) if known.name in mine]
+        published = _averaged(suite, mine)
         if len(published) > 1:
             whole = len(published) == len(PUBLISHED[suite])
             title = "average" if whole else f"average of {len(published)} of {len(PUBLISHED[suite])}"
@@ -211,6 +210,11 @@ def _scores(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str, Estima
                 average = {model: AverageOf([part[model] for part in parts]) for model in parts[0]}
                 scores.append(Score(suite, title, measure, _values(average), _compared(average), average=True))
     return scores
+
+
+def _averaged(suite: str, measured: Container[str]) -> list[str]:
+    """The sets that a suite's average is over, of those that were measured."""
+    return [known.name for known in PUBLISHED.get(suite, ()) if known.name in measured]
 
 
 def _values(by_model: Mapping[str, Estimate]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def gpus() -> list[Check]:
     return [ok("gpus", "none; runs use CPUs")]
 
 
-def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> list[Check]:
+def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGROUP) -> list[Check]:
     """What could be had now without swapping, in a container of what that was given."""
     if not meminfo.exists():
         return [ok("memory", "not told by this system")]

@@ -25,7 +25,7 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     nodes, per_node, kind = form
     if kind in GPUS:
         return Cluster(told, nodes, per_node, GPUS[kind], network)
-    threads = threads_of(recipe, local=kind == "local", per_node=per_node)
+    threads = threads_of(recipe, form)
     machine = this_machine(place(recipe.storage.cache), threads)
     if kind == "local":
         per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, host.cpus() // threads)
@@ -37,14 +37,13 @@ def calibrate_for(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> 
 
     Returns the file of constants; see `calibrate`.
     """
-    _, per_node, kind = form
-    threads = threads_of(recipe, local=kind == "local", per_node=per_node)
-    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads)
+    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads_of(recipe, form))
 
 
-def threads_of(recipe: Recipe | MutualRecipe, local: bool = True, per_node: int = 1) -> int:
+def threads_of(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> int:
     """Threads of one worker on a machine like this: what the recipe gives it, else an even share of the CPUs."""
-    cpus = host.cpus()
+    cpus, (_, per_node, kind) = host.cpus(), form
+    local = kind == "local"
     if isinstance(recipe, MutualRecipe):
         named, sharing = (
             recipe.groups[0].cpus_per_worker,

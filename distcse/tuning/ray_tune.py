@@ -198,10 +198,10 @@ def _scheduler(sweep: Sweep, space: Space | None) -> Any:
 
 def _domains(space: Space) -> dict[str, Any]:
     """Ray Tune's own word for each free knob: PBT draws and changes values by itself."""
-    found: dict[str, Any] = {}
+    choices, found = space.choices, dict[str, Any]()
     for path, knob in space.free.items():
         if knob.values is not None:
-            found[path] = tune.choice(space.choices[path])
+            found[path] = tune.choice(choices[path])
         elif knob.integers:
             found[path] = tune.randint(knob.integers[0], knob.integers[1] + 1)
         elif knob.log_uniform:

@@ -84,10 +84,10 @@ class Space:
         """Optuna's distribution of each free knob."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-        found: dict[str, Any] = {}
+        choices, found = self.choices, dict[str, Any]()
         for path, knob in self.free.items():
             if knob.values is not None:
-                found[path] = CategoricalDistribution(self.choices[path])
+                found[path] = CategoricalDistribution(choices[path])
             elif knob.integers:
                 found[path] = IntDistribution(knob.integers[0], knob.integers[1])
             elif knob.simplex:
