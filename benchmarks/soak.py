@@ -13,9 +13,9 @@ their number; its step, shard and victim are drawn by its seed.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +43,7 @@ STEPS, EVERY, ROWS, SHARD = 120, 15, 4000, 250
 DEADLINE = 10
 _ENDS_AFTER = 900
 """Seconds after which a round has failed, whatever it waits for."""
+_GOES_ON = re.compile(r"goes on after step ([\d,]+) of")
 _TITLES = {"worker": "RayTrainWorker", "server": "TeacherServer", "builder": "ShardBuilder", "node": "RayTrainWorker"}
 
 
@@ -129,8 +130,8 @@ class Soak:
             found.told += run.warnings
             if run.position == STEPS:
                 found.difference = largest_difference(expected, weights_of(run.folder))
-            found.restarts, found.checkpoints_lost = starts_after(run.steps, latest)
-            found.restarts = max(found.restarts, run.drivers - 1)  # right after a checkpoint no step is told twice
+            kept = 0 if latest is None else int(latest.name.removeprefix("step-"))
+            found.restarts, found.checkpoints_lost = len(run.restarts), sum(step < kept for step in run.restarts)
             found.rows_again = sum(run.shard(number) != mark for number, mark in whole.items()) * SHARD
             found.in_flight = SHARD if builds else 0
         found.seconds = time.monotonic() - began
@@ -247,9 +248,10 @@ class _Command:
         return [event["step"] for event in self.events("Steps")]
 
     @property
-    def drivers(self) -> int:
-        """How many drivers began: each tells the run's directory first."""
-        return sum(event["text"].startswith("run directory") for event in self.events("Note"))
+    def restarts(self) -> list[int]:
+        """Steps of the checkpoints that training went on from, in order."""
+        told = (_GOES_ON.match(event["text"]) for event in self.events("Note"))
+        return [int(found[1].replace(",", "")) for found in told if found]
 
     @property
     def step(self) -> int:
@@ -285,13 +287,6 @@ class _Command:
         (file,) = self._cache.glob(f"tables/*/shard-{number:05d}.npy")
         status = file.stat()
         return status.st_ino, status.st_mtime_ns
-
-
-def starts_after(steps: Sequence[int], latest: Path | None) -> tuple[int, int]:
-    """How often training went on from a checkpoint, and how often from one before `latest`."""
-    begun = [after for before, after in itertools.pairwise(steps) if after <= before]
-    kept = 0 if latest is None else int(latest.name.removeprefix("step-"))
-    return len(begun), sum(step <= kept for step in begun)
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

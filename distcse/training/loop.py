@@ -72,6 +72,7 @@ def learn(
     found = by_all(lambda: checkpoints.restore(watch.post))
     position, restored = found or (Position(step=0), None)
     if restored is not None:
+        watch.post(Note(f"goes on after step {position.step:,} of {lesson.steps:,}"))
         lesson.model.load_state_dict(restored.weights)
     engine = make_engine(lesson.model, section, lesson.rows, restored)
     take = _step_of(engine, lesson, cuda_graphs, watch)
