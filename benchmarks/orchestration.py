@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
     seconds: dict[str, list[float]] = {"bare": [], "ray": []}
     for number in range(1 if options.quick else max(3, options.pairs // 5)):
         for way in sorted(seconds, reverse=number % 2 == 1):
-            told = subprocess.run(
-                [sys.executable, "-m", "benchmarks.starting", file, f"training.workers={int(way == 'ray')}"],
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            seconds[way].append(float(told.stdout.splitlines()[-1]))
+            seconds[way].append(first_step(file, f"training.workers={int(way == 'ray')}"))
             print(f"{way}: first step after {seconds[way][-1]:.1f} s", flush=True)
     cold = [ray / plain for ray, plain in zip(seconds["ray"], seconds["bare"], strict=True)]
     bare_start = float(np.median(seconds["bare"]))
@@ -146,6 +141,15 @@ def starts(folder: Path, options: Options) -> list[Figure]:
         of_spread(29, "Ray cold / bare", spread_of(cold), at),
         of_spread(29, "second trial of a sweep / bare", spread_of([s / bare_start for s in next_trials(recipe)]), at),
     ]
+
+
+def first_step(*arguments: str) -> float:
+    """Seconds from the start of a `distcse.train` to the end of its first step."""
+    command = [sys.executable, "-m", "distcse.train", "--json", *arguments]
+    began = time.time()
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    steps = (event for event in map(json.loads, told.splitlines()) if event["event"] == "Steps")
+    return float(next(steps)["time"] - began)
 
 
 def next_trials(recipe: Recipe) -> list[float]:

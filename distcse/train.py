@@ -11,6 +11,7 @@ from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_opti
 from distcse.errors import RecipeError
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import address, fetch, place
+from distcse.training.cluster import bring_up
 
 if TYPE_CHECKING:
     from distcse.running import Run
@@ -37,11 +38,14 @@ def _main(options: argparse.Namespace) -> int:
         sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
         return 0
 
-    # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
+    # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
+    # mistake in the recipe is told before.
     if options.resume is None:
         recipe = read_recipe(options.recipe, overrides)
         if options.dry_run:
             return _check(recipe, options)
+        if recipe.ray if isinstance(recipe, MutualRecipe) else recipe.training.workers:
+            bring_up()
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 

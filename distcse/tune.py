@@ -12,6 +12,7 @@ from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_opti
 from distcse.errors import RecipeError, RunError
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import address, place
+from distcse.training.cluster import bring_up
 
 if TYPE_CHECKING:
     from distcse.tuning.sweep import SweepResult
@@ -88,7 +89,9 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
 def _sweep(
     options: argparse.Namespace, directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None
 ) -> int:
-    # Torch, transformers and Ray take seconds to import; a mistake in recipe or space is told before.
+    # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
+    # mistake in recipe or space is told before.
+    bring_up(fast_allocator=True)
     from distcse.events import Watch
     from distcse.report.knobs import in_a_line
     from distcse.report.progress import open_view

@@ -27,7 +27,7 @@ from distcse.storage import address, fetch, fetch_folder, publish
 from distcse.tracking import require_packages, tracking
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.claim import Claim
-from distcse.training.cluster import cluster
+from distcse.training.cluster import bring_up, cluster
 from distcse.training.directory import RunDirectory
 from distcse.training.engines import uses_deepspeed
 
@@ -87,6 +87,8 @@ def _run(
     if claim.left_here:
         for phase in (directory.path / "groups").glob("*/*"):
             Checkpoints(phase).rescue(watch.post)
+    if recipe.ray:
+        bring_up()
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)

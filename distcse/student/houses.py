@@ -120,12 +120,13 @@ def house_of(recipe: Recipe, run: Path | None = None) -> tuple[House, AbstractCo
 @contextmanager
 def _cluster_fit_for(recipe: Recipe, run: Path) -> Iterator[None]:
     """A cluster that can give a run its workers, and whose nodes see its folders; any other is refused before any work."""
-    from distcse.training.cluster import cluster
+    from distcse.training.cluster import bring_up, cluster
+
+    bring_up()
+    from distcse.student.ray_train import resources_per_worker  # Ray reads its settings when it is imported
+    from distcse.training.shared_storage import require_shared
 
     with cluster():
-        from distcse.student.ray_train import resources_per_worker
-        from distcse.training.shared_storage import require_shared
-
         resources_per_worker(recipe)
         written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
         require_shared(written, read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])

@@ -21,6 +21,7 @@ from distcse.student.model import encoder_weights
 from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.claim import Claim
+from distcse.training.cluster import bring_up
 from distcse.training.directory import RunDirectory
 from distcse.training.loop import Outcome
 
@@ -63,6 +64,8 @@ def _run(
 ) -> Result:
     if claim.left_here:
         Checkpoints(directory.path).rescue(watch.post)
+    if house is None and recipe.training.workers:
+        bring_up()
     text = Text.prepare(recipe, watch)
     if text.recipe != recipe:
         recipe = text.recipe

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from distcse.errors import RunError
@@ -40,6 +41,85 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 """Ends of names whose values Ray must not be told: it writes a worker's environment into logs and shows it to all."""
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """Which cluster, and how."""
+
+    address: str | None
+    cpus: int | None
+    environment: dict[str, Any] | None
+
+    @staticmethod
+    def now(cpus: int | None, fast_allocator: bool) -> _Wanted:
+        environment = {"env_vars": allocator.FAST} if fast_allocator else None
+        return _Wanted(os.environ.get("RAY_ADDRESS"), cpus, environment)
+
+    def come(self) -> None:
+        """Join or start it."""
+        import ray
+
+        logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
+        if self.address:
+            _ask(self.address)
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=self.environment)
+        else:
+            _start_here(self.cpus, self.environment)
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A cluster that comes up in a thread of its own.
+
+    The thread stays until the cluster is ended: Linux kills processes that were started with the thread that started them. And it
+    is not the main one, on which Ray would take SIGTERM for itself and end the process; a scheduler that sends it wants a
+    checkpoint.
+    """
+
+    wanted: _Wanted
+    up: Future[None] = field(default_factory=Future)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @staticmethod
+    def begun(wanted: _Wanted) -> _Coming:
+        """A cluster that nobody enters ends with the process, also half up."""
+        coming = _Coming(wanted)
+        if wanted.address is None:
+            _set_local_environment()  # here and not in the thread: Ray may be imported as soon as this returns
+        threading.Thread(target=coming._come, name="cluster", daemon=True).start()
+        return coming
+
+    def _come(self) -> None:
+        try:
+            self.wanted.come()
+        except BaseException as refused:
+            self.up.set_exception(refused)
+        else:
+            self.up.set_result(None)
+            self.over.wait()
+
+    def end(self) -> None:
+        """Leave or end it, when it is up."""
+        if self.up.exception() is None:
+            import ray
+
+            ray.shutdown()
+        self.over.set()
+
+
+_coming: _Coming | None = None
+"""What `bring_up` began, until `cluster` takes it over: Ray is one a process, and so is this."""
+
+
+def bring_up(cpus: int | None = None, fast_allocator: bool = False) -> None:
+    """Let the cluster that `cluster` will be asked for come up, while this process imports and reads.
+
+    What goes wrong is told by `cluster`. Arguments as there.
+    """
+    global _coming
+    if _coming is None and not _is_up():
+        _coming = _Coming.begun(_Wanted.now(cpus, fast_allocator))
+
+
 @contextmanager
 def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after.
@@ -48,35 +128,36 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         cpus: CPUs that a cluster started here claims to have; None counts them.
         fast_allocator: All processes of this one's actors, not only Ray Train's, are for training.
     """
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+    global _coming
+    if _coming is None and _is_up():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS")
-    if address is None:
-        _set_local_environment()
-    import ray
-
-    environment = {"env_vars": allocator.FAST} if fast_allocator else None
-    on_terminate = signal.getsignal(signal.SIGTERM)
+    wanted, (coming, _coming) = _Wanted.now(cpus, fast_allocator), (_coming, None)
+    if coming is not None and coming.wanted != wanted:
+        coming.end()
+        coming = None
+    coming = coming or _Coming.begun(wanted)
     try:
-        if address:
-            _ask(address)
-            ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=environment)
-        else:
-            _start_here(cpus, environment)
+        coming.up.result()
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
         raise RunError(
-            f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
+            f"cannot {'join the Ray cluster at ' + wanted.address if wanted.address else 'start Ray here'}: {refused}. "
             "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
             "ray=false for groups"
         ) from refused
-    if threading.current_thread() is threading.main_thread():
-        # Ray takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
-        signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     finally:
-        ray.shutdown()
+        coming.end()
+
+
+def _not_of_threads(record: logging.LogRecord) -> bool:
+    """Ray warns that on a thread it leaves SIGTERM alone, which is what is wanted."""
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+def _is_up() -> bool:
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def _ask(address: str) -> None:
