@@ -18,7 +18,7 @@ from distcse.recipe import Recipe, load_recipe
 from distcse.storage import place
 from distcse.student.houses import InProcess
 from distcse.student.lists import ListLesson
-from distcse.student.material import Text, prepare_tables
+from distcse.student.material import Text
 from distcse.student.plan import Job, Plan
 from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSource, open_embedder, serving, table_of
 from distcse.training.directory import RunDirectory
@@ -135,7 +135,7 @@ def list_recipe(
 def prepared(recipe: Recipe) -> tuple[Job, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
     text = Text.prepare(recipe, Watch())
-    tables = prepare_tables(text.recipe, text.corpus, InProcess(), Watch())
+    tables = text.tables(InProcess(), Watch())
     return text.job(RunDirectory.create(text.recipe).path, tables, Watch()), tables
 
 

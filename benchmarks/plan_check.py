@@ -146,13 +146,13 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     from distcse.planning.probe import anonymous_bytes
     from distcse.student.houses import InProcess
-    from distcse.student.material import Text, prepare_tables
+    from distcse.student.material import Text
     from distcse.training.directory import RunDirectory
 
     torch.set_num_threads(1)
     watch = Watch()
     text, house = Text.prepare(recipe, watch), InProcess()
-    tables = prepare_tables(recipe, text.corpus, house, watch)
+    tables = text.tables(house, watch)
     job = text.job(RunDirectory.create(recipe).path, tables, watch)
     marks: list[tuple[int, float, float]] = []
 

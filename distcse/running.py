@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distcse.encoder import Encoder
 from distcse.errors import RunError
 from distcse.events import Listener, Note, Watch
-from distcse.measuring import Measured
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.run import data_before as data_of_groups_before
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
 from distcse.report.card import write_card
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
-from distcse.report.page import write_pages
 from distcse.report.progress import heard_by
 from distcse.storage import address, place
 from distcse.student.data import data_before
@@ -28,6 +27,9 @@ from distcse.student.run import Result
 from distcse.student.run import run as run_student
 from distcse.training.directory import RunDirectory
 from distcse.training.rerun import Compared, Earlier
+
+if TYPE_CHECKING:
+    from distcse.measuring import Measured
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,6 +76,8 @@ class Run:
     @property
     def scores(self) -> Measured | None:
         """Start, student and teachers side by side; None where nothing was measured."""
+        from distcse.measuring import Measured
+
         return None if self.result.evaluation is None else Measured(self.result.evaluation)
 
     def __repr__(self) -> str:
@@ -173,4 +177,8 @@ def _carried_out(
             result = run_student(recipe, watch, begun)
             write_card(result)
     folder, evaluation = result.directory.path, result.evaluation
-    return Run(result, [] if evaluation is None else list(write_pages(evaluation, folder, read_run(folder))))
+    if evaluation is None:
+        return Run(result)
+    from distcse.report.page import write_pages  # it draws, and what draws takes half a second to import
+
+    return Run(result, write_pages(evaluation, folder, read_run(folder)))

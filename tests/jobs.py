@@ -57,7 +57,7 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
         if missing := table.missing_shards():
             InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Watch())
     directory = run or RunDirectory.create(recipe)
-    return Text(corpus, tokens, encoder, recipe).job(directory.path, tables, Watch()), tables
+    return Text(corpus, tokens, recipe).job(directory.path, tables, Watch()), tables
 
 
 def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1) -> Outcome:

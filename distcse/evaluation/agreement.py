@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
@@ -58,6 +57,8 @@ class AgreementTask:
 
 
 def _centred_ranks(lists: NDArray[np.floating]) -> NDArray[np.float64]:
+    from scipy.stats import rankdata  # half a second, which a run's first step need not wait for
+
     ranks: NDArray[np.float64] = rankdata(lists, axis=1)
     ranks -= ranks.mean(axis=1, keepdims=True)
     return ranks

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
 Weights = NDArray[np.float64]
 """(R, n): how often each of n items was drawn in each of R resamples."""
@@ -171,6 +170,8 @@ def difference(ours: Estimate, theirs: Estimate) -> Difference | None:
 
 def spearman(predicted: NDArray[np.floating], gold: NDArray[np.float64]) -> float:
     """Spearman's correlation, times 100; 0 where either side has no order."""
+    from scipy.stats import spearmanr  # half a second, which a run's first step need not wait for
+
     if len(gold) < 2 or np.ptp(predicted) == 0 or np.ptp(gold) == 0:
         return 0.0
     return float(100 * spearmanr(predicted, gold).statistic)

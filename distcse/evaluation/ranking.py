@@ -17,7 +17,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import MeanOf
@@ -54,6 +53,8 @@ def ranked_lists(pairs: ScoredPairs) -> list[RankedList]:
 
 def kendall(similarities: NDArray[np.floating], gold: NDArray[np.float64]) -> float:
     """Kendall's τ-b of one list; 0 where all similarities are equal."""
+    from scipy.stats import kendalltau  # half a second, which a run's first step need not wait for
+
     return 0.0 if np.ptp(similarities) == 0 else float(kendalltau(similarities, gold).statistic)
 
 

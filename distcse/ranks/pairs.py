@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from distcse.ranks.space import Ranker
 
@@ -59,6 +57,9 @@ def pair_similarities(
 
 def _partners_together(rows: int, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.intp]:
     """An order of all rows in which the two of a pair are near to each other."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
     ends = np.concatenate([first, second]), np.concatenate([second, first])
     paired = coo_array((np.ones(len(ends[0]), dtype=np.bool_), ends), shape=(rows, rows)).tocsr()
     return np.asarray(reverse_cuthill_mckee(paired, symmetric_mode=True), dtype=np.intp)

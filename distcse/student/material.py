@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder
+from distcse.encoder import Encoder, TextReading
 from distcse.errors import CorpusError, TeacherError
 from distcse.evaluation import excluded_from
 from distcse.events import Stage, Watch
@@ -46,10 +47,13 @@ class Text:
 
     corpus: Corpus
     tokens: TokenTable
-    start: Encoder
-    """The student before it learned anything."""
     recipe: Recipe
     """The recipe, what it left to the run decided."""
+
+    @cached_property
+    def start(self) -> Encoder:
+        """The student before it learned anything, loaded when it is wanted first."""
+        return Encoder.from_section(self.recipe.student)
 
     @classmethod
     def prepare(cls, recipe: Recipe, watch: Watch) -> Text:
@@ -58,18 +62,22 @@ class Text:
         Alphas(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
         require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, watch)
-        start = Encoder.from_section(recipe.student)
+        reading = TextReading.of(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
-            start.tokenizer,
-            start.max_length,
+            reading.tokenizer,
+            reading.max_length,
             place(recipe.storage.cache),
             _progress(watch, "tokens", len(corpus)),
-            prompt=start.prompt,
+            prompt=reading.prompt,
         )
         _ended(watch, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
         Plan(Job(recipe, Path(), corpus.directory, tokens.directory), rank=0, workers=max(1, recipe.training.workers))
-        return cls(corpus, tokens, start, recipe)
+        return cls(corpus, tokens, recipe)
+
+    def tables(self, house: House, watch: Watch) -> list[EmbeddingTable | None]:
+        """The teachers' tables, whole; see `prepare_tables`. A student that does not load is told before rows are embedded."""
+        return prepare_tables(self.recipe, self.corpus, house, watch, before=lambda: self.start)
 
     def job(self, run: Path, tables: Sequence[EmbeddingTable | None], watch: Watch, claim: Claim | None = None) -> Job:
         """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
@@ -157,8 +165,18 @@ def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
     return corpus
 
 
-def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -> list[EmbeddingTable | None]:
-    """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live."""
+def prepare_tables(
+    recipe: Recipe, corpus: Corpus, house: House, watch: Watch, before: Callable[[], object] = lambda: None
+) -> list[EmbeddingTable | None]:
+    """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live.
+
+    Args:
+        recipe: Whose teachers.
+        corpus: Its sentences.
+        house: Where they are embedded.
+        watch: Told how far.
+        before: Called before rows are embedded, which may take hours: what would fail after them shall fail now.
+    """
     section = recipe.teachers
     tables: list[EmbeddingTable | None] = []
     for number, teacher in enumerate(section.encoders):
@@ -174,6 +192,7 @@ def prepare_tables(recipe: Recipe, corpus: Corpus, house: House, watch: Watch) -
                 missing = table.missing_shards()  # less where we waited for another run
                 rows = sum(len(table.shard_range(shard)) for shard in missing)
                 if missing:
+                    before()
                     house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows), watch)
         reused = len(corpus) - rows
         _ended(watch, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)

@@ -16,7 +16,7 @@ from distcse.student.check import check_recipe
 from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
-from distcse.student.material import Text, prepare_tables
+from distcse.student.material import Text
 from distcse.student.model import encoder_weights
 from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
@@ -76,7 +76,7 @@ def _run(
         watch = tracked.heard(watch)
         with surroundings:
             watch = house.metered(watch, directory.path.name)
-            tables = prepare_tables(recipe, text.corpus, house, watch)
+            tables = text.tables(house, watch)
             job = text.job(directory.path, tables, watch, claim)
             outcome = house.train(job, text.corpus, tables, watch)
         student = _export(recipe, directory)

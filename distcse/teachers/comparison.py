@@ -8,7 +8,6 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import kendalltau
 
 from distcse.corpus import Corpus
 from distcse.errors import TeacherError
@@ -101,6 +100,8 @@ def comparable(recipe: Recipe) -> list[int]:
 
 def kendall(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
     """(n, m) lists of two teachers -> mean Kendall's τ-b of a sentence's two lists, times 100."""
+    from scipy.stats import kendalltau  # half a second, for commands that do not compare
+
     return float(100 * np.mean([kendalltau(a, b).statistic for a, b in zip(one, other, strict=True)]))
 
 

@@ -24,7 +24,7 @@ from distcse.mutual.run import read_by_groups
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.storage import address, fetch, place, put
 from distcse.student.houses import OnRay, read_by_workers
-from distcse.student.material import Text, prepare_tables
+from distcse.student.material import Text
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
 from distcse.training.directory import RunDirectory, check_stored, write_recipe
@@ -166,7 +166,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
     from distcse.teachers.actors import served
 
     text = Text.prepare(recipe, watch)
-    tables = prepare_tables(recipe, text.corpus, OnRay(), watch)
+    tables = text.tables(OnRay(), watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers
     asked = [number for number, table in enumerate(tables) if table is None or not in_own_process]
