@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.teachers import ListSource
+from distcse.teachers.ensemble import ListSource
 
 
 class NumbersRead(TorchDispatchMode):

@@ -35,7 +35,10 @@ from distcse.events import Watch
 from distcse.files import put
 from distcse.objectives import mix_lists
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
-from distcse.teachers import Alphas, EmbeddingTable, TeacherEnsemble, table_of
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.build import table_of
+from distcse.teachers.ensemble import TeacherEnsemble
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.cluster import cluster
 
 CLOSE = 1e-6

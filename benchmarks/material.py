@@ -20,7 +20,12 @@ from distcse.student.houses import InProcess
 from distcse.student.lists import ListLesson
 from distcse.student.material import Text
 from distcse.student.plan import Job, Plan
-from distcse.teachers import EmbeddingTable, ListSource, LiveTeacher, LocalSource, open_embedder, serving, table_of
+from distcse.teachers.build import table_of
+from distcse.teachers.ensemble import ListSource, LocalSource
+from distcse.teachers.opening import open_embedder
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import LiveTeacher
 from distcse.training.directory import RunDirectory
 from distcse.training.engines import make_engine
 from distcse.training.schedule import warmup_then_linear

@@ -24,7 +24,8 @@ from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe, Sweep
 from distcse.student.plan import Plan
 from distcse.student.run import run
-from distcse.teachers import Alphas, TeacherEnsemble
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.training.cluster import cluster
 from distcse.tuning.sweep import begin, run_sweep
 

@@ -28,7 +28,9 @@ from distcse.evaluation import read_table
 from distcse.ranks import RankSpace, inner_products, numbered, pair_similarities, rank_vectors
 from distcse.ranks.encoder import unit
 from distcse.ranks.space import counted_rank_vectors
-from distcse.teachers import EmbeddingTable, LocalSource, RankSpaceTeacher
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.rank_space import RankSpaceTeacher
+from distcse.teachers.table import EmbeddingTable
 
 LOWER, UPPER, WEIGHT, TAU = 0.5, 0.9999, 0.05, 0.05
 OBJECTIVE: dict[str, Any] = {

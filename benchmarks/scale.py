@@ -54,7 +54,8 @@ from distcse.encoder import Encoder
 from distcse.objectives import Views, gather_views
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, table_of
+from distcse.teachers.build import table_of
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.cluster import cluster
 from distcse.training.engines.plain import sum_over_workers, words_of
 from distcse.training.workers import wait_for_all

@@ -52,7 +52,9 @@ from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.objectives import list_mle
 from distcse.planning.probe import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.teachers import EmbeddingTable, LiveTeacher, TableIdentity, TableTeacher, embed_shard, table_of
+from distcse.teachers.build import embed_shard, table_of
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.training.allocator import give_back
 
 LISTS, LENGTH = 10, 128

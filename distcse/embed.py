@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.importing import importing
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import address
 
@@ -27,10 +28,11 @@ def _main(options: argparse.Namespace) -> int:
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
-    from distcse.events import Watch
-    from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
-    from distcse.student.material import embed_corpus
+    with importing():
+        from distcse.events import Watch
+        from distcse.report.progress import open_view
+        from distcse.report.terminal import print_json, print_lines
+        from distcse.student.material import embed_corpus
 
     with open_view(options.quiet, options.json) as view:
         tables = embed_corpus(recipe, Watch(view.show))

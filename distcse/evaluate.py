@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationError
+from distcse.importing import importing
 from distcse.storage import address, place
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.device import device_here
-    from distcse.evaluation import Reading
-    from distcse.measuring import measure
-    from distcse.report.progress import open_view
-    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
+    with importing():
+        from distcse.device import device_here
+        from distcse.evaluation import Reading
+        from distcse.measuring import measure
+        from distcse.report.progress import open_view
+        from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
     if options.out is not None and not options.dry_run:
         _make(place(options.out))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError
+from distcse.importing import importing
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import address, fetch, place
 from distcse.training.cluster import bring_up
@@ -49,8 +50,9 @@ def _main(options: argparse.Namespace) -> int:
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 
-    from distcse.report.progress import open_view
-    from distcse.running import resume, run
+    with importing():
+        from distcse.report.progress import open_view
+        from distcse.running import resume, run
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
@@ -77,8 +79,9 @@ def _again(options: argparse.Namespace) -> int:
     if overrides and "=" not in overrides[0]:
         raise RecipeError(f"--rerun takes the recipe from the run's folder; take {overrides[0]} away")
 
-    from distcse.report.progress import open_view
-    from distcse.running import rerun
+    with importing():
+        from distcse.report.progress import open_view
+        from distcse.running import rerun
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError, RunError
+from distcse.importing import importing
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import address, place
 from distcse.training.cluster import bring_up
@@ -92,12 +93,13 @@ def _sweep(
     # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
     # mistake in recipe or space is told before.
     bring_up(fast_allocator=True)
-    from distcse.events import Watch
-    from distcse.report.knobs import in_a_line
-    from distcse.report.progress import open_view
-    from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
-    from distcse.report.terminal import print_json, print_lines, print_summary
-    from distcse.tuning.sweep import begin, check, reopen, run_sweep
+    with importing():
+        from distcse.events import Watch
+        from distcse.report.knobs import in_a_line
+        from distcse.report.progress import open_view
+        from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
+        from distcse.report.terminal import print_json, print_lines, print_summary
+        from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
     if recipe is not None and sweep is not None:
         check(recipe, sweep)

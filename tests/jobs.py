@@ -15,7 +15,10 @@ from distcse.student.houses import InProcess
 from distcse.student.lists import fit
 from distcse.student.material import Text
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LocalSource, serving, table_of
+from distcse.teachers.build import table_of
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.directory import RunDirectory
 from distcse.training.loop import Outcome
 

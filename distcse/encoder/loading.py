@@ -11,6 +11,7 @@ from torch import nn
 from distcse.encoder.dropout import draw_fast
 from distcse.encoder.folder import Layout, check_weights
 from distcse.errors import EncoderError
+from distcse.importing import importing
 from distcse.recipe import EncoderSection
 
 _LONG = 128
@@ -31,8 +32,9 @@ def load_backbone(
     Raises:
         EncoderError: The folder does not load as an encoder, or lacks weights, which would be random.
     """
-    from transformers import AutoConfig
-    from transformers.utils.logging import disable_progress_bar
+    with importing():
+        from transformers import AutoConfig
+        from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     check_weights(folder)
@@ -40,15 +42,16 @@ def load_backbone(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if dropout is not None:
             set_dropout(config, dropout)
-        model, told = model_class(config).from_pretrained(
-            folder,
-            config=config,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            dtype=kind,
-            attn_implementation=attention_of(max_length),
-        )
+        with importing():  # the family's module, which is imported when it is asked for
+            model, told = model_class(config).from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                dtype=kind,
+                attn_implementation=attention_of(max_length),
+            )
     except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
         raise EncoderError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
@@ -108,7 +111,8 @@ def dropouts(config: Any) -> list[tuple[str, float]]:
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """The fast tokenizer of a folder; `EncoderError` where there is none."""
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)

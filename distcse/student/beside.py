@@ -24,7 +24,7 @@ from distcse.nodes import Demand
 from distcse.recipe import Recipe
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Job, Plan
-from distcse.teachers.actors import RemoteSource, guarded, use_what_is_assigned
+from distcse.teachers.actors import RemoteSource, guarded, use_assigned_gpus, use_assigned_threads
 from distcse.teachers.pulse import OUTLIVES, Pulse
 from distcse.training.board import own_name
 from distcse.training.checkpoint import TrainingState
@@ -36,7 +36,8 @@ class DevJudge(Pulse):
     """Scores students; an actor. Its servers are those of the first worker."""
 
     def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
-        use_what_is_assigned()
+        use_assigned_gpus()
+        use_assigned_threads()
         self._job, self._servers = job, servers
 
     @cached_property

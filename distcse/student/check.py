@@ -17,9 +17,11 @@ from distcse.student.houses import house_of, room_for
 from distcse.student.material import read_corpus, require_vectors
 from distcse.student.model import build_student
 from distcse.student.plan import rows_of
-from distcse.teachers import Alphas, live, table_of, uses_table
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.build import table_of
 from distcse.teachers.comparison import comparable
 from distcse.teachers.nearest import require_faiss
+from distcse.teachers.opening import live, uses_table
 from distcse.tracking import require_packages
 from distcse.training.directory import check_storage
 from distcse.training.engines import uses_deepspeed

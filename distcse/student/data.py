@@ -11,7 +11,7 @@ from distcse.events import Watch
 from distcse.recipe import Recipe
 from distcse.student.finals import labelled_tasks
 from distcse.student.material import read_corpus
-from distcse.teachers import teacher_fingerprint
+from distcse.teachers.opening import fingerprint as teacher_fingerprint
 
 
 def data_of(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:

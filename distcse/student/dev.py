@@ -14,7 +14,8 @@ from distcse.encoder import Encoder
 from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe
-from distcse.teachers import Alphas, ListSource
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.ensemble import ListSource
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from distcse.evaluation import (
 from distcse.events import Listener, Stage
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection
-from distcse.teachers import Alphas, open_embedder, scores_pairs
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.opening import open_embedder, scores_pairs
 
 _RETRIEVAL_SIZE = 1000
 _CHUNK = 1 << 16

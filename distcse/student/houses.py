@@ -13,7 +13,11 @@ from distcse.recipe import Recipe, TeacherSection, TeachersSection
 from distcse.storage import place
 from distcse.student.lists import fit
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LocalSource, embed_shard, live, open_embedder, serving
+from distcse.teachers.build import embed_shard
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.opening import live, open_embedder
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.loop import Outcome
 
 

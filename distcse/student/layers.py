@@ -26,8 +26,8 @@ from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import fetch, place, put
-from distcse.teachers import Alphas, open_embedder, scores_pairs
-from distcse.teachers.opening import fingerprint
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.opening import fingerprint, open_embedder, scores_pairs
 from distcse.training import allocator
 
 _FORMAT = 1

@@ -19,7 +19,8 @@ from distcse.student.averaging import Start
 from distcse.student.dev import DevSet
 from distcse.student.model import Passed, build_student
 from distcse.student.plan import Job, Plan
-from distcse.teachers import Alphas, ListSource, TeacherEnsemble
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.ensemble import ListSource, TeacherEnsemble
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.lesson import Inputs, told_rows
 from distcse.training.loop import Outcome, finished, learn

@@ -19,19 +19,12 @@ from distcse.storage import fetch, place
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
-from distcse.teachers import (
-    Alphas,
-    EmbeddingTable,
-    TargetsAt,
-    fit_projection,
-    graph_checksum,
-    joined_vectors,
-    prepare_graph,
-    projection_of,
-    table_of,
-    uses_table,
-    write_projection,
-)
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.build import table_of
+from distcse.teachers.graph import graph_checksum, joined_vectors, prepare_graph
+from distcse.teachers.opening import uses_table
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import TargetsAt, fit_projection, projection_of, write_projection
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory
 

@@ -16,7 +16,8 @@ from distcse.errors import CorpusError
 from distcse.recipe import Recipe
 from distcse.student.memory import own_part
 from distcse.student.model import Batch
-from distcse.teachers import TargetsAt, open_graph
+from distcse.teachers.graph import open_graph
+from distcse.teachers.targets import TargetsAt
 from distcse.training.claim import Claim
 from distcse.training.noise import noise_seed
 from distcse.training.schedule import total_steps

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
 from distcse.errors import DistcseError, RunError
 from distcse.events import Note, Watch
+from distcse.importing import importing
 from distcse.nodes import (
     Demand,
     Patience,
@@ -36,6 +37,10 @@ from distcse.storage import address
 from distcse.training.board import open_board, relay, watch_of
 from distcse.training.cluster import worker_environment
 from distcse.training.network import use_interface_of
+
+with importing():  # of PyTorch
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch.config import _TorchBackend
 
 if TYPE_CHECKING:
     from distcse.student.plan import Job
@@ -80,8 +85,10 @@ class _Lost(RunError):
 
 
 def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resources, max_failures: int) -> Outcome:
+    # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
+    get_or_create_autoscaling_coordinator()
     board = open_board(job.run.name)
-    trainer = TorchTrainer(
+    trainer = _Trainer(
         _worker,
         train_loop_config={"job": job, "servers": servers, "board": board},
         # NCCL refuses two workers on one GPU.
@@ -139,6 +146,15 @@ def _workers_now(recipe: Recipe, resources: Resources) -> int:
     return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
 
 
+class _Trainer(TorchTrainer):  # type: ignore[misc]
+    """Without the process of Ray Train's that shards datasets of Ray's: no run has one, and each waits for it a second."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [
+            callback for callback in super()._create_default_callbacks() if not isinstance(callback, DatasetsCallback)
+        ]
+
+
 class _OverOwnNetworkBackend(_TorchBackend):  # type: ignore[misc]
     """Opens the process group on the network that Ray knows the nodes by."""
 
@@ -159,11 +175,12 @@ def _use_own_network() -> None:
 
 def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     """Ray Train's loop function."""
-    from distcse.student.beside import Beside
-    from distcse.student.lists import fit
-    from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
-    from distcse.training.metrics import Queue
-    from distcse.training.workers import by_all
+    with importing():
+        from distcse.student.beside import Beside
+        from distcse.student.lists import fit
+        from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
+        from distcse.training.metrics import Queue
+        from distcse.training.workers import by_all
 
     _quiet()
     use_assigned_threads()

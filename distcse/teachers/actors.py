@@ -7,6 +7,7 @@ lists the other way: never vectors, tokens or weights.
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,26 +15,26 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
-import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.corpus import Corpus
 from distcse.errors import DistcseError, TeacherError
 from distcse.events import Note, Watch
 from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.teachers.build import embed_shard
-from distcse.teachers.opening import live, open_embedder, serving, uses_table
 from distcse.teachers.pulse import OUTLIVES, Guard, Pulse
+from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder, Teacher
+
+if TYPE_CHECKING:
+    from distcse.corpus import Corpus
 
 T = TypeVar("T")
 
@@ -48,7 +49,9 @@ class ShardBuilder(Pulse):
     def __init__(
         self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
     ) -> None:
-        use_what_is_assigned()
+        from distcse.corpus import Corpus
+
+        use_assigned_gpus()
         self._teacher = teacher
         self._corpus = Corpus.open(corpus)
         self._table = EmbeddingTable(table, identity)
@@ -57,10 +60,16 @@ class ShardBuilder(Pulse):
     @cached_property
     def _encoder(self) -> Embedder:
         # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
-        return open_embedder(self._teacher)
+        from distcse.teachers.opening import open_embedder
+
+        encoder = open_embedder(self._teacher)
+        use_assigned_threads()
+        return encoder
 
     def build(self, shard: int) -> int:
         """Rows embedded."""
+        from distcse.teachers.build import embed_shard
+
         return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
 
 
@@ -68,12 +77,14 @@ class TeacherServer(Pulse):
     """Hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
-        use_what_is_assigned()
+        use_assigned_gpus()
         self._make_teacher = make_teacher
 
     @cached_property
     def _teacher(self) -> Teacher:
-        return self._make_teacher()
+        teacher = self._make_teacher()
+        use_assigned_threads()
+        return teacher
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """See `Teacher.similarities`."""
@@ -300,11 +311,19 @@ def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:
-    return lambda: live(teacher, Corpus.open(corpus), tokens_per_batch)
+    def make() -> Teacher:
+        from distcse.corpus import Corpus
+        from distcse.teachers.opening import live
+
+        return live(teacher, Corpus.open(corpus), tokens_per_batch)
+
+    return make
 
 
 def server_demands(section: TeachersSection) -> list[Demand]:
     """What servers of live teachers take, and those that rank on a GPU; those that read cosines from a table take nothing."""
+    from distcse.teachers.opening import uses_table
+
     live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
     ranking = [teacher for teacher in section.encoders if uses_table(section, teacher) and teacher.space == "rank"]
     found = []
@@ -321,6 +340,8 @@ def server_demands(section: TeachersSection) -> list[Demand]:
 
 
 def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict[str, float]:
+    from distcse.teachers.opening import uses_table
+
     gpus = section.builder_gpus or 0.0
     if not uses_table(section, teacher):
         return {"num_cpus": 1.0, "num_gpus": gpus}
@@ -332,16 +353,13 @@ def _run_token() -> str:
     return str(ray.get_runtime_context().get_job_id())
 
 
-def use_what_is_assigned() -> None:
-    """In an actor, before it meets a device: the threads it was given, and no GPU where it was given none.
-
-    Ray leaves such an actor the sight of all GPUs of its node.
-    """
-    use_assigned_threads()
+def use_assigned_gpus() -> None:
+    """In an actor, before it meets a device: no GPU where it was given none. Ray leaves it the sight of all of its node."""
     if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_assigned_threads() -> None:
-    """As many threads as CPUs that Ray gave this actor."""
-    torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+    """As many threads of PyTorch, where this actor has any, as CPUs that Ray gave it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

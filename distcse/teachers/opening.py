@@ -1,8 +1,6 @@
-"""Teachers from a recipe: what embeds a corpus, what serves lists from a table, what answers live."""
+"""Teachers from a recipe: what embeds a corpus, and what answers live."""
 
 from __future__ import annotations
-
-import numpy as np
 
 from distcse.corpus import Corpus
 from distcse.device import device_here
@@ -16,12 +14,7 @@ from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.own import open_own, own_fingerprint
 from distcse.teachers.pairs import PairTeacher
-from distcse.teachers.rank_space import RankSpaceTeacher
-from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import Embedder, LiveTeacher, TableTeacher, Teacher
-
-_REFERENCES = 2**32 - 5
-"""Seed of a rank space's draw."""
+from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
 
 
 def open_embedder(teacher: TeacherSection) -> Embedder:
@@ -58,17 +51,6 @@ def fingerprint(teacher: TeacherSection) -> str:
         # Tables from before templates were filled in are of other texts.
         return text_checksum(f"{named}\0filled in" if is_template(teacher.prompt) else named)
     return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
-
-
-def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
-    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities.
-
-    A rank space's references are the same for every seed of the recipe: it is the teacher's, and seeds of one sweep share it.
-    """
-    if teacher.space == "cosine":
-        return TableTeacher(table)
-    drawn = np.random.default_rng(_REFERENCES).permutation(table.identity.rows)[: teacher.references]
-    return RankSpaceTeacher(table, np.sort(drawn), teacher.ranks, device_here())
 
 
 def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teacher:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.corpus import Corpus
 from distcse.teachers.table import EmbeddingTable, directions
+
+if TYPE_CHECKING:
+    from distcse.corpus import Corpus
 
 
 class Teacher(Protocol):

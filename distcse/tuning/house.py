@@ -12,7 +12,9 @@ from distcse.recipe import TeacherSection, TeachersSection
 from distcse.storage import address
 from distcse.student.lists import fit
 from distcse.student.plan import Job
-from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.loop import Outcome
 
 

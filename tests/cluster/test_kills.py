@@ -21,8 +21,8 @@ from distcse.nodes import Demand, Patience
 from distcse.recipe import Recipe, with_values
 from distcse.student.houses import OnRay
 from distcse.student.material import prepare_tables, read_corpus
-from distcse.teachers import serving
 from distcse.teachers.actors import RemoteSource, served, servers_beside
+from distcse.teachers.serving import serving
 from tests.jobs import make_recipe
 from tests.kills import Nodes, processes_of
 

@@ -24,7 +24,7 @@ from distcse.events import Watch
 from distcse.files import checksum, sealed
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.student.run import run
-from distcse.teachers import open_graph
+from distcse.teachers.graph import open_graph
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.directory import RunDirectory
 from tests.jobs import make_job, train

@@ -17,7 +17,8 @@ from distcse.student.averaging import Start
 from distcse.student.dev import DevSet
 from distcse.student.plan import Plan
 from distcse.student.run import run
-from distcse.teachers import LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
 from distcse.training.checkpoint import Checkpoints, load_state
 from tests.jobs import make_job, make_recipe
 from tests.weights import assert_equal_weights, weights_of

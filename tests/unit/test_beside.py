@@ -16,7 +16,9 @@ from distcse.recipe import Recipe
 from distcse.student.beside import beside_demands
 from distcse.student.lists import ListLesson, fit
 from distcse.student.plan import Job, Plan
-from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, TrainingState, load_position
 from distcse.training.loop import Outcome
 from distcse.tuning.room import Room, given

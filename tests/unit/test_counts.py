@@ -25,7 +25,9 @@ from distcse.mutual.pairs import Pairs
 from distcse.ranks import RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, Recipe, TeachersSection
 from distcse.student.lists import fit
-from distcse.teachers import EmbeddingTable, LocalSource, TableIdentity, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.jobs import make_job
 
 QUIET = ("evaluation.dev=none", "evaluation.held_out=0", "evaluation.final=[]")

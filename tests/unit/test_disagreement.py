@@ -16,7 +16,9 @@ from distcse.objectives import info_nce, list_mle, list_net, mix_lists, negative
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Plan
-from distcse.teachers import Alphas, LocalSource, serving
+from distcse.teachers.alphas import Alphas
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
 from tests.jobs import make_job, train
 
 MakeRecipe = Callable[..., Recipe]

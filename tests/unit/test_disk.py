@@ -25,7 +25,7 @@ from distcse.mutual.phases import Phase
 from distcse.recipe import CorpusSection, Recipe
 from distcse.student.layers import with_chosen_layers
 from distcse.student.run import run
-from distcse.teachers import EmbeddingTable, TableIdentity
+from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
 from distcse.training.directory import RunDirectory

@@ -14,7 +14,8 @@ from benchmarks.counting import passes_of
 from benchmarks.material import OurStep
 from distcse.errors import RecipeError
 from distcse.recipe import Recipe
-from distcse.teachers import LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_masked_lm
 from tests.weights import assert_same_learning, weights_of

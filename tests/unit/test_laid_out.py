@@ -15,7 +15,7 @@ from torch import nn
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.laid_out import lay_out
 from distcse.recipe import TeacherSection
-from distcse.teachers import open_embedder
+from distcse.teachers.opening import open_embedder
 from tests.models import make_cross_encoder
 
 _HAS_KERNELS = torch.backends.mkldnn.is_available()

@@ -14,7 +14,9 @@ from distcse.recipe import ObjectiveSection, Recipe
 from distcse.student.lists import ListLesson
 from distcse.student.memory import Memory
 from distcse.student.plan import Job, Plan
-from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.loop import Outcome
 from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of

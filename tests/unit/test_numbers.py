@@ -31,7 +31,9 @@ from distcse.student.dev import DevSet
 from distcse.student.lists import ListLesson
 from distcse.student.plan import Plan
 from distcse.student.run import run
-from distcse.teachers import EmbeddingTable, LocalSource, serving
+from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, TrainingState, load_state
 from distcse.training.loop import learn
 from tests.jobs import make_job, train

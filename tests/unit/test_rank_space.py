@@ -29,8 +29,8 @@ from distcse.ranks.device import counted_ranks, products, sorted_ranks
 from distcse.ranks.space import counted_rank_vectors
 from distcse.recipe import TeachersSection
 from distcse.student.run import run
-from distcse.teachers import serving
 from distcse.teachers.actors import server_demands
+from distcse.teachers.serving import serving
 from tests.jobs import make_job, make_recipe
 
 

@@ -17,8 +17,7 @@ from distcse.objectives import Taught, build_objective, cosine_errors, gather_vi
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
 from distcse.student.run import run
-from distcse.teachers import TargetsAt, fit_projection
-from distcse.teachers.targets import read_projection
+from distcse.teachers.targets import TargetsAt, fit_projection, read_projection
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 

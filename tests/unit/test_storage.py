@@ -34,8 +34,7 @@ from distcse.storage import (
     withdraw,
 )
 from distcse.student.run import run
-from distcse.teachers import EmbeddingTable
-from distcse.teachers.table import TableIdentity
+from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState
 from distcse.training.claim import Claim, was_left_here
 from distcse.training.directory import RunDirectory

@@ -17,7 +17,7 @@ from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.plan import Job
 from distcse.student.run import run
-from distcse.teachers import EmbeddingTable
+from distcse.teachers.table import EmbeddingTable
 from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
 from distcse.training.claim import Claim
 from distcse.training.directory import RunDirectory, recorded

@@ -17,15 +17,10 @@ from distcse.errors import TeacherError
 from distcse.events import Watch
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.student.houses import InProcess
-from distcse.teachers import (
-    EmbeddingTable,
-    LiveTeacher,
-    LocalSource,
-    TableIdentity,
-    TableTeacher,
-    TeacherEnsemble,
-    table_of,
-)
+from distcse.teachers.build import table_of
+from distcse.teachers.ensemble import LocalSource, TeacherEnsemble
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import LiveTeacher, TableTeacher
 
 
 def identity(**changes: Any) -> TableIdentity:

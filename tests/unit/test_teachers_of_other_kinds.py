@@ -20,8 +20,9 @@ from distcse.events import Steps, Watch
 from distcse.objectives import shuffle_groups
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.student.run import Result, run
-from distcse.teachers import Endpoint, PairTeacher
+from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.opening import fingerprint
+from distcse.teachers.pairs import PairTeacher
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 
