@@ -178,7 +178,7 @@ def _carried_out(
             write_card(result)
     folder, evaluation = result.directory.path, result.evaluation
     if evaluation is None:
-        return Run(result)
+        return Run(result, [])
     from distcse.report.page import write_pages  # it draws, and what draws takes half a second to import
 
     return Run(result, write_pages(evaluation, folder, read_run(folder)))

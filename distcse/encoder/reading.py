@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse.encoder.encoder import Encoder
-from distcse.encoder.folder import read_layout
+from distcse.encoder.folder import check_weights, read_layout, refuse_pickled_weights
 from distcse.encoder.loading import load_tokenizer
 from distcse.encoder.source import resolve_model
 from distcse.recipe import EncoderSection
@@ -26,9 +26,11 @@ class TextReading:
         """As `Encoder.from_section` reads. Only where neither recipe nor folder says a length are the weights loaded.
 
         Raises:
-            EncoderError: Nothing there, or no fast tokenizer. Whether the weights load is not asked.
+            EncoderError: Nothing there, no safetensors, or no fast tokenizer. Whether weights load is not asked.
         """
         folder = resolve_model(section.backbone, section.trust_remote_code)
+        refuse_pickled_weights(folder)
+        check_weights(folder)
         layout = read_layout(folder)
         max_length = section.max_length or layout.max_length
         if max_length is None:

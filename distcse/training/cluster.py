@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # Ray does in the thread, and a process that has begun to end can no longer
 import logging
 import os
 import secrets
@@ -9,7 +11,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,16 +77,17 @@ class _Coming:
     """
 
     wanted: _Wanted
-    up: Future[None] = field(default_factory=Future)
+    up: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     over: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def begun(wanted: _Wanted) -> _Coming:
-        """A cluster that nobody enters ends with the process, also half up."""
+        """A cluster that nobody enters ends with the process, which waits until it is up: half up it would leave some behind."""
         coming = _Coming(wanted)
         if wanted.address is None:
             _set_local_environment()  # here and not in the thread: Ray may be imported as soon as this returns
         threading.Thread(target=coming._come, name="cluster", daemon=True).start()
+        atexit.register(coming.end)
         return coming
 
     def _come(self) -> None:
@@ -99,6 +101,7 @@ class _Coming:
 
     def end(self) -> None:
         """Leave or end it, when it is up."""
+        atexit.unregister(self.end)
         if self.up.exception() is None:
             import ray
 

@@ -227,3 +227,31 @@ with cluster(cpus=1):
     assert done.returncode == 0, done.stderr
     listening = done.stdout.split()
     assert len(listening) > 5 and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_a_cluster_that_comes_up_ahead_is_the_one_that_is_wanted_and_leaves_signals_alone() -> None:
+    script = """
+import signal, threading
+import psutil
+from distcse.training.cluster import bring_up, cluster
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+ours = signal.getsignal(signal.SIGTERM)
+bring_up(cpus=1)
+with cluster(cpus=1):
+    import ray
+    print(ray.cluster_resources()["CPU"], signal.getsignal(signal.SIGTERM) is ours)
+bring_up(cpus=1)
+with cluster(cpus=2):
+    print(ray.cluster_resources()["CPU"])
+    bring_up(cpus=3)
+    with cluster(cpus=3):
+        print(ray.cluster_resources()["CPU"])
+print(len(psutil.Process().children()), [t.name for t in threading.enumerate() if t.name == "cluster"])
+bring_up(cpus=1)
+raise SystemExit(7)
+"""
+    done = finish([sys.executable, "-c", script])
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["1.0 True", "2.0", "2.0", "0 []"]
+    assert "SIGTERM" not in done.stderr

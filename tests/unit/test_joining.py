@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distcse.errors import RunError
-from distcse.training.cluster import cluster
+from distcse.training.cluster import bring_up, cluster
 from tests.ports import free_port
 
 
@@ -26,3 +26,16 @@ def test_an_address_that_no_cluster_has_is_one_clear_error(
         pass
     assert str(refused.value).startswith(f"cannot join the Ray cluster at {address}: {told}")
     assert "Check RAY_ADDRESS" in str(refused.value)
+
+
+def test_what_went_wrong_ahead_is_told_where_the_cluster_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    bring_up()
+    bring_up()
+    with pytest.raises(RunError, match=f"cannot join the Ray cluster at {address}: nobody answers there"), cluster():
+        pass
+    other = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", other)
+    with pytest.raises(RunError, match=f"at {other}"), cluster():  # the first is over
+        pass

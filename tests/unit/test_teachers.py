@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -66,6 +69,26 @@ def test_rows_come_back_in_order_and_half_precision(tmp_path: Path) -> None:
     assert got.dtype == np.float32
     stored = sum(file.stat().st_size for file in table.directory.glob("*.npy"))
     assert stored < 25 * 6 * 2 + 3 * 200
+
+
+def test_who_serves_a_table_imports_no_pytorch(tmp_path: Path) -> None:
+    """A server's process is a fifth of a gigabyte smaller so, and there two seconds sooner."""
+    table, vectors = filled(tmp_path)
+    script = """
+import pickle, sys
+import numpy as np
+import distcse.teachers.actors
+from distcse.recipe import TeacherSection
+from distcse.teachers.serving import serving
+table = pickle.loads(bytes.fromhex(sys.argv[1]))
+lists = serving(TeacherSection(backbone="m"), table).similarities(np.arange(6).reshape(1, 6), slice(2))
+print(lists.tobytes().hex())
+sys.exit("torch" in sys.modules)
+"""
+    pickled = pickle.dumps(EmbeddingTable(table.directory, table.identity)).hex()
+    served = subprocess.run([sys.executable, "-c", script, pickled], check=True, stdout=subprocess.PIPE, text=True)
+    lists = np.frombuffer(bytes.fromhex(served.stdout), np.float32).reshape(1, 2, 6)
+    np.testing.assert_allclose(lists[0], vectors[:2] @ vectors[:6].T, atol=1e-3)
 
 
 def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> None:
