@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from distcse.encoder import Encoder
-from distcse.errors import CorpusError, EvaluationError, RecipeError, RunError
+from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.events import DevScore, Event, Steps, Watch
 from distcse.recipe import Recipe
+from distcse.student.material import Text
 from distcse.student.plan import Job
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable
@@ -153,6 +156,22 @@ def test_what_cannot_work_is_told_before_teachers_work(recipe_with: MakeRecipe, 
         with pytest.raises(error, match=told):
             run(recipe_with(*overrides), Watch())
     assert not (tmp_path / "cache" / "tables").exists()
+
+
+def test_a_student_is_loaded_before_teachers_work_and_not_for_its_tokens(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny("bert"), broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["encoder.layer.0.output.dense.bias"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    recipe = recipe_with(f"student.backbone={broken}", "student.max_length=16")
+    with pytest.raises(EncoderError, match=r"weight encoder\.layer\.0\.output\.dense\.bias holds NaN"):
+        run(recipe, Watch())
+    assert not list((tmp_path / "cache" / "tables").glob("*/shard-*"))
+    text = Text.prepare(recipe, Watch())
+    assert len(text.tokens.lengths(range(3))) == 3 and "start" not in vars(text)
 
 
 def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
