@@ -7,6 +7,7 @@ import concurrent.futures.thread  # Ray does in the thread, and a process that h
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -71,9 +72,7 @@ class _Wanted:
 class _Coming:
     """A cluster that comes up in a thread of its own.
 
-    The thread stays until the cluster is ended: Linux kills processes that were started with the thread that started them. And it
-    is not the main one, on which Ray would take SIGTERM for itself and end the process; a scheduler that sends it wants a
-    checkpoint.
+    The thread stays until the cluster is ended: Linux kills processes that were started with the thread that started them.
     """
 
     wanted: _Wanted
@@ -148,6 +147,9 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
             "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
             "ray=false for groups"
         ) from refused
+    if threading.current_thread() is threading.main_thread():
+        # Ray's core takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
         yield
     finally:
@@ -155,7 +157,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
 
 
 def _not_of_threads(record: logging.LogRecord) -> bool:
-    """Ray warns that on a thread it leaves SIGTERM alone, which is what is wanted."""
+    """Ray warns that on a thread it sets no Python handler of SIGTERM, which is what is wanted."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
