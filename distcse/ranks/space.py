@@ -7,7 +7,7 @@ Spearman's correlation of their similarities to the references (RankEncoder Eq. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -28,8 +28,8 @@ def rank_vectors(similarities: NDArray[np.floating], out: NDArray[np.float32] | 
     rows, references = similarities.shape
     places = ((np.arange(references) - (references - 1) / 2) * unit_scale(references)).astype(np.float32)
     ranks = np.empty((rows, references), dtype=np.float32) if out is None else out
-    for row, found in zip(similarities, ranks, strict=True):
-        found[_order(row)] = places
+    for order, found in zip(_orders(similarities), ranks, strict=True):
+        found[order] = places
     return ranks
 
 
@@ -38,19 +38,30 @@ def unit_scale(n: int) -> float:
     return math.sqrt(12 / (n * (n**2 - 1)))
 
 
-def _order(row: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Places of a row's numbers, ascending, equal ones as they come.
+def _orders(similarities: NDArray[np.floating]) -> Iterator[NDArray[np.integer]]:
+    """Of each row the places of its numbers, ascending, equal ones as they come; each is written over by the next one.
 
-    Floats are ordered as their bits are, once those of the negative ones are turned round. 16 bits at a time numpy counts instead
-    of comparing: two passes take a quarter of the time of its sort of 100,000 floats.
+    Floats are ordered as their bits are, once those of the negative ones are turned round. With the places below them they are
+    whole numbers, which numpy sorts where they lie by vector instructions: 100,000 in half the time of its argsort.
     """
-    if row.dtype != np.float32:
-        return np.argsort(row, kind="stable")
-    bits = (row + np.float32(0)).view(np.uint32)  # no -0, which equals 0
-    bits ^= (bits >> 31) * np.uint32(0x7FFFFFFF) | np.uint32(0x80000000)
-    low = np.argsort(bits.astype(np.uint16), kind="stable")
-    high = np.argsort((bits >> 16).astype(np.uint16)[low], kind="stable")
-    return low[high]
+    if similarities.dtype != np.float32:
+        yield from (np.argsort(row, kind="stable") for row in similarities)
+        return
+    references = similarities.shape[1]
+    places, keys = np.arange(references), np.empty(references, np.int64)
+    numbers, turned = np.empty(references, np.float32), np.empty(references, np.int32)
+    bits = numbers.view(np.int32)
+    for row in similarities:
+        np.add(row, np.float32(0), out=numbers)  # no -0, which equals 0
+        np.right_shift(bits, 31, out=turned)
+        turned &= 0x7FFFFFFF
+        bits ^= turned
+        keys[:] = bits
+        keys <<= 32
+        keys |= places
+        keys.sort()
+        keys &= 0xFFFFFFFF
+        yield keys
 
 
 def counted_rank_vectors(
