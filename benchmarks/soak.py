@@ -13,6 +13,7 @@ their number; its step, shard and victim are drawn by its seed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -131,7 +132,11 @@ class Soak:
             if run.position == STEPS:
                 found.difference = largest_difference(expected, weights_of(run.folder))
             kept = 0 if latest is None else int(latest.name.removeprefix("step-"))
-            found.restarts, found.checkpoints_lost = len(run.restarts), sum(step < kept for step in run.restarts)
+            found.restarts = len(run.restarts)
+            begun = [after - 1 for before, after in itertools.pairwise(run.steps) if after <= before]
+            found.checkpoints_lost = sum(
+                step < kept for step in {*run.restarts, *begun}
+            )  # who begins anew tells no checkpoint
             found.rows_again = sum(run.shard(number) != mark for number, mark in whole.items()) * SHARD
             found.in_flight = SHARD if builds else 0
         found.seconds = time.monotonic() - began

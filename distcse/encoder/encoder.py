@@ -24,20 +24,19 @@ from distcse.encoder.loading import (
     length_limit,
     load_backbone,
     load_tokenizer,
+    pooling_of,
     refuse_other_reading,
     require_finite,
 )
 from distcse.encoder.packing import short_cut
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
 from distcse.encoder.precision import arithmetic
-from distcse.encoder.prompts import SENTENCE, is_template, prompted
+from distcse.encoder.prompts import is_template, prompted
 from distcse.encoder.source import resolve_model
 from distcse.encoder.words import narrow_words
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 from distcse.storage import place, publish
-
-_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 
 
 class Encoder(nn.Module):
@@ -92,11 +91,7 @@ class Encoder(nn.Module):
         folder = resolve_model(section.backbone, section.trust_remote_code)
         refuse_pickled_weights(folder)
         layout = read_layout(folder)
-        pooling = section.pooling or layout.pooling
-        if pooling is None:
-            raise EncoderError(
-                f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}"
-            )
+        pooling = pooling_of(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         length_told = section.max_length or layout.max_length
         backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told, kind)
@@ -110,11 +105,6 @@ class Encoder(nn.Module):
         check_vocabulary(folder, tokenizer, backbone)
         refuse_other_reading(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
-        if pooling == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
-            raise EncoderError(
-                f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
-                f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
-            )
         prompt, head = section.prompt or layout.prompt, build_head(folder, layout.head, _width(backbone))
         require_finite(folder, head)
         return cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)

@@ -10,10 +10,12 @@ from torch import nn
 
 from distcse.encoder.dropout import draw_fast
 from distcse.encoder.folder import Layout, check_weights
+from distcse.encoder.prompts import SENTENCE
 from distcse.errors import EncoderError
 from distcse.importing import importing
-from distcse.recipe import EncoderSection
+from distcse.recipe import EncoderSection, Pooling
 
+_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 _LONG = 128
 _INSTRUCTOR = "hkunlp/instructor-"
 """Models whose folders do not say that they leave the prompt out; sentence-transformers knows them by name too."""
@@ -133,8 +135,21 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
         )
 
 
+def pooling_of(section: EncoderSection, layout: Layout) -> Pooling:
+    """What the recipe says, else the folder; `EncoderError` where neither does."""
+    pooling = section.pooling or layout.pooling
+    if pooling is None:
+        raise EncoderError(f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}")
+    return pooling
+
+
 def refuse_other_reading(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
     """Raise `EncoderError` where a model reads texts as distcse does not: its vectors would not be the model's own."""
+    if pooling_of(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
+        raise EncoderError(
+            f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
+            f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
+        )
     normalizer = tokenizer.backend_tokenizer.normalizer
     if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
         raise EncoderError(

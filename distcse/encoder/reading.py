@@ -7,7 +7,7 @@ from typing import Any
 
 from distcse.encoder.encoder import Encoder
 from distcse.encoder.folder import check_weights, read_layout, refuse_pickled_weights
-from distcse.encoder.loading import load_tokenizer
+from distcse.encoder.loading import load_tokenizer, pooling_of, refuse_other_reading
 from distcse.encoder.source import resolve_model
 from distcse.recipe import EncoderSection
 
@@ -26,14 +26,18 @@ class TextReading:
         """As `Encoder.from_section` reads. Only where neither recipe nor folder says a length are the weights loaded.
 
         Raises:
-            EncoderError: Nothing there, no safetensors, or no fast tokenizer. Whether weights load is not asked.
+            EncoderError: Nothing there, no safetensors, no fast tokenizer, a reading that is not ours, or a pooling that nobody
+                says. Whether weights load is not asked.
         """
         folder = resolve_model(section.backbone, section.trust_remote_code)
         refuse_pickled_weights(folder)
         check_weights(folder)
         layout = read_layout(folder)
+        pooling_of(section, layout)
         max_length = section.max_length or layout.max_length
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
-        return cls(load_tokenizer(folder, section.trust_remote_code), max_length, section.prompt or layout.prompt)
+        tokenizer = load_tokenizer(folder, section.trust_remote_code)
+        refuse_other_reading(section, layout, tokenizer)
+        return cls(tokenizer, max_length, section.prompt or layout.prompt)

@@ -27,7 +27,7 @@ from distcse.storage import address, fetch, fetch_folder, publish
 from distcse.tracking import require_packages, tracking
 from distcse.training.checkpoint import Checkpoints
 from distcse.training.claim import Claim
-from distcse.training.cluster import bring_up, cluster
+from distcse.training.cluster import cluster, coming_up
 from distcse.training.directory import RunDirectory
 from distcse.training.engines import uses_deepspeed
 
@@ -76,7 +76,8 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
     with directory.claimed(watch) as claim:
         watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
         watch.post(Note(f"run directory {address(directory.path)}"))
-        return _run(recipe, watch, directory, claim, at_work, tasks)
+        with coming_up(recipe.ray):
+            return _run(recipe, watch, directory, claim, at_work, tasks)
 
 
 def _run(
@@ -87,8 +88,6 @@ def _run(
     if claim.left_here:
         for phase in (directory.path / "groups").glob("*/*"):
             Checkpoints(phase).rescue(watch.post)
-    if recipe.ray:
-        bring_up()
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)

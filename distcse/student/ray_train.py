@@ -17,7 +17,7 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
-from distcse.errors import DistcseError, RunError
+from distcse.errors import DistcseError, EncoderError, RunError
 from distcse.events import Note, Watch
 from distcse.importing import importing
 from distcse.nodes import (
@@ -198,7 +198,7 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     try:
         with scorers as scorer:
             return fit(job, sources, watch, ray.train.report, scorer)
-    except RunError as mistake:
+    except (EncoderError, RunError) as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
 

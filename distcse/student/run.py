@@ -21,7 +21,7 @@ from distcse.student.model import encoder_weights
 from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.claim import Claim
-from distcse.training.cluster import bring_up
+from distcse.training.cluster import coming_up
 from distcse.training.directory import RunDirectory
 from distcse.training.loop import Outcome
 
@@ -56,7 +56,8 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     with directory.claimed(watch) as claim:
         watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
         watch.post(Note(f"run directory {address(directory.path)}"))
-        return _run(recipe, watch, directory, claim, labelled, house)
+        with coming_up(house is None and recipe.training.workers > 0):
+            return _run(recipe, watch, directory, claim, labelled, house)
 
 
 def _run(
@@ -64,8 +65,6 @@ def _run(
 ) -> Result:
     if claim.left_here:
         Checkpoints(directory.path).rescue(watch.post)
-    if house is None and recipe.training.workers:
-        bring_up()
     text = Text.prepare(recipe, watch)
     if text.recipe != recipe:
         recipe = text.recipe

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,9 +49,13 @@ class ShardBuilder(Pulse):
     def __init__(
         self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
     ) -> None:
+        # Imports here, before there is a pulse to feel: they may hold all threads.
         from distcse.corpus import Corpus
+        from distcse.teachers.build import embed_shard
+        from distcse.teachers.opening import open_embedder
 
         use_assigned_gpus()
+        self._open_embedder, self._embed_shard = open_embedder, embed_shard
         self._teacher = teacher
         self._corpus = Corpus.open(corpus)
         self._table = EmbeddingTable(table, identity)
@@ -60,17 +64,13 @@ class ShardBuilder(Pulse):
     @cached_property
     def _encoder(self) -> Embedder:
         # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
-        from distcse.teachers.opening import open_embedder
-
-        encoder = open_embedder(self._teacher)
+        encoder = self._open_embedder(self._teacher)
         use_assigned_threads()
         return encoder
 
     def build(self, shard: int) -> int:
         """Rows embedded."""
-        from distcse.teachers.build import embed_shard
-
-        return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
+        return self._embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
 
 
 class TeacherServer(Pulse):
@@ -311,13 +311,9 @@ def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:
-    def make() -> Teacher:
-        from distcse.corpus import Corpus
-        from distcse.teachers.opening import live
+    from distcse.teachers.opening import live_at  # by its server too, when it is told of this
 
-        return live(teacher, Corpus.open(corpus), tokens_per_batch)
-
-    return make
+    return partial(live_at, teacher, corpus, tokens_per_batch)
 
 
 def server_demands(section: TeachersSection) -> list[Demand]:

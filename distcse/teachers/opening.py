@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distcse.corpus import Corpus
 from distcse.device import device_here
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
@@ -51,6 +53,11 @@ def fingerprint(teacher: TeacherSection) -> str:
         # Tables from before templates were filled in are of other texts.
         return text_checksum(f"{named}\0filled in" if is_template(teacher.prompt) else named)
     return model_fingerprint(resolve_model(teacher.backbone, teacher.trust_remote_code))
+
+
+def live_at(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Teacher:
+    """`live`, of a corpus in a folder."""
+    return live(teacher, Corpus.open(corpus), tokens_per_batch)
 
 
 def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teacher:

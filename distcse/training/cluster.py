@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # Ray does in the thread, and a process that has begun to end can no longer
+import ctypes
 import logging
 import os
 import secrets
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distcse.errors import RunError
@@ -68,35 +69,38 @@ class _Wanted:
             _start_here(self.cpus, self.environment)
 
 
-@dataclass(frozen=True)
 class _Coming:
     """A cluster that comes up in a thread of its own.
 
     The thread stays until the cluster is ended: Linux kills processes that were started with the thread that started them.
     """
 
-    wanted: _Wanted
-    up: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
-    over: threading.Event = field(default_factory=threading.Event)
-
-    @staticmethod
-    def begun(wanted: _Wanted) -> _Coming:
-        """A cluster that nobody enters ends with the process, which waits until it is up: half up it would leave some behind."""
-        coming = _Coming(wanted)
+    def __init__(self, wanted: _Wanted) -> None:
+        self.wanted = wanted
+        self.up: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._come, name="cluster", daemon=True)
         if wanted.address is None:
             _set_local_environment()  # here and not in the thread: Ray may be imported as soon as this returns
-        threading.Thread(target=coming._come, name="cluster", daemon=True).start()
-        atexit.register(coming.end)
-        return coming
+            atexit.register(
+                self.end
+            )  # which waits until it is up: a process that ends before leaves some of Ray's behind
+        self._thread.start()
+
+    @property
+    def is_gone(self) -> bool:
+        """It did not come up, or somebody else has ended it."""
+        return self.up.done() and not _is_up()
 
     def _come(self) -> None:
         try:
             self.wanted.come()
+            _give_back_sigterm()
         except BaseException as refused:
             self.up.set_exception(refused)
         else:
             self.up.set_result(None)
-            self.over.wait()
+            self._over.wait()
 
     def end(self) -> None:
         """Leave or end it, when it is up."""
@@ -105,21 +109,40 @@ class _Coming:
             import ray
 
             ray.shutdown()
-        self.over.set()
+        self._over.set()
+        self._thread.join()
 
 
 _coming: _Coming | None = None
 """What `bring_up` began, until `cluster` takes it over: Ray is one a process, and so is this."""
 
 
-def bring_up(cpus: int | None = None, fast_allocator: bool = False) -> None:
+def bring_up(cpus: int | None = None, fast_allocator: bool = False) -> bool:
     """Let the cluster that `cluster` will be asked for come up, while this process imports and reads.
 
-    What goes wrong is told by `cluster`. Arguments as there.
+    What goes wrong is told by `cluster`. Arguments as there. One that nobody enters ends with the process.
+
+    Returns:
+        Whether it was begun here: False where there is one, or one is coming up.
     """
     global _coming
-    if _coming is None and not _is_up():
-        _coming = _Coming.begun(_Wanted.now(cpus, fast_allocator))
+    _forget_what_is_gone()
+    if _coming is not None or _is_up():
+        return False
+    _coming = _Coming(_Wanted.now(cpus, fast_allocator))
+    return True
+
+
+@contextmanager
+def coming_up(wanted: bool) -> Iterator[None]:
+    """While this is entered a cluster comes up, where one is wanted and none is there; after an error it is ended."""
+    begun = wanted and bring_up()
+    try:
+        yield
+    except BaseException:
+        if begun:
+            _let_go()
+        raise
 
 
 @contextmanager
@@ -131,14 +154,14 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         fast_allocator: All processes of this one's actors, not only Ray Train's, are for training.
     """
     global _coming
+    _forget_what_is_gone()
     if _coming is None and _is_up():
         yield
         return
-    wanted, (coming, _coming) = _Wanted.now(cpus, fast_allocator), (_coming, None)
-    if coming is not None and coming.wanted != wanted:
-        coming.end()
-        coming = None
-    coming = coming or _Coming.begun(wanted)
+    wanted = _Wanted.now(cpus, fast_allocator)
+    if _coming is not None and _coming.wanted != wanted:
+        _let_go()
+    coming = _coming = _coming or _Coming(wanted)  # kept while it is waited for: whoever interrupts that may come again
     try:
         coming.up.result()
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
@@ -147,13 +170,42 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
             "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
             "ray=false for groups"
         ) from refused
+    _coming = None
     if threading.current_thread() is threading.main_thread():
-        # Ray's core takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # see `_give_back_sigterm`
     try:
         yield
     finally:
         coming.end()
+
+
+def _let_go() -> None:
+    """End a cluster that was brought up and not entered."""
+    global _coming
+    coming, _coming = _coming, None
+    if coming is not None:
+        coming.end()
+
+
+def _forget_what_is_gone() -> None:
+    if _coming is not None and _coming.is_gone:
+        _let_go()
+
+
+def _give_back_sigterm() -> None:
+    """Ray's core takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
+
+    `signal.signal` is for the main thread, which has other work now. To the system Python has one handler for all signals, so
+    that of SIGINT is what SIGTERM shall have; where it has none there, `cluster` gives it back.
+    """
+    handler, other = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
+    put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    if not callable(handler):
+        put(signal.SIGTERM, int(handler or signal.SIG_DFL))
+    elif callable(other):
+        put(signal.SIGTERM, get(signal.SIGINT))
 
 
 def _not_of_threads(record: logging.LogRecord) -> bool:

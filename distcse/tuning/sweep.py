@@ -166,6 +166,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch)
     from distcse.teachers.actors import served
 
     text = Text.prepare(recipe, watch)
+    _ = text.start  # a student that does not load is told once, not by every trial
     tables = text.tables(OnRay(), watch)
     text.neighbours(tables, watch)  # found here once rather than by all trials at a time
     section = recipe.teachers

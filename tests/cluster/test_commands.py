@@ -232,11 +232,15 @@ with cluster(cpus=1):
 @pytest.mark.slow
 def test_a_cluster_that_comes_up_ahead_is_the_one_that_is_wanted_and_leaves_signals_alone() -> None:
     script = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 import psutil
 from distcse.training.cluster import bring_up, cluster
 signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
 bring_up(cpus=1)
+while "ray" not in sys.modules or not getattr(sys.modules["ray"], "is_initialized", bool)():
+    time.sleep(0.1)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGTERM)
 with cluster(cpus=1):
     import ray
     print(ray.cluster_resources()["CPU"])
@@ -254,5 +258,5 @@ raise SystemExit(7)
 """
     done = finish([sys.executable, "-c", script])
     assert done.returncode == 7, done.stderr
-    assert done.stdout.splitlines() == ["1.0", "heard", "2.0", "2.0", "0 []"]
+    assert done.stdout.splitlines() == ["heard", "1.0", "heard", "2.0", "2.0", "0 []"]
     assert "SIGTERM" not in done.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from distcse.errors import RunError
-from distcse.training.cluster import bring_up, cluster
+from distcse.training.cluster import bring_up, cluster, coming_up
 from tests.ports import free_port
 
 
@@ -39,3 +41,16 @@ def test_what_went_wrong_ahead_is_told_where_the_cluster_is_wanted(monkeypatch: 
     monkeypatch.setenv("RAY_ADDRESS", other)
     with pytest.raises(RunError, match=f"at {other}"), cluster():  # the first is over
         pass
+
+
+def test_a_run_that_fails_before_its_cluster_is_entered_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    with pytest.raises(KeyError), coming_up(wanted=True):
+        assert bring_up() is False  # one is coming
+        raise KeyError("something else")
+    assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
+    with coming_up(wanted=False):
+        assert bring_up() is True
+        monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+        with pytest.raises(RunError, match="at nowhere"), cluster():
+            pass
