@@ -131,7 +131,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
     file = str(folder / "recipe.yaml")
     run(recipe, Watch())  # fills the caches
     seconds: dict[str, list[float]] = {"bare": [], "ray": []}
-    for number in range(1 if options.quick else max(3, options.pairs // 5)):
+    for number in range(1 if options.quick else 5):
         for way in sorted(seconds, reverse=number % 2 == 1):
             seconds[way].append(first_step(file, f"training.workers={int(way == 'ray')}"))
             print(f"{way}: first step after {seconds[way][-1]:.1f} s", flush=True)
