@@ -12,7 +12,7 @@ from distcse.errors import RecipeError
 from distcse.importing import importing
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import address, fetch, place
-from distcse.training.cluster import bring_up
+from distcse.training.cluster import bring_up, let_go
 
 if TYPE_CHECKING:
     from distcse.running import Run
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
     options = build_parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _main(options), kept="the last checkpoint is kept", as_json=options.json)
+    try:
+        return exit_status(lambda: _main(options), kept="the last checkpoint is kept", as_json=options.json)
+    finally:
+        let_go()
 
 
 def _main(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from distcse.errors import RecipeError, RunError
 from distcse.importing import importing
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import address, place
-from distcse.training.cluster import bring_up
+from distcse.training.cluster import bring_up, let_go
 
 if TYPE_CHECKING:
     from distcse.tuning.sweep import SweepResult
@@ -25,7 +25,10 @@ _EXTRA = ("optuna", "simpleeval")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
     options = build_parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
+    try:
+        return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
+    finally:
+        let_go()
 
 
 def _with_extra(options: argparse.Namespace) -> int:

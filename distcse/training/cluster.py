@@ -141,7 +141,7 @@ def coming_up(wanted: bool) -> Iterator[None]:
         yield
     except BaseException:
         if begun:
-            _let_go()
+            let_go()
         raise
 
 
@@ -160,7 +160,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         return
     wanted = _Wanted.now(cpus, fast_allocator)
     if _coming is not None and _coming.wanted != wanted:
-        _let_go()
+        let_go()
     coming = _coming = _coming or _Coming(wanted)  # kept while it is waited for: whoever interrupts that may come again
     try:
         coming.up.result()
@@ -179,7 +179,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         coming.end()
 
 
-def _let_go() -> None:
+def let_go() -> None:
     """End a cluster that was brought up and not entered."""
     global _coming
     coming, _coming = _coming, None
@@ -189,7 +189,7 @@ def _let_go() -> None:
 
 def _forget_what_is_gone() -> None:
     if _coming is not None and _coming.is_gone:
-        _let_go()
+        let_go()
 
 
 def _give_back_sigterm() -> None:
