@@ -140,7 +140,7 @@ def _real_actors(
     import ray
     from ray.util import ActorPool
 
-    from distcse.teachers.actors import ShardBuilder
+    from distcse.teachers.builders import ShardBuilder
     from distcse.teachers.pulse import CONCURRENCY
 
     table = table_of(section, corpus, folder / "real", teachers.shard_rows)

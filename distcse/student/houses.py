@@ -97,7 +97,7 @@ class OnRay:
         on_rows: Callable[[int], None],
         watch: Watch,
     ) -> None:
-        from distcse.teachers.actors import build_shards
+        from distcse.teachers.builders import build_shards
 
         build_shards(teacher, section, corpus, table, missing, on_rows, watch)
 

@@ -1,7 +1,7 @@
-"""Ray actors that host frozen teachers: builders that fill a table, servers that answer workers.
+"""Ray actors that host frozen teachers and answer workers.
 
-This file and `pulse.py` are the only ones of this folder that import Ray. Between worker and server go row ids one way and
-lists the other way: never vectors, tokens or weights.
+This file, `builders.py` and `pulse.py` are the only ones of this folder that import Ray. Between worker and server go row ids
+one way and lists the other way: never vectors, tokens or weights.
 """
 
 from __future__ import annotations
@@ -20,57 +20,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util import ActorPool
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import DistcseError, TeacherError
 from distcse.events import Note, Watch
-from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
+from distcse.nodes import Demand, alive
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.pulse import OUTLIVES, Guard, Pulse
 from distcse.teachers.serving import serving
-from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import Embedder, Teacher
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import Teacher
 
 if TYPE_CHECKING:
     from distcse.corpus import Corpus
 
 T = TypeVar("T")
 
-_LOOK = 1.0
 _UNDER_WAY = 2
 """Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
-
-
-class ShardBuilder(Pulse):
-    """Embeds shards of one table and writes them to the table's storage itself: vectors never cross the network."""
-
-    def __init__(
-        self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
-    ) -> None:
-        # Imports here, before there is a pulse to feel: they may hold all threads.
-        from distcse.corpus import Corpus
-        from distcse.teachers.build import embed_shard
-        from distcse.teachers.opening import open_embedder
-
-        use_assigned_gpus()
-        self._open_embedder, self._embed_shard = open_embedder, embed_shard
-        self._teacher = teacher
-        self._corpus = Corpus.open(corpus)
-        self._table = EmbeddingTable(table, identity)
-        self._tokens_per_batch = tokens_per_batch
-
-    @cached_property
-    def _encoder(self) -> Embedder:
-        # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
-        encoder = self._open_embedder(self._teacher)
-        use_assigned_threads()
-        return encoder
-
-    def build(self, shard: int) -> int:
-        """Rows embedded."""
-        return self._embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
 
 
 class TeacherServer(Pulse):
@@ -177,66 +145,6 @@ class RemoteSource:
         return answer
 
 
-def build_shards(
-    teacher: TeacherSection,
-    section: TeachersSection,
-    corpus: Corpus,
-    table: EmbeddingTable,
-    missing: Sequence[int],
-    on_rows: Callable[[int], None],
-    watch: Watch,
-) -> None:
-    """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
-    nodes = nodes_with(section.nodes, "teachers.nodes")
-    each = builder_resources(section, nodes)
-    count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
-    refuse_impossible([_builders(section, count, each)], alive())
-    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **OUTLIVES)(ShardBuilder)
-    builders = [
-        actor.options(
-            name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
-        ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
-        for number in range(count)
-    ]
-    patience = Patience([_builders(section, 1, each)], lambda told: watch.post(Note(told, warning=True)))
-    pool, done = ActorPool(builders), 0
-    for shard in missing:
-        pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
-    try:
-        with guarded(section, watch) as guard:
-            for number, builder in enumerate(builders):
-                guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
-            while pool.has_next():
-                patience.look()
-                try:
-                    done += pool.get_next_unordered(timeout=_LOOK)
-                except TimeoutError:
-                    continue
-                on_rows(done)
-    except RayTaskError as failed:
-        raise _cause_of(teacher, failed) from failed
-    except RayActorError as lost:
-        raise TeacherError(
-            f"teacher {teacher.backbone} was started again and again and lost its process each time: "
-            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.builders; whole shards "
-            "are kept"
-        ) from lost
-    finally:
-        for builder in builders:
-            ray.kill(builder)
-
-
-def builder_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
-    """What an embedding actor takes: a CPU, and a GPU where the recipe or, it saying nothing, one of the nodes has one."""
-    has_one = any(node.get("GPU", 0.0) >= 1 for node in nodes)
-    return {"CPU": 1.0, "GPU": float(has_one) if section.builder_gpus is None else section.builder_gpus}
-
-
-def _builders(section: TeachersSection, count: int, each: Resources) -> Demand:
-    told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
-    return Demand(told, count, each, section.nodes, "teachers.builders", smaller)
-
-
 @contextmanager
 def served(
     section: TeachersSection,
@@ -292,11 +200,11 @@ def servers_beside(servers: Any, section: TeachersSection, run: str, worker: int
         try:
             ray.get(server.ready.remote())
         except RayTaskError as failed:
-            raise _cause_of(teacher, failed) from failed
+            raise cause_of(teacher, failed) from failed
     return mine
 
 
-def _cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
+def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
     """A mistake of the user's as it is; anything else with the teacher's name."""
     return failed.cause if isinstance(failed.cause, DistcseError) else _told(teacher, failed)
 

@@ -13,7 +13,7 @@ from distcse.errors import DivergedError, TeacherError
 from distcse.events import Note, Watch
 from distcse.recipe import Recipe, with_values
 from distcse.student.run import run
-from distcse.teachers import actors
+from distcse.teachers import builders
 from tests.jobs import make_recipe
 from tests.unit.test_numbers import answering
 
@@ -44,7 +44,7 @@ def test_a_teacher_that_gives_no_number_is_told_in_a_line(cluster: None, recipe:
     assert "gives a vector that is not finite for row" in str(ended.value) and "\n" not in str(ended.value)
 
 
-class Dying(actors.ShardBuilder):
+class Dying(builders.ShardBuilder):
     """Loses its process at every shard, as one that is out of memory."""
 
     def build(self, shard: int) -> int:
@@ -56,7 +56,7 @@ class Dying(actors.ShardBuilder):
 def test_a_builder_that_always_dies_is_not_started_for_ever(
     cluster: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors, "ShardBuilder", Dying)
+    monkeypatch.setattr(builders, "ShardBuilder", Dying)
     with pytest.raises(TeacherError, match="was started again and again and lost its process each time") as ended:
         run(recipe, Watch())
     assert "\n" not in str(ended.value)

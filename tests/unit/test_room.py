@@ -10,7 +10,7 @@ import pytest
 from distcse.errors import RunError
 from distcse.nodes import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
-from distcse.teachers.actors import builder_resources
+from distcse.teachers.builders import builder_resources
 from distcse.tuning.room import Room, room_of
 
 MakeRecipe = Callable[..., Recipe]

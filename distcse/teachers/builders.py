@@ -1,0 +1,108 @@
+"""Ray actors that embed a corpus and fill its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util import ActorPool
+
+from distcse.corpus import Corpus
+from distcse.errors import TeacherError
+from distcse.events import Note, Watch
+from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
+from distcse.recipe import TeacherSection, TeachersSection
+from distcse.teachers.actors import cause_of, guarded, use_assigned_gpus, use_assigned_threads
+from distcse.teachers.build import embed_shard
+from distcse.teachers.opening import open_embedder
+from distcse.teachers.pulse import OUTLIVES, Pulse
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import Embedder
+
+_LOOK = 1.0
+
+
+class ShardBuilder(Pulse):
+    """Embeds shards of one table and writes them to the table's storage itself: vectors never cross the network."""
+
+    def __init__(
+        self, teacher: TeacherSection, corpus: Path, table: Path, identity: TableIdentity, tokens_per_batch: int
+    ) -> None:
+        use_assigned_gpus()
+        use_assigned_threads()
+        self._teacher = teacher
+        self._corpus = Corpus.open(corpus)
+        self._table = EmbeddingTable(table, identity)
+        self._tokens_per_batch = tokens_per_batch
+
+    @cached_property
+    def _encoder(self) -> Embedder:
+        # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
+        return open_embedder(self._teacher)
+
+    def build(self, shard: int) -> int:
+        """Rows embedded."""
+        return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
+
+
+def build_shards(
+    teacher: TeacherSection,
+    section: TeachersSection,
+    corpus: Corpus,
+    table: EmbeddingTable,
+    missing: Sequence[int],
+    on_rows: Callable[[int], None],
+    watch: Watch,
+) -> None:
+    """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
+    nodes = nodes_with(section.nodes, "teachers.nodes")
+    each = builder_resources(section, nodes)
+    count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
+    refuse_impossible([_builders(section, count, each)], alive())
+    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **OUTLIVES)(ShardBuilder)
+    builders = [
+        actor.options(
+            name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
+        ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
+        for number in range(count)
+    ]
+    patience = Patience([_builders(section, 1, each)], lambda told: watch.post(Note(told, warning=True)))
+    pool, done = ActorPool(builders), 0
+    for shard in missing:
+        pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
+    try:
+        with guarded(section, watch) as guard:
+            for number, builder in enumerate(builders):
+                guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
+            while pool.has_next():
+                patience.look()
+                try:
+                    done += pool.get_next_unordered(timeout=_LOOK)
+                except TimeoutError:
+                    continue
+                on_rows(done)
+    except RayTaskError as failed:
+        raise cause_of(teacher, failed) from failed
+    except RayActorError as lost:
+        raise TeacherError(
+            f"teacher {teacher.backbone} was started again and again and lost its process each time: "
+            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.builders; whole shards "
+            "are kept"
+        ) from lost
+    finally:
+        for builder in builders:
+            ray.kill(builder)
+
+
+def builder_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
+    """What an embedding actor takes: a CPU, and a GPU where the recipe or, it saying nothing, one of the nodes has one."""
+    has_one = any(node.get("GPU", 0.0) >= 1 for node in nodes)
+    return {"CPU": 1.0, "GPU": float(has_one) if section.builder_gpus is None else section.builder_gpus}
+
+
+def _builders(section: TeachersSection, count: int, each: Resources) -> Demand:
+    told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
+    return Demand(told, count, each, section.nodes, "teachers.builders", smaller)
