@@ -134,9 +134,8 @@ class Soak:
             kept = 0 if latest is None else int(latest.name.removeprefix("step-"))
             found.restarts = len(run.restarts)
             begun = [after - 1 for before, after in itertools.pairwise(run.steps) if after <= before]
-            found.checkpoints_lost = sum(
-                step < kept for step in {*run.restarts, *begun}
-            )  # who begins anew tells no checkpoint
+            # Who begins anew tells no checkpoint.
+            found.checkpoints_lost = sum(step < kept for step in {*run.restarts, *begun})
             found.rows_again = sum(run.shard(number) != mark for number, mark in whole.items()) * SHARD
             found.in_flight = SHARD if builds else 0
         found.seconds = time.monotonic() - began

@@ -169,11 +169,8 @@ def replacing(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_weights(folder: Path) -> None:
-    """Raise `EncoderError` where weights are not those that `replacing` noted, or would be read from outside the folder.
-
-    A flipped bit is still a number, so only a checksum tells; folders that others wrote have none.
-    """
+def refuse_weights_elsewhere(folder: Path) -> None:
+    """Raise `EncoderError` where weights would be read from outside the folder."""
     index = written_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
     for shard in index.values() if isinstance(index, dict) else [None]:
         if not isinstance(shard, str) or Path(shard).name != shard:
@@ -184,6 +181,14 @@ def check_weights(folder: Path) -> None:
         raise EncoderError(
             f"{folder} holds an adapter to a model elsewhere, which distcse does not follow; merge it into its model first"
         )
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `EncoderError` where weights are not those that `replacing` noted, or would be read from outside the folder.
+
+    A flipped bit is still a number, so only a checksum tells; folders that others wrote have none.
+    """
+    refuse_weights_elsewhere(folder)
     if not (folder / CHECKSUMS).is_file():
         return
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse.encoder.encoder import Encoder
-from distcse.encoder.folder import check_weights, read_layout, refuse_pickled_weights
+from distcse.encoder.folder import read_layout, refuse_pickled_weights, refuse_weights_elsewhere
 from distcse.encoder.loading import load_tokenizer, pooling_of, refuse_other_reading
 from distcse.encoder.source import resolve_model
 from distcse.recipe import EncoderSection
@@ -31,7 +31,7 @@ class TextReading:
         """
         folder = resolve_model(section.backbone, section.trust_remote_code)
         refuse_pickled_weights(folder)
-        check_weights(folder)
+        refuse_weights_elsewhere(folder)
         layout = read_layout(folder)
         pooling_of(section, layout)
         max_length = section.max_length or layout.max_length

@@ -82,9 +82,7 @@ class _Coming:
         self._thread = threading.Thread(target=self._come, name="cluster", daemon=True)
         if wanted.address is None:
             _set_local_environment()  # here and not in the thread: Ray may be imported as soon as this returns
-            atexit.register(
-                self.end
-            )  # which waits until it is up: a process that ends before leaves some of Ray's behind
+            atexit.register(self.end)  # waits until it is up: who ends before leaves some of Ray's processes behind
         self._thread.start()
 
     @property
