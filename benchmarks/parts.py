@@ -118,7 +118,7 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
 
     ways = {"plain": OurStep(job("plain", n), []), "chunks": OurStep(job("chunks", n, chunk=chunk), [])}
     same_or_stop(ways["chunks"], ways["plain"])
-    rounds = interleave({way: settled(step) for way, step in ways.items()}, effort.at_most(9), again="plain")
+    rounds = interleave({way: settled(step) for way, step in ways.items()}, effort, again="plain")
     context, held = multiprocessing.get_context("spawn"), []
     for length in lists:
         with context.Pool(1) as pool_of_one:

@@ -140,8 +140,14 @@ class StudentRun:
             found.append(Pass(whole, 2 * rows, padded, True, precision, self.has_dropout))
         if self.generator is not None:
             found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
-        if self.recipe.training.chunk is not None:  # what is forgotten is made again
-            found += [replace(work, training=False) for work in found]
+        if (chunk := self.recipe.training.chunk) is not None:
+            # What is forgotten is made again: all of it but the last chunk of what comes last, the discriminator's where it is.
+            share = max(0.0, 1 - chunk / rows)
+            students = 1.0 if self.has_detector else share
+            shares = [students, *[share] * (len(found) - 1)]
+            found += [
+                replace(work, training=False, texts=part * work.texts) for work, part in zip(found, shares, strict=True)
+            ]
         return found
 
     def _packed(self, padded: float, kind: str) -> float | None:

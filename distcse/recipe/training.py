@@ -134,8 +134,9 @@ class TrainingSection(LoopSection):
     another number of workers names one number for both (a multiple of each)."""
     chunk: Annotated[int, Field(ge=1)] | None = None
     """Sentences that go through the student at a time (gradient cache): what they leave on their way is forgotten, and made
-    again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass; the gradient is that of
-    the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps all of a batch."""
+    again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass of all but one of them; the
+    gradient is that of the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps
+    all of a batch."""
     cuda_graphs: bool = False
     """On a GPU, record the step as a CUDA graph, one for each of the first eight shapes that batches have, and hand it over by
     one call in place of thousands. For one worker and engine: plain. Not run on a GPU yet."""

@@ -55,7 +55,8 @@ class StudentModel(nn.Module):
         condition: Vector that the discriminator is told: `projected` or `pooled`.
         memory: What lengthens the lists.
         forgets: Whether what a stream leaves on its way is forgotten, and made again for the gradient (gradient cache, Gao et
-            al. 2021): only one stream's activations are there at a time.
+            al. 2021): only one stream's activations are there at a time. The last one's are kept, as it is the first whose
+            gradient is asked for.
     """
 
     def __init__(
@@ -86,7 +87,11 @@ class StudentModel(nn.Module):
             self.memory.refresh(gather_parts(self._quietly(batch.landmarks), len(self.memory.landmarks)))
         if self.memory is not None and batch.queue:
             self.memory.fill(gather_parts(self._quietly(batch.queue), len(self.memory.queue)))
-        views = [self._through(self._views, tokens, seed) for tokens, seed in batch.streams]
+        last = len(batch.streams) - 1 if self.detector is None else None
+        views = [
+            self._through(self._views, tokens, seed, keeps=number == last)
+            for number, (tokens, seed) in enumerate(batch.streams)
+        ]
         first = torch.cat([pooled[: len(pooled) // 2] for pooled in views])
         second = torch.cat([pooled[len(pooled) // 2 :] for pooled in views])
         pooled = torch.cat([first, second])
@@ -100,10 +105,11 @@ class StudentModel(nn.Module):
         assert self.detector is not None
         first, second = told.chunk(2)
         found, done = [], 0
-        for tokens, seed in streams:
+        for number, (tokens, seed) in enumerate(streams, start=1):
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
-            found.append(self._through(self._found, tokens, seed, torch.cat([first[rows], second[rows]])))
+            told_here = torch.cat([first[rows], second[rows]])
+            found.append(self._through(self._found, tokens, seed, told_here, keeps=number == len(streams)))
         total: Detection = reduce(operator.add, found)
         return total
 
@@ -113,11 +119,11 @@ class StudentModel(nn.Module):
             found: Detection = self.detector(tokens.twice(), told)
         return found
 
-    def _through(self, part: Callable[..., T], *inputs: Any) -> T:
+    def _through(self, part: Callable[..., T], *inputs: Any, keeps: bool) -> T:
         """One stream's pass. Its noise comes from its seed, so a second pass for the gradient draws what the first one drew."""
         if not self.forgets:
             return part(*inputs)
-        found: T = checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+        found: T = part(*inputs) if keeps else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
         # What a stream leaves for the way back are small pieces between its tensors. The holes of those fit no other stream's
         # (glibc 2.36: aligned blocks do not go into holes of their own size), so every stream would take memory of its own.
         trim()

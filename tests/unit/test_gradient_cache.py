@@ -93,9 +93,8 @@ def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> N
 
     small, large = kept("training.batch_size=8", "training.chunk=8"), kept("training.batch_size=64", "training.chunk=8")
     plain = kept("training.batch_size=64", "training.dropout_streams=8")
-    assert large[1] == 2 * plain[1] == 16
-    assert large[0] < plain[0] / 10
-    assert small[0] > 0
+    assert plain[1] == 8 and large[1] == 8 + 7  # what the last one left is there
+    assert large[0] == pytest.approx(small[0], rel=0.1) and 0 < small[0] < plain[0] / 6
 
 
 def _train(job: Any, tables: Any) -> Any:

@@ -485,7 +485,7 @@ def test_more_of_anything_costs_more() -> None:
 
 def test_chunks_hold_less_and_cost_a_forward_pass_more() -> None:
     plain, chunks = (run_of(load_recipe(RANKCSE, ["training.workers=1", *knob])) for knob in ([], ["training.chunk=8"]))
-    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 4 / 3
+    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
     kept = [run.memory(GPUS["A100-40G"], 1, 128, 0).activations for run in (plain, chunks)]
     assert kept[1] < kept[0] / 8
 
