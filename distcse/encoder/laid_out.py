@@ -6,7 +6,11 @@ PyTorch has the two operators for its compiler's own use; where they are missing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,6 +34,20 @@ def lay_out(model: nn.Module, precision: str = "fp32") -> None:
     for parameter in model.parameters():  # one left in the file's mapping would hold all of it
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
+
+
+def products_with(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """What makes of (m, d) rows their (m, n) inner products with a matrix's (n, d), which is laid out once."""
+    if not _has_operators():
+        return lambda rows: rows @ matrix.T
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(torch.from_numpy(np.ascontiguousarray(matrix)))
+
+    def products(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        told = torch.from_numpy(np.ascontiguousarray(rows))
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(told, laid_out, None, "none", [], "")
+        return found.numpy()
+
+    return products
 
 
 def _has_operators() -> bool:

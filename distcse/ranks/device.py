@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distcse.encoder.laid_out import products_with
 from distcse.ranks.space import BINS, LOST, Ranker, RankSpace, enough, unit_scale
 
 _BYTES = 256 * 2**20
@@ -18,8 +19,9 @@ _BYTES = 256 * 2**20
 
 def rank_space(references: NDArray[np.float32], ranks: str, device: str) -> Ranker:
     """What orders these references for a model on a device of PyTorch's name: PyTorch there on a GPU, NumPy for any other."""
-    on_gpu = device.startswith("cuda")
-    return DeviceRankSpace(references, ranks, device) if on_gpu else RankSpace(references, ranks)
+    if device.startswith("cuda"):
+        return DeviceRankSpace(references, ranks, device)
+    return RankSpace(references, ranks, products_with(references))
 
 
 class DeviceRankSpace:

@@ -1,7 +1,7 @@
 """Inference in rank space: pairs scored by cosine and by rank (RankEncoder Eq. 7), the references stored with the model.
 
 <folder>/…                             the encoder, in the sentence-transformers layout
-         distcse/ranks.json            weight
+         distcse/ranks.json            weight, normalize, ranks
          distcse/references.safetensors
 """
 
@@ -19,7 +19,7 @@ from distcse.encoder import Encoder
 from distcse.errors import EncoderError
 from distcse.ranks.device import rank_space
 from distcse.ranks.pairs import pair_similarities
-from distcse.ranks.space import Ranker
+from distcse.ranks.space import RANKS, Ranker
 from distcse.storage import fetch_folder, place, publish
 
 _ABOUT = Path("distcse") / "ranks.json"
@@ -34,16 +34,25 @@ class RankSpaceEncoder:
         references: (n, d) its vectors of the reference sentences.
         weight: λ of Eq. 7: 0 scores by cosine alone, 1 by ranks alone; the paper has 0.1.
         normalize: Order references by cosine; False orders them by inner product, as the public code does at inference.
+        ranks: `sort`, exact; or `histogram` (see `RankSpace`).
     """
 
     def __init__(
-        self, encoder: Encoder, references: NDArray[np.floating], weight: float = 0.1, normalize: bool = True
+        self,
+        encoder: Encoder,
+        references: NDArray[np.floating],
+        weight: float = 0.1,
+        normalize: bool = True,
+        ranks: str = "sort",
     ) -> None:
         if not 0 <= weight <= 1:
             raise EncoderError(f"weight is {weight}; the share of ranks in a score lies between 0 and 1")
+        if ranks not in RANKS:
+            raise EncoderError(f"ranks is {ranks!r}; allowed: {', '.join(RANKS)}")
         self.encoder = encoder
         self.weight = weight
         self.normalize = normalize
+        self.ranks = ranks
         self.references = np.asarray(references, dtype=np.float32)
         self.space = self._space_on(str(encoder.device))
 
@@ -54,11 +63,12 @@ class RankSpaceEncoder:
         sentences: Sequence[str],
         weight: float = 0.1,
         normalize: bool = True,
+        ranks: str = "sort",
         on_progress: Callable[[int], None] | None = None,
     ) -> RankSpaceEncoder:
         """With these sentences as references."""
         references = encoder.encode(sentences, normalize=False, on_progress=on_progress)
-        return cls(encoder, references, weight, normalize)
+        return cls(encoder, references, weight, normalize, ranks)
 
     @classmethod
     def load(cls, path: str | Path, trust_remote_code: bool = False) -> RankSpaceEncoder:
@@ -73,9 +83,8 @@ class RankSpaceEncoder:
             raise EncoderError(f"{folder} has no {_ABOUT}; make it with RankSpaceEncoder.over(encoder, sentences).save")
         about = json.loads((folder / _ABOUT).read_text())
         references = load_file(folder / _REFERENCES)["references"]
-        return cls(
-            Encoder.load(folder, trust_remote_code=trust_remote_code), references, about["weight"], about["normalize"]
-        )
+        encoder = Encoder.load(folder, trust_remote_code=trust_remote_code)
+        return cls(encoder, references, about["weight"], about["normalize"], about.get("ranks", "sort"))
 
     def to(self, device: str) -> RankSpaceEncoder:
         """Encode and rank there: on a CPU, or on a GPU. Returns itself."""
@@ -84,7 +93,7 @@ class RankSpaceEncoder:
         return self
 
     def _space_on(self, device: str) -> Ranker:
-        return rank_space(unit(self.references) if self.normalize else self.references, "sort", device)
+        return rank_space(unit(self.references) if self.normalize else self.references, self.ranks, device)
 
     def save(self, path: str | Path) -> None:
         """Write encoder and references; other tools read the folder as the encoder alone."""
@@ -92,7 +101,8 @@ class RankSpaceEncoder:
         self.encoder.save(folder)
         (folder / "distcse").mkdir(exist_ok=True)
         save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
-        (folder / _ABOUT).write_text(json.dumps({"weight": self.weight, "normalize": self.normalize}))
+        about = {"weight": self.weight, "normalize": self.normalize, "ranks": self.ranks}
+        (folder / _ABOUT).write_text(json.dumps(about))
         publish(folder)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:

@@ -130,6 +130,34 @@ def test_ranks_are_made_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == ["cuda:1", "cuda"]
 
 
+@pytest.mark.parametrize(("references", "width"), [(2, 3), (30_000, 16), (999, 384)])
+def test_references_that_are_laid_out_give_the_same_similarities(references: int, width: int) -> None:
+    """Of one row, of some, and of more than are ranked at a time; a last bit may turn two near-tied references round."""
+    vectors, among = unit(400, width, seed=1), unit(references, width)
+    plain, laid_out = RankSpace(among), rank_space(among, "sort", "cpu")
+    for rows in (vectors[:1], vectors[:7], vectors[::2]):
+        assert np.abs(inner_products(laid_out.ranks(rows), plain.ranks(rows))).trace() == pytest.approx(
+            len(rows), rel=1e-5
+        )
+        np.testing.assert_allclose(laid_out.similarities(rows), plain.similarities(rows), atol=2e-5)
+
+
+def test_ranks_by_histogram_are_stored_with_an_encoder(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    references = np.random.default_rng(0).standard_normal((20_000, encoder.dimension))
+    exact, counted = (RankSpaceEncoder(encoder, references, weight=1, ranks=ranks) for ranks in ("sort", "histogram"))
+    counted.save(tmp_path / "model")
+    again = RankSpaceEncoder.load(tmp_path / "model")
+    assert again.ranks == "histogram"
+    first, second = sentences[:10], sentences[10:20]
+    found = again.similarities(first, second)
+    assert not np.array_equal(found, exact.similarities(first, second))
+    np.testing.assert_allclose(found, exact.similarities(first, second), atol=1e-5)
+    np.testing.assert_allclose(found, counted.similarities(first, second), atol=1e-6)
+
+
 def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> None:
     """Those of cosines take nothing, those of rank space a GPU where they are given one, live ones a CPU as well."""
     cosine, ranks = ({"backbone": str(tiny()), "space": space} for space in ("cosine", "rank"))
@@ -226,6 +254,8 @@ def test_an_encoder_with_references_is_stored_and_measured(
         RankSpaceEncoder.load(tiny("bert"))
     with pytest.raises(EncoderError, match="weight is 2"):
         RankSpaceEncoder(encoder, references, weight=2)
+    with pytest.raises(EncoderError, match="ranks is 'counted'; allowed: sort, histogram"):
+        RankSpaceEncoder(encoder, references, ranks="counted")
 
     tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], Protocol())
     with pytest.raises(EvaluationError, match="leave out --max-length and --prompt"):
