@@ -7,7 +7,8 @@ Row 27 deals the tokens of real shards to actors. Row 28 runs the first worker's
 longer by what it has more tokens, and runs the collectives of two workers without the work; for more workers, which this
 machine has no cores for, they are those of two that have all words of the larger batch, times 2 (k - 1) / k, what a ring sends
 and receives, at this machine's speed to itself. What the loop adds around a step is row 24's, and left out. Teachers' vectors
-are made up: lists of them cost the same.
+are made up: lists of them cost the same. Two workers take real steps, and by turns with them, in the same processes, what the
+simulation puts together: shares alone, and beside each other, which have the memory to share.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,7 +43,6 @@ from benchmarks.protocol import (
     Effort,
     Figure,
     Report,
-    Rounds,
     counted,
     interleave,
     machine,
@@ -64,6 +66,8 @@ from tests.workers import run_workers
 
 WORKERS, FAR = (2, 4, 8), (64, 512)
 _MILLION = 1_000_000
+TURNS = 9
+"""Real steps of two workers, and what the simulation makes them of, by turns."""
 _STEPS = 20
 """Steps whose tokens say how much longer than the timed share the longest is."""
 Prepared = tuple[Job, list[EmbeddingTable | None]]
@@ -249,31 +253,24 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
             at = f"{rows} rows {'a worker' if kind == 'weak' else 'in all'}"
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
-    return [*found, *for_real(jobs[2 * rows], rounds, slowest, sent[2 * rows], f"{rows} rows a worker", effort)]
+    alone = slowest["alone"] * rounds.of(itemgetter("alone"), "wall").median
+    return [*found, *for_real(jobs[2 * rows], alone, f"{rows} rows a worker", effort)]
 
 
-def for_real(
-    job: Prepared, rounds: Rounds, slowest: dict[str, float], sent: float, at: str, effort: Effort
-) -> list[Figure]:
-    """Two workers' real step, and what the simulation makes of it: from shares timed alone, and beside each other."""
-    times = 2 if effort.shortest == 0 else 5
-    real, beside = (max(run_workers(way, 2, job, times)) for way in (_steps, _shares))
-    one, alone = (slowest[way] * rounds.of(lambda s, way=way: s[way], "wall").median for way in ("alone", "weak 2"))  # type: ignore[misc]
-    terms = {
-        "alone s": one,
-        "share s": alone,
-        "share beside another s": beside,
-        "communication s": sent,
-        "real s": real,
-    }
-    return [
-        Figure(28, part, *(value,) * 3, setting=at, terms=terms)
-        for part, value in (
-            ("weak, 2 workers, real", one / real),
-            ("simulated step of 2 workers, off the real one", off(alone + sent, real)),
-            ("the same, shares timed beside each other", off(beside + sent, real)),
-        )
-    ]
+def for_real(job: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
+    """Two workers' real step, and what the simulation makes of it from what the same two measure by turns with it."""
+    workers = run_workers(_by_turns, 2, job, 2 if effort.shortest == 0 else TURNS)
+    turns = [{way: max(worker[turn][way] for worker in workers) for way in TURN} for turn in range(len(workers[0]))]
+    middle = {f"{way} s": spread_of([turn[way] for turn in turns]).median for way in TURN}
+    found = [Figure(28, "weak, 2 workers, real", *(alone / middle["real s"],) * 3, setting=at, terms=middle)]
+    for part, share in (
+        ("simulated step of 2 workers, off the real one", "share alone"),
+        ("the same, shares timed beside each other", "share beside another"),
+    ):
+        apart = spread_of([100 * ((turn[share] + turn["communication"]) / turn["real"] - 1) for turn in turns])
+        told = {"least": apart.low, "most": apart.high}
+        found.append(Figure(28, part, *(abs(apart.median),) * 3, setting=at, terms=told))
+    return found
 
 
 def off(simulated: float, real: float) -> float:
@@ -313,6 +310,11 @@ def _send(jobs: dict[int, Prepared], times: int) -> dict[int, float]:
 
 
 def _sent(job: Prepared, times: int) -> float:
+    send = _sender(job)
+    return spread_of([_timed_together(send) for _ in range(times + 1)][1:]).median
+
+
+def _sender(job: Prepared) -> Callable[[], None]:
     step = OurStep(job[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
     model = step.lesson.model
     views = torch.randn(2, step.lesson.rows, model.encoder.dimension, requires_grad=True)
@@ -328,29 +330,39 @@ def _sent(job: Prepared, times: int) -> float:
         (gathered.all_z1.sum() + gathered.all_z2.sum()).backward()
         sum_gradients(step)
 
-    return _in_step(send, times)
+    return send
 
 
-def _steps(job: Prepared, times: int) -> float:
-    return _in_step(OurStep(job[0], table_sources(*job), dist.get_rank(), dist.get_world_size()), times)
+TURN = ("real", "share beside another", "share alone", "communication")
 
 
-def _shares(job: Prepared, times: int) -> float:
-    share = Share(job, dist.get_rank(), dist.get_world_size())
-    dist.barrier()
-    dist.destroy_process_group()  # each alone, at the same time
-    return _in_step(share, times)
-
-
-def _in_step(step: Callable[[], object], times: int) -> float:
-    """Seconds of a step; workers of one group begin each together."""
+def _by_turns(job: Prepared, turns: int) -> list[dict[str, float]]:
+    """Of each turn, after one that does not count: seconds of a real step and of what the simulation puts together."""
+    me, workers = dist.get_rank(), dist.get_world_size()
+    real = OurStep(job[0], table_sources(*job), me, workers)
+    beside, alone, send = Share(job, me, workers), Share(job, me, workers), _sender(job)
     found = []
-    for _ in range(times + 1):
-        wait_for_all()
-        begun = time.perf_counter()
-        step()
-        found.append(time.perf_counter() - begun)
-    return spread_of(found[1:]).median
+    for _ in range(turns + 1):
+        turn = {"real": _timed_together(real), "communication": _timed_together(send)}
+        with patch("distcse.training.engines.plain.sum_over_workers"):
+            turn["share beside another"] = _timed_together(beside)
+            for worker in range(workers):
+                wait_for_all()
+                if worker == me:
+                    turn["share alone"] = _seconds(alone)
+        found.append(turn)
+    return found[1:]
+
+
+def _timed_together(step: Callable[[], object]) -> float:
+    wait_for_all()
+    return _seconds(step)
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    step()
+    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":
