@@ -81,7 +81,7 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         encoder = ways["whole"].lesson.model.encoder
         encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
         same_or_stop(ways["one token"], ways["whole"])
-        enough = effort.at_least(25) if name == "base" else effort
+        enough = effort.at_least(25)
         rounds = interleave({way: timed(step) for way, step in ways.items()}, enough, again="one token")
         found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
     return found
@@ -207,7 +207,7 @@ def optimiser(effort: Effort, size: str) -> Figure:
     fused = OneCallAdamW(dict(model.named_parameters()), LoopSection(gradient_clipping=0.0))
     default = torch.optim.AdamW(other.parameters(), lr=3e-5, weight_decay=0.0)
     ways = {"fused": timed(lambda: fused.step(3e-5)), "default": timed(default.step)}
-    rounds = interleave(ways, effort, again="fused")
+    rounds = interleave(ways, effort.at_least(40), again="fused")
     return of_ratio(15, "BERT-base", rounds, "default", "fused", f"{size} size")
 
 

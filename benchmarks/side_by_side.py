@@ -85,14 +85,22 @@ class Worked:
 
 
 class Clocked:
-    """A group whose work is timed; what it does at the start, before anything is learned, is not."""
+    """A group whose work is timed; what it does at the start, before anything is learned, is not.
 
-    def __init__(self, group: Group, worked: Worked) -> None:
+    Args:
+        group: Who works.
+        worked: Is told when.
+        ahead: Whether it prepares a phase before the labels are there. It goes on with that while others have their turn, so a
+            group that has turns leaves it to its training, which does the same.
+    """
+
+    def __init__(self, group: Group, worked: Worked, ahead: bool) -> None:
         self.name = group.name
-        self._group, self._worked = group, worked
+        self._group, self._worked, self._ahead = group, worked, ahead
 
     def prepare(self, phase: Phase) -> None:
-        self._group.prepare(phase)
+        if self._ahead:
+            self._group.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> Trained | None:
         with self._noted(phase):
@@ -122,7 +130,7 @@ def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
     def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[tuple[list[Group], Watch]]:
         turn = threading.Lock()
         with whole(recipe, benches, watch) as (found, heard):
-            clocked: list[Group] = [Clocked(group, worked) for group in found]
+            clocked: list[Group] = [Clocked(group, worked, ahead=not in_turns) for group in found]
             yield ([InTurns(group, turn) for group in clocked] if in_turns else clocked), heard
 
     runs._groups = groups
