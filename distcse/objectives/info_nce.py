@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from distcse.objectives.taught import Taught
 from distcse.objectives.views import Views
@@ -24,10 +25,29 @@ def info_nce(similarities: Tensor, tau1: float, offset: int = 0, softened: Tenso
     """
     rows = len(similarities)
     positives = torch.arange(offset, offset + rows, device=similarities.device)
-    logits = similarities / tau1
-    if softened is not None:
-        logits = logits + softened.to(logits.dtype).log()  # of 0: minus infinity, no term at all
-    return cross_entropy(logits, positives, reduction="none")
+    found: Tensor = _InfoNCE.apply(similarities, positives[:, None], tau1, softened)
+    return found
+
+
+class _InfoNCE(torch.autograd.Function):
+    """With its gradient in closed form, (P - 1 at the positive) / τ1; it keeps one matrix, and makes one on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, similarities: Tensor, positives: Tensor, tau1: float, softened: Tensor | None) -> Tensor:
+        logits = similarities / tau1
+        if softened is not None:
+            logits += softened.to(logits.dtype).log()  # of 0: minus infinity, no term at all
+        log_p = logits.log_softmax(dim=1)
+        losses = log_p.gather(1, positives)[:, 0].neg_()
+        ctx.tau1 = tau1
+        ctx.save_for_backward(log_p.exp_(), positives)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, positives = ctx.saved_tensors
+        each = gradients[0][:, None] / ctx.tau1
+        return (each * shares).scatter_add_(1, positives, -each), None, None, None
 
 
 def negative_weights(lists: Tensor, above: float, form: str, offset: int = 0) -> Tensor:

@@ -76,7 +76,7 @@ def test_print_recipe_shows_the_resolved_recipe(recipe_file: Path) -> None:
 def test_alone_it_starts_ray_stops_at_ctrl_c_and_goes_on_to_a_model(recipe_file: Path) -> None:
     command = [*TRAIN, str(recipe_file), "training.workers=1", "training.engine=auto", "training.log_every=1"]
     process = subprocess.Popen(
-        [*command, "training.epochs=30"],
+        [*command, "training.epochs=8"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
