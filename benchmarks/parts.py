@@ -81,8 +81,7 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         encoder = ways["whole"].lesson.model.encoder
         encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
         same_or_stop(ways["one token"], ways["whole"])
-        enough = effort.at_least(25)
-        rounds = interleave({way: timed(step) for way, step in ways.items()}, enough, again="one token")
+        rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
         found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
     return found
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -111,18 +111,16 @@ def groups(folder: Path, options: Options) -> list[Figure]:
     days = [side_by_side(run.phases) for run in turns]
     at = "two groups of three layers, one cycle"
 
-    def figure(part: str, values: list[float], **terms: float) -> Figure:
+    def figure(part: str, values: list[float]) -> Figure:
         spread = spread_of(values)
-        return Figure(22, part, spread.median, spread.low, spread.high, setting=at, terms=terms)
+        return Figure(22, part, spread.median, spread.low, spread.high, setting=at)
 
     return [
         figure("idle share, simulated", [100 * day.idle for day in days]),
         figure("makespan / (Σ track time / W), simulated", [day.stretch for day in days]),
         figure("idle share, two workers", [100 * idle(run) for run in together]),
         *(
-            figure(
-                part, [abs(median([off(made, run.makespan) for made, run in zip(simulated, together, strict=True)]))]
-            )
+            off(22, part, [(made, run.makespan) for made, run in zip(simulated, together, strict=True)], at)
             for part, simulated in (
                 ("simulated makespan, off the real one", [day.makespan for day in days]),
                 ("the same, phases timed beside each other", [side_by_side(run.phases).makespan for run in together]),
@@ -279,22 +277,26 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
 def for_real(job: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
     """Two workers' real step, and what the simulation makes of it from what the same two measure by turns with it."""
     workers = run_workers(_by_turns, 2, job, 2 if effort.shortest == 0 else TURNS)
-    turns = [{way: max(worker[turn][way] for worker in workers) for way in TURN} for turn in range(len(workers[0]))]
-    middle = {f"{way} s": spread_of([turn[way] for turn in turns]).median for way in TURN}
-    found = [Figure(28, "weak, 2 workers, real", *(alone / middle["real s"],) * 3, setting=at, terms=middle)]
-    for part, share in (
-        ("simulated step of 2 workers, off the real one", "share alone"),
-        ("the same, shares timed beside each other", "share beside another"),
-    ):
-        apart = spread_of([off(turn[share] + turn["communication"], turn["real"]) for turn in turns])
-        told = {"least": apart.low, "most": apart.high}
-        found.append(Figure(28, part, *(abs(apart.median),) * 3, setting=at, terms=told))
-    return found
+    turns = [{way: max(each[way] for each in turn) for way in turn[0]} for turn in zip(*workers, strict=True)]
+    middle = {f"{way} s": median(turn[way] for turn in turns) for way in turns[0]}
+    return [
+        Figure(28, "weak, 2 workers, real", *(alone / middle["real s"],) * 3, setting=at, terms=middle),
+        *(
+            off(28, part, [(turn[share] + turn["communication"], turn["real"]) for turn in turns], at)
+            for part, share in (
+                ("simulated step of 2 workers, off the real one", "share alone"),
+                ("the same, shares timed beside each other", "share beside another"),
+            )
+        ),
+    ]
 
 
-def off(simulated: float, real: float) -> float:
-    """How much longer than the real time, in percent."""
-    return 100 * (simulated / real - 1)
+def off(row: int, part: str, times: Sequence[tuple[float, float]], at: str) -> Figure:
+    """How far simulated times are from the real ones that were measured by turns with them, in percent, by the median."""
+    apart = spread_of([100 * (simulated / real - 1) for simulated, real in times])
+    simulated, real = (median(each) for each in zip(*times, strict=True))
+    terms = {"simulated s": simulated, "real s": real, "interval from, %": apart.low, "to, %": apart.high}
+    return Figure(row, part, *(abs(apart.median),) * 3, setting=at, terms=terms)
 
 
 def gradient(job: Prepared) -> Figure:
@@ -350,9 +352,6 @@ def _sender(job: Prepared) -> Callable[[], None]:
         sum_gradients(step)
 
     return send
-
-
-TURN = ("real", "share beside another", "share alone", "communication")
 
 
 def _by_turns(job: Prepared, turns: int) -> list[dict[str, float]]:

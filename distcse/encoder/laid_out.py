@@ -40,14 +40,8 @@ def products_with(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]]
     """What makes of (m, d) rows their (m, n) inner products with a matrix's (n, d), which is laid out once."""
     if not _has_operators():
         return lambda rows: rows @ matrix.T
-    laid_out = torch.ops.mkldnn._reorder_linear_weight(torch.from_numpy(np.ascontiguousarray(matrix)))
-
-    def products(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        told = torch.from_numpy(np.ascontiguousarray(rows))
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(told, laid_out, None, "none", [], "")
-        return found.numpy()
-
-    return products
+    laid_out = _in_order(torch.from_numpy(np.ascontiguousarray(matrix)))
+    return lambda rows: _mapped(torch.from_numpy(np.ascontiguousarray(rows)), laid_out, None).numpy()
 
 
 def _has_operators() -> bool:
@@ -57,19 +51,27 @@ def _has_operators() -> bool:
     )
 
 
+def _in_order(weight: Tensor) -> Tensor:
+    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return laid_out
+
+
+def _mapped(rows: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, laid_out, bias, "none", [], "")
+    return found
+
+
 class _LaidOut(nn.Module):
     """A linear map without a gradient; `weight` can be asked for its shape and kind alone."""
 
     def __init__(self, plain: nn.Linear, kind: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        weight = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach().to(kind))
+        weight = _in_order(plain.weight.detach().to(kind))
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer(
             "bias", None if plain.bias is None else plain.bias.detach().to(kind, copy=True), persistent=False
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        told = hidden.to(self.weight.dtype)  # type: ignore[arg-type]
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(told, self.weight, self.bias, "none", [], "")
-        return found
+        return _mapped(hidden.to(self.weight.dtype), self.weight, self.bias)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def counted_rank_vectors(
         if not low < high:
             rank_vectors(row[None], found[None])
             continue
-        np.subtract(row, low, out=scaled, casting="same_kind")
+        np.subtract(row, low, out=scaled)
         scaled *= np.float32((BINS - 1) / (high - low))
         np.copyto(whole, scaled, casting="unsafe")  # by way of 32 bits, which vector instructions can
         np.copyto(bins, whole)
@@ -138,12 +138,12 @@ class RankSpace:
     """
 
     def __init__(self, references: NDArray[np.float32], ranks: str = "sort", products: Products | None = None) -> None:
-        self._references = len(enough(references))
+        self._count = len(enough(references))
         self._products = products or (lambda vectors: vectors @ references.T)
         self._rank_vectors = RANKS[ranks]
 
     def __len__(self) -> int:
-        return self._references
+        return self._count
 
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """(m, d) unit vectors -> (m, n) unit rank vectors, a chunk of rows at a time; into `out` where it is given."""
