@@ -255,10 +255,12 @@ def cosines_of(reference: Reference, half: bool = True) -> Callable[[slice], Ten
     for teacher in reference.teachers:
         vectors = unit_vectors(teacher.model, reference._batches)
         tables.append(vectors.half() if half else vectors)
+    # On the device once: as Python numbers they would be copied there in every step, and the host would wait.
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64, device=tables[0].device)
 
     def lists(rows: slice) -> Tensor:
         found = [table[rows].float() for table in tables]
-        return mix_lists(torch.stack([vectors @ vectors.T for vectors in found]), [1.0, 2.0])
+        return mix_lists(torch.stack([vectors @ vectors.T for vectors in found]), weights)
 
     return lists
 

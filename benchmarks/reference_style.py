@@ -71,7 +71,7 @@ def live_lists(teachers: Sequence[FrozenTeacher], ids: Tensor, mask: Tensor) -> 
 def contrastive(z1: Tensor, z2: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """(N, N) cosines and SimCSE's loss."""
     cosines = broadcast_cosine(z1, z2)
-    return cosines, F.cross_entropy(cosines / tau, torch.arange(len(z1)))
+    return cosines, F.cross_entropy(cosines / tau, torch.arange(len(z1), device=z1.device))
 
 
 def rankcse_loss(z1: Tensor, z2: Tensor, lists: Tensor, tau1: float, tau2: float, tau3: float) -> Tensor:
@@ -80,7 +80,7 @@ def rankcse_loss(z1: Tensor, z2: Tensor, lists: Tensor, tau1: float, tau2: float
     p, q = F.softmax(cosines / tau1, dim=1), F.softmax(broadcast_cosine(z2, z1) / tau1, dim=1)
     middle = ((p + q) / 2).log()
     consistency = sum(F.kl_div(middle, side, reduction="batchmean") for side in (p, q)) / 2
-    positives = torch.eye(len(z1), dtype=torch.bool)
+    positives = torch.eye(len(z1), dtype=torch.bool, device=z1.device)
     target = F.softmax((lists / tau3).masked_fill(positives, float("-inf")), dim=1)
     student = F.log_softmax((cosines / tau2).masked_fill(positives, float("-inf")), dim=1)
     list_net = -(target * student).masked_fill(positives, 0.0).sum() / len(z1)
@@ -347,7 +347,7 @@ class ReplacedTokens(nn.Module):
 
 def _through_layers(model: nn.Module, embedded: Tensor, mask: Tensor) -> Tensor:
     """The layers of a BERT over embeddings that are there already."""
-    attends = torch.zeros(mask.shape, dtype=embedded.dtype).masked_fill(mask == 0, torch.finfo(embedded.dtype).min)
+    attends = torch.zeros_like(mask, dtype=embedded.dtype).masked_fill(mask == 0, torch.finfo(embedded.dtype).min)
     hidden = embedded
     for layer in model.encoder.layer:  # type: ignore[union-attr]
         found = layer(hidden, attention_mask=attends[:, None, None, :])

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertConfig, BertModel
 
+from benchmarks import gpu
+from benchmarks.reference_style import _through_layers, list_mle
 from distcse.corpus.collate import Tokens, collate
 from distcse.detection import EditDetector, Edited
 from distcse.encoder import CrossEncoder, Encoder
@@ -114,3 +117,22 @@ def test_steps_of_pairs_lie_on_their_device(
     logits = CrossPairs(scorer).to(META)(CrossTokens(scorer, pairs, both_orders=True).batch(rows, 1, META))
     bce_soft(logits, labels).sum().backward()
     assert first.device == logits.device == META
+
+
+def test_losses_that_the_gpu_benchmark_compares_lie_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes them on the GPU before it times either step, and stops at the first part that fails."""
+    # transformers asks the device whether a mask is all ones.
+    monkeypatch.setattr("transformers.masking_utils._ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
+    bench = gpu.Bench(META, tiny=True)
+    ours = gpu.Student(bench, "base", gpu.RANKCSE, "fp32")
+    theirs = gpu.Reference(bench, ours, ("base", "large"), None, half_teachers=False)
+    ours.taught = gpu.cosines_of(theirs)
+    ranks = gpu.RankReference(bench, ours, theirs.teachers[0].model, torch.empty(20, 64, device=META))
+    assert {loss.device for loss in (ours.loss_of_next(), theirs.loss(), ranks.loss())} == {META}
+
+
+def test_other_parts_of_the_reference_style_lie_on_their_device() -> None:
+    cosines, mask = torch.empty(8, 8, device=META), torch.ones(8, 7, dtype=torch.long, device=META)
+    model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    hidden = _through_layers(model.to(META), torch.empty(8, 7, 8, device=META), mask)
+    assert hidden.device == list_mle(cosines, cosines, 0.05).device == META
