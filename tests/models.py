@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,6 +106,14 @@ def make_encoder(
                 parameter.mul_(5)  # far from 0, so that different sentences get different vectors
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def without_tokenizer(source: Path, folder: Path) -> Path:
+    """Copy a model as `AutoModel.save_pretrained` alone writes it: weights and config."""
+    folder.mkdir(parents=True)
+    for file in (source / "config.json", source / "model.safetensors"):
+        shutil.copy(file, folder)
     return folder
 
 

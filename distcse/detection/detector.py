@@ -18,6 +18,7 @@ from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
 from distcse.device import device_here
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.attention import made_mask
+from distcse.encoder.folder import refuse_pickled_weights
 from distcse.encoder.laid_out import lay_out
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.packing import short_cut
@@ -151,6 +152,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     from transformers import AutoModelForMaskedLM
 
     folder = resolve_model(str(section.generator))
+    refuse_pickled_weights(folder)
     if load_tokenizer(folder, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
         raise EncoderError(
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "

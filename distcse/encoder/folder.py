@@ -35,10 +35,7 @@ _LEGACY_KEYS: dict[Pooling, str] = {
 _NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
 _OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 _WEIGHTS = "model.safetensors"
-_TOKENIZERS = (
-    *("tokenizer.json", "vocab.txt", "vocab.json"),
-    *("spiece.model", "tokenizer.model", "sentencepiece.bpe.model"),
-)
+_HEADED = {"ForSequenceClassification": "AutoModelForSequenceClassification", "ForMaskedLM": "AutoModelForMaskedLM"}
 CHECKSUMS = Path("distcse") / "checksums.json"
 _CHANGED = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
 
@@ -122,11 +119,6 @@ def _leads_outside(name: str) -> bool:
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether one of the files is there that a tokenizer is made of."""
-    return any((folder / name).exists() for name in _TOKENIZERS)
-
-
 def refuse_pickled_weights(folder: Path) -> None:
     """Raise `EncoderError` for a folder without safetensors: a pickle can run code when it is opened."""
     if any(folder.glob("*.safetensors")):
@@ -135,13 +127,24 @@ def refuse_pickled_weights(folder: Path) -> None:
     if pickled:
         raise EncoderError(
             f"{folder} holds {pickled[0]} but no safetensors, and distcse opens no pickles; convert it where you trust it: "
-            f"AutoModel.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
+            f"{_conversion(folder)}"
         )
     if (folder / "adapter_config.json").is_file():
         raise EncoderError(
-            f"{folder} holds an adapter, not a model; merge it into its model (peft: merge_and_unload) and save that"
+            f"{folder} holds an adapter, not a model; merge it into its model (peft: merge_and_unload), and save that model "
+            "and its tokenizer"
         )
     raise EncoderError(f"{folder} holds no weights: expected model.safetensors")
+
+
+def _conversion(folder: Path) -> str:
+    """Python that saves a pickled model as safetensors, with its head, its pooling and its tokenizer."""
+    named = written_json(folder / "config.json").get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    kind = next((auto for end, auto in _HEADED.items() for name in names if name.endswith(end)), "AutoModel")
+    if (folder / "modules.json").is_file() and kind != "AutoModelForSequenceClassification":
+        return f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
+    return f"for kind in ({kind}, AutoTokenizer): kind.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
 
 
 @contextmanager

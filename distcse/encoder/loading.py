@@ -11,6 +11,7 @@ from torch import nn
 from distcse.encoder.dropout import draw_fast
 from distcse.encoder.folder import Layout, check_weights
 from distcse.encoder.prompts import SENTENCE
+from distcse.encoder.vocabulary import refuse_broken_files, refuse_without_words, unloadable
 from distcse.errors import EncoderError
 from distcse.importing import importing
 from distcse.recipe import EncoderSection, Pooling
@@ -112,16 +113,22 @@ def dropouts(config: Any) -> list[tuple[str, float]]:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The fast tokenizer of a folder; `EncoderError` where there is none."""
+    """The fast tokenizer of a folder.
+
+    Raises:
+        EncoderError: There is none: files are missing, broken or without words, or only a slow tokenizer loads.
+    """
     with importing():
         from transformers import AutoTokenizer
 
+    refuse_broken_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
     except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
-        raise EncoderError(f"{folder} has no tokenizer that loads: {' '.join(str(refused).split())[:400]}") from refused
+        raise unloadable(folder, refused) from refused
     if not tokenizer.is_fast:
         raise EncoderError(f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)")
+    refuse_without_words(folder, tokenizer)
     return tokenizer
 
 

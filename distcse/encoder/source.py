@@ -48,9 +48,16 @@ def resolve_model(
         return folder.absolute()
     if os.path.isfile(folder):
         raise EncoderError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+    if not is_hub_id(name):
         raise EncoderError(f"no model folder {folder.absolute()}")
     return _from_hub(name, [*(wanted or _WANTED), *(["*.py"] if trust_remote_code else [])], only_local)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is a hub id: no folder or file here, no package, no address, and no path."""
+    if name.startswith((PACKAGE, ".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+        return False
+    return not os.path.exists(name)
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from distcse.corpus.readers import find_files
 from distcse.encoder import resolve_model
-from distcse.encoder.folder import has_tokenizer, refuse_pickled_weights
+from distcse.encoder.folder import refuse_pickled_weights
+from distcse.encoder.loading import load_tokenizer
+from distcse.encoder.source import is_hub_id
+from distcse.encoder.vocabulary import has_tokenizer
 from distcse.errors import CorpusError, EncoderError, RecipeError, StorageError
 from distcse.health.check import Check, fail, ok, warn
 from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
@@ -18,38 +21,43 @@ _PATIENCE = 5.0
 
 
 def models(recipe: Recipe | MutualRecipe) -> list[Check]:
-    """Each backbone once."""
-    names: dict[str, None] = {}
+    """Each backbone once, or twice where only one of its sections trusts its code."""
+    asked: list[tuple[str, bool]] = []
     found: list[Check] = []
     if isinstance(recipe, MutualRecipe):
         for group in recipe.groups:
-            names.update(dict.fromkeys(name for name in (group.backbone, group.cross_backbone) if name))
+            names = [name for name in (group.backbone, group.cross_backbone) if name]
+            asked += [(name, group.trust_remote_code) for name in names]
     else:
-        names[recipe.student.backbone] = None
+        asked.append((recipe.student.backbone, recipe.student.trust_remote_code))
         for teacher in recipe.teachers.encoders:
             if teacher.endpoint is not None:
                 found += endpoint(teacher.backbone, teacher.endpoint)
             elif teacher.code is not None:
                 found.append(_own(teacher))
             else:
-                names[teacher.backbone] = None
+                asked.append((teacher.backbone, teacher.trust_remote_code))
         detection = recipe.objective.detection
         if detection is not None and detection.generator:
-            names[detection.generator] = None
-    return [check for name in names for check in model(name)] + found
+            asked.append((detection.generator, False))
+    return [check for name, trusts in dict.fromkeys(asked) for check in model(name, trusts)] + found
 
 
-def model(name: str) -> list[Check]:
-    """A folder with weights and tokenizer, here or in the hub's cache; else whether the hub has it."""
+def model(name: str, trust_remote_code: bool = False) -> list[Check]:
+    """A folder with weights and a tokenizer that loads, here or in the hub's cache; else whether the hub has it."""
     try:
-        folder = resolve_model(name, only_local=True)
+        folder = resolve_model(name, trust_remote_code, only_local=True)
         refuse_pickled_weights(folder)
+        if is_hub_id(name) and not has_tokenizer(folder):
+            return [_on_hub(name, f"{folder} has no tokenizer")]
     except StorageError as refused:
         return [fail("model", str(refused), "or name a folder")]
     except EncoderError as refused:
         return [_on_hub(name, str(refused))]
-    if not has_tokenizer(folder):
-        return [fail("model", f"{name}: no tokenizer in {folder}", "save the tokenizer beside the weights")]
+    try:
+        load_tokenizer(folder, trust_remote_code)
+    except EncoderError as refused:
+        return [fail("model", str(refused), "or name another folder")]
     return [ok("model", f"{name}: {folder}")]
 
 
@@ -62,8 +70,7 @@ def _own(teacher: TeacherSection) -> Check:
 
 
 def _on_hub(name: str, refused: str) -> Check:
-    local = name.startswith((".", "/", "~", "package:")) or name.count("/") > 1 or Path(name).is_dir()
-    if local:
+    if not is_hub_id(name):
         return fail("model", refused, "name a folder with safetensors, or a hub id")
     from huggingface_hub import constants
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import source_rows
-from distcse.encoder.folder import has_tokenizer
+from distcse.encoder.vocabulary import has_tokenizer
 from distcse.errors import DistcseError
 from distcse.planning.shapes import folder_of
 from distcse.recipe import CorpusSection, EncoderSection

@@ -12,6 +12,7 @@ from distcse.encoder.folder import Layout, read_layout
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.packing import has_known_layers
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
+from distcse.encoder.source import is_hub_id
 from distcse.errors import EncoderError
 from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
@@ -121,9 +122,10 @@ def read_shape(section: EncoderSection) -> Shape:
     config.json alone is fetched.
 
     Raises:
-        EncoderError: Nothing there, or no encoder.
+        EncoderError: Nothing there, no encoder, or a folder with weights whose tokenizer does not load.
     """
     config, told_by = _config_of(section.backbone, section.trust_remote_code)
+    _check_tokenizer(section)
     backbone = _without_numbers(config, section)
     layers = _kept_layers(section)
     if layers is not None:
@@ -172,6 +174,15 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
         raise EncoderError(
             f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}"
         ) from refused
+
+
+def _check_tokenizer(section: EncoderSection) -> None:
+    """Load the tokenizer of a folder that holds weights. What a hub's cache lacks is fetched when the run starts."""
+    from distcse.encoder.loading import load_tokenizer
+
+    folder = folder_of(section.backbone, section.trust_remote_code)
+    if folder is not None and not is_hub_id(section.backbone) and any(folder.glob("*.safetensors")):
+        load_tokenizer(folder, section.trust_remote_code)
 
 
 def _published(name: str) -> Any:

@@ -150,9 +150,12 @@ def test_models_are_looked_for(tiny: Callable[..., Path], tmp_path: Path) -> Non
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "model.safetensors").write_bytes((tiny("bert") / "model.safetensors").read_bytes())
-    assert "no tokenizer" in only(sources.model(str(bare))).found
-    (bare / "vocab.json").write_text("{}")
-    assert only(sources.model(str(bare))).verdict == "ok"  # RoBERTa's older form
+    assert "has no tokenizer" in only(sources.model(str(bare))).found
+    (bare / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    (bare / "config.json").write_bytes((tiny("bert") / "config.json").read_bytes())
+    assert "has a tokenizer without words" in only(sources.model(str(bare))).found
+    (bare / "tokenizer.json").write_bytes((tiny("bert") / "tokenizer.json").read_bytes())
+    assert only(sources.model(str(bare))).verdict == "ok"
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"")
