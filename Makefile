@@ -1,41 +1,50 @@
-# Everything a fresh machine needs is done by the target you ask for: environment, installation, run.
+# Each target installs what it needs into VENV first: quickstart the packages of a run, the others those of development.
+## PYTHON=python3.12	interpreter that the environment is made with (default: python3)
 PYTHON ?= python3
+## VENV=DIR	the environment's folder (default: .venv)
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Torch first and alone: asked for by another package, pip would take the newest build and its CUDA libraries.
+## ARGS="seed=7 --quiet"	knobs and options that quickstart passes to distcse.train
+ARGS ?=
 TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
-STAMP := $(VENV)/.installed
+NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2>/dev/null)
+## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
+TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
 .PHONY: help quickstart test unit lint types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@echo && sed -n 's/^## / /p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+# pip prefers torch 2.13.0+cpu of the second index to PyPI's 2.13.0, whose CUDA libraries are 2.5 GB more to download. Torch alone:
+# what it needs comes with the next line, from pip's own index. An index that cannot be reached is left out after 9 s of retries.
+# The extra dev contains the extra quickstart: installing either makes that stamp.
+$(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(BIN)/pip install --quiet --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@ $(VENV)/.quickstart
 
-quickstart: $(STAMP) ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
-	$(BIN)/python -m distcse.train quickstart
+quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
+	$(BIN)/python -m distcse.train quickstart $(ARGS)
 
-test: $(STAMP) ## set up, then run every test
+test: $(VENV)/.dev ## set up, then run every test
 	$(BIN)/python -m pytest tests/unit tests/oracle --numprocesses 2
 	$(BIN)/python -m pytest tests/cluster
 
-unit: $(STAMP) ## set up, then run the tests that need neither a cluster nor patience
+unit: $(VENV)/.dev ## set up, then run the tests that need neither a cluster nor patience
 	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow" --numprocesses 2
 
-lint: $(STAMP) ## set up, then ruff
+lint: $(VENV)/.dev ## set up, then ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## set up, then mypy
+types: $(VENV)/.dev ## set up, then mypy
 	$(BIN)/mypy
 
-bench: $(STAMP) ## set up, then measure all CPU rows of benchmarks/README.md and print what moved (DISTCSE_DATA=FOLDER)
+bench: $(VENV)/.dev ## set up, then measure all CPU rows of benchmarks/README.md and print what moved (DISTCSE_DATA=FOLDER)
 	$(BIN)/python -m benchmarks.bench
 
 release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or unreleased)
