@@ -1,4 +1,4 @@
-"""All commands under one name: `distcse train …` is `python -m distcse.train …`; `distcse completion bash` completes them."""
+"""The command `distcse`: `distcse train …` is `python -m distcse.train …`; `distcse completion bash` prints its completion."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from distcse import __version__
 from distcse.command import exit_status
 from distcse.errors import RecipeError
-from distcse.recipe import packaged_recipes
 
 COMMANDS = {
-    "train": "carry out a recipe, or go on with a run",
+    "train": "train a student from a recipe, or resume a run",
     "tune": "search a recipe's knobs",
-    "embed": "embed a corpus by a recipe's teachers, or compare them",
-    "evaluate": "measure models side by side",
-    "export": "write a model's ONNX file",
-    "push": "upload a model to the hub",
-    "plan": "say what a run would cost, before it starts",
-    "doctor": "look whether everything is there",
+    "embed": "embed a corpus with a recipe's teachers, or compare the teachers",
+    "evaluate": "evaluate models side by side",
+    "export": "export a model to ONNX",
+    "push": "upload a model to the Hugging Face hub",
+    "plan": "estimate a run's time, memory and network traffic",
+    "doctor": "check this machine, its cluster and a recipe's files",
 }
+_COMPLETION = "completion"
 _RECIPES = {
     "bash": '_distcse_recipes() { compgen -W "NAMES" -- "$1"; compgen -f -- "$1"; }',
     "zsh": "_distcse_recipes() { _alternative 'recipes:recipe:(NAMES)' 'files:file:_files'; }",
@@ -29,18 +30,34 @@ _RECIPE = dict.fromkeys(_RECIPES, "_distcse_recipes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Hand the other words to the command that the first one names. Returns its exit status."""
+    """Run the command that the first word names; without words, print the commands. Returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in COMMANDS:
-        command = import_module(f"distcse.{words[0]}")
-        status: int = command.main(words[1:])
+    name = words[0] if words else ""
+    if name in COMMANDS:
+        status: int = import_module(f"distcse.{name}").main(words[1:])
         return status
-    options = _parser().parse_args(words)
-    return exit_status(lambda: _complete(options.shell), kept="nothing was written")
+    if name == _COMPLETION:
+        shell = _completion_parser().parse_args(words[1:]).shell
+        return exit_status(lambda: _complete(shell), kept="nothing was written")
+    if name and not name.startswith("-"):
+        return exit_status(lambda: _refuse(name), kept="nothing was written")
+    parser = _parser()
+    parser.parse_args(words)
+    parser.print_help()
+    return 0
+
+
+def _refuse(name: str) -> int:
+    from distcse.recipe.complaints import nearest  # pydantic takes 0.3 s to import; --version does not need it
+
+    known = [*COMMANDS, _COMPLETION]
+    raise RecipeError(f"no command {name!r}{nearest(name, known) or '; commands: ' + ', '.join(known)}")
 
 
 def _complete(shell: str) -> int:
     """Print what a shell needs to complete commands, options, recipes and files."""
+    from distcse.recipe import packaged_recipes
+
     try:
         import shtab
     except ImportError:
@@ -60,15 +77,22 @@ def _complete(shell: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
+    about = {**COMMANDS, _COMPLETION: "print the shell completion of bash or zsh"}
+    listed = "\n".join(f"  {name:<10} {text}" for name, text in about.items())
     parser = argparse.ArgumentParser(
         prog="distcse",
-        description=f"Distil small sentence encoders.\n\n{listed}\n  completion print what bash or zsh need to complete these",
-        epilog='distcse COMMAND --help says more. Completion: eval "$(distcse completion bash)" in ~/.bashrc.',
+        usage="distcse COMMAND …",
+        description=f"Distil small sentence encoders from large ones.\n\ncommands:\n{listed}",
+        epilog='distcse COMMAND --help shows its options. Completion: eval "$(distcse completion bash)" in ~/.bashrc.',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=[*COMMANDS, "completion"], metavar="COMMAND")
-    parser.add_argument("shell", choices=["bash", "zsh"], help="of completion")
+    parser.add_argument("--version", action="version", version=f"distcse {__version__}")
+    return parser
+
+
+def _completion_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distcse completion", description="Print the shell completion of distcse.")
+    parser.add_argument("shell", choices=["bash", "zsh"])
     return parser
 
 

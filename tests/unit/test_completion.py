@@ -1,14 +1,19 @@
-"""`distcse`, all commands under one name, and what bash makes of its completion."""
+"""The command `distcse`: its commands, version, mistakes, and what bash makes of its completion."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import distcse
 from distcse.__main__ import COMMANDS, main
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +69,42 @@ def test_zsh_has_a_script_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_is_the_module_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "--print-recipe"]) == 0
     assert "\nstudent:\n" in capsys.readouterr().out
+
+
+def test_alone_it_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    alone = capsys.readouterr()
+    assert alone.err == "" and all(f"\n  {name} " in alone.out for name in [*COMMANDS, "completion"])
     with pytest.raises(SystemExit) as asked:
         main(["--help"])
-    told = capsys.readouterr().out
-    assert asked.value.code == 0 and all(f"\n  {name} " in told for name in COMMANDS)
-    with pytest.raises(SystemExit) as asked:
-        main(["trian"])
-    assert asked.value.code == 2
+    assert asked.value.code == 0 and capsys.readouterr().out == alone.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian", "quickstart", "seed=7"], "no command 'trian'; did you mean 'train'?"),
+        (["complete"], "no command 'complete'; did you mean 'completion'?"),
+        (["zzz"], "no command 'zzz'; commands: train, tune, "),
+    ],
+)
+def test_an_unknown_command_is_one_line_and_status_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"distcse: {told}") and err.count("\n") == 1
+
+
+def test_the_version_is_the_package_s_and_needs_no_heavy_import() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert distcse.__version__ == version("distcse") == declared
+    script = Path(sys.executable).with_name("distcse")
+    for command in ([script, "--version"], [sys.executable, "-m", "distcse", "--version"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == (f"distcse {declared}\n", "")
+    seen = (
+        "import sys; from distcse.__main__ import main; main([]); print({'torch', 'ray', 'pydantic'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
