@@ -14,7 +14,7 @@ from distcse.objectives.views import Views
 def info_nce(similarities: Tensor, tau1: float, offset: int = 0, softened: Tensor | None = None) -> Tensor:
     """(R, C) cosines -> (R,) losses: -log softmax(S_i / τ1) at the positive, column `offset + i`.
 
-    One direction, z1 to z2, cosine, in-batch negatives (SimCSE Eq. 1; RankCSE §4.1).
+    One direction, z1 to z2, cosine, in-batch negatives (SimCSE Eq. 1; RankCSE §4.2, Eq. 1).
 
     Args:
         similarities: The student's cosines.

@@ -12,7 +12,7 @@ _FLAT = 1e-6
 
 
 def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
-    """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE Eq. 6, for N teachers).
+    """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE §4.4, for N teachers).
 
     Raw cosines are mixed, before any temperature; the weights' scale does not matter. Float64 lists stay float64.
 

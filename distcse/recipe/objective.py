@@ -23,7 +23,7 @@ class FalseNegativesSection(Section):
 
 
 class InfoNCESection(Section):
-    """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4)."""
+    """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4.2, Eq. 1)."""
 
     weight: Weight = 1.0
     """Weight of the term in the sum."""

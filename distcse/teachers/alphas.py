@@ -15,7 +15,7 @@ from distcse.recipe import TeacherSection
 
 
 class Alphas:
-    """Weights of T teachers (RankCSE Eq. 6); their scale does not matter.
+    """Weights of T teachers (RankCSE §4.4); their scale does not matter.
 
     Args:
         teachers: The recipe's teachers.

@@ -51,7 +51,7 @@ class _Block:
 
 
 class TeacherEnsemble:
-    """The weighted mean of N teachers' lists for every step, one block of steps ahead (RankCSE Eq. 6 for N teachers).
+    """The weighted mean of N teachers' lists for every step, one block of steps ahead (RankCSE §4.4, for N teachers).
 
     Args:
         sources: One for each teacher.

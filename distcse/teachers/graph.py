@@ -28,7 +28,7 @@ _FILE, _LABEL = "neighbours.npy", "neighbours.json"
 def joined_vectors(
     tables: Sequence[EmbeddingTable], alphas: Sequence[float], rows: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """(n,) row ids -> (n, Σ d) unit vectors whose inner products are the teachers' weighted mean cosines (RankCSE Eq. 6)."""
+    """(n,) row ids -> (n, Σ d) unit vectors whose inner products are the teachers' weighted mean cosines (RankCSE §4.4)."""
     shares = np.sqrt(np.asarray(alphas, dtype=np.float64) / sum(alphas)).astype(np.float32)
     return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
