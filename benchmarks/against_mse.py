@@ -90,7 +90,9 @@ def distil(
     options: argparse.Namespace, name: str, seed: int, layers: list[int], teachers: list[str], *overrides: str
 ) -> Path:
     """One distcse run through its own front: Ray actors, Ray Train, DeepSpeed. Returns the model's folder."""
-    encoders = ", ".join(f"{{backbone: '{teacher}', max_length: {options.max_length}}}" for teacher in teachers)
+    encoders = ", ".join(
+        f"{{backbone: '{teacher}', max_length: {options.max_length}, precision: fp32}}" for teacher in teachers
+    )
     recipe = load_recipe(
         "minilm-3layer",
         [
@@ -106,6 +108,7 @@ def distil(
             f"evaluation.data={options.data}",
             "evaluation.every=65",
             "evaluation.final=[]",
+            "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *(overrides or options.override),
         ],

@@ -234,7 +234,9 @@ def distil(
                 four = (*VECTORS, "student.layers=auto", "student.depth=4")
                 distil(options, "second teacher", 0, four, second)[0].save(second)
         teachers.append(str(second))
-    encoders = ", ".join(f"{{backbone: '{teacher}', max_length: {options.max_length}}}" for teacher in teachers)
+    encoders = ", ".join(
+        f"{{backbone: '{teacher}', max_length: {options.max_length}, precision: fp32}}" for teacher in teachers
+    )
     ours = [override for override in overrides if override != "TWO"]
     recipe = load_recipe(
         "minilm-3layer",
@@ -252,6 +254,7 @@ def distil(
             f"evaluation.data={options.data}",
             f"evaluation.every={-(-options.sentences // BATCH // LOOKS)}",
             "evaluation.final=[]",
+            "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *ours,
         ],
@@ -337,7 +340,7 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     from distcse.student.material import embed_corpus, read_corpus
 
     knobs = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
-    teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}}}]"
+    teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"
     recipe = load_recipe("minilm-3layer", [*knobs, teacher])
     (table,) = embed_corpus(recipe, Watch())
     assert table is not None

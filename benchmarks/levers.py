@@ -153,7 +153,7 @@ def read(options: argparse.Namespace) -> Material:
             f"corpus.path={options.data / 'corpus' / 'wiki_sentences.txt.gz'}",
             f"corpus.limit={options.sentences}",
             f"student.backbone={MINILM}",
-            f"teachers.encoders=[{{backbone: '{MINILM}', max_length: 32}}]",
+            f"teachers.encoders=[{{backbone: '{MINILM}', max_length: 32, precision: fp32}}]",
             "training.workers=0",
         ],
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import yaml
 
+from distcse.device import cpu_speed
 from distcse.encoder import resolve_model
 from distcse.events import Watch
 from distcse.recipe import Recipe, load_recipe
@@ -40,6 +41,11 @@ SIZES = {
     "tiny": (2, 32, 4),
 }
 """Layers, width and heads. `minilm` and `wide` cost as base and large do, 1 to 3.55."""
+
+
+def fast_precisions() -> tuple[str, ...]:
+    """The precisions whose rows are measured here: bf16 where `precision: auto` would choose it."""
+    return ("fp32", "bf16") if cpu_speed().is_fast_at("bf16") else ("fp32",)
 
 
 def wiki_file(data: Path) -> Path:
@@ -119,15 +125,15 @@ def list_recipe(
     Asked for in blocks of 32 steps, lists would fall into one sample of many, and a median would not see them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    training = {"workers": 0, "engine": "plain", "epochs": 1e6, "log_every": 1000, "warmup": 0.0}
+    training = {"workers": 0, "engine": "plain", "epochs": 1e6, "log_every": 1000, "warmup": 0.0, "precision": "fp32"}
     document = {
         "name": "benchmark",
         "corpus": {"path": str(corpus), "limit": limit},
         "student": {"backbone": student, "pooling": "cls", "projection": "tanh_mlp", "max_length": 32, "dropout": 0.1},
-        "teachers": {"encoders": list(teachers), "block_steps": 1},
+        "teachers": {"encoders": [{"precision": "fp32", **teacher} for teacher in teachers], "block_steps": 1},
         "objective": objective,
         "training": {**training, "batch_size": batch_size, **others.pop("training", {})},
-        "evaluation": {"dev": "none", "final": [], "held_out": 0, "every": 10**9},
+        "evaluation": {"dev": "none", "final": [], "held_out": 0, "every": 10**9, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     for section, told in others.items():

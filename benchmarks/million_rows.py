@@ -44,6 +44,8 @@ def report(start: str, options: argparse.Namespace, cache: str) -> None:
             f"evaluation.data={options.data}",
             "evaluation.every=1000",
             "evaluation.final=[]",
+            "evaluation.precision=fp32",
+            "training.precision=fp32",
             f"storage.cache={cache}",
             f"storage.runs={cache}/runs",
         ],

@@ -16,7 +16,16 @@ import numpy as np
 import torch
 
 from benchmarks.counting import with_padding
-from benchmarks.material import MINILM, OurStep, list_recipe, masked_stand_in, prepared, stand_in, wiki_file
+from benchmarks.material import (
+    MINILM,
+    OurStep,
+    fast_precisions,
+    list_recipe,
+    masked_stand_in,
+    prepared,
+    stand_in,
+    wiki_file,
+)
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
@@ -89,7 +98,9 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     kept = pairs[: 64 if options.quick else 2048]
     bi, cross = Encoder.load(MINILM, pooling="mean", max_length=32), CrossEncoder.fresh(resolve_model(MINILM), 64)
     bi_tokens, cross_tokens = BiTokens(bi, kept), CrossTokens(cross, kept, both_orders=False)
-    sections = [LoopSection(batch_size=size, engine="plain", epochs=1e6, warmup=0.0) for size in sizes]
+    sections = [
+        LoopSection(batch_size=size, engine="plain", epochs=1e6, warmup=0.0, precision="fp32") for size in sizes
+    ]
     ours = {"bi": OurPairStep(bi, bi_tokens, sections[0]), "cross": OurPairStep(cross, cross_tokens, sections[1])}
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
     their_bi = load(MINILM)
@@ -132,7 +143,6 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     ways: dict[str, Any] = {
         "bi scores": lambda: sentences.through(bi_start.encode),
         "cross scores": lambda: both.through(cross_start.score),
-        "cross scores, bf16": lambda: both.through(partial(half.score, precision="bf16")),
         "bi step": ours["bi"],
         "cross step": ours["cross"],
         "bi scores, reference": lambda: score_bi(plain_bi, tokenizer, scored),
@@ -140,6 +150,8 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         "bi step, reference": theirs["bi"],
         "cross step, reference": theirs["cross"],
     }
+    if "bf16" in fast_precisions():
+        ways["cross scores, bf16"] = lambda: both.through(partial(half.score, precision="bf16"))
     for kind, model in (("bi", VectorModel.of(bi_start)), ("cross", PairScores(cross_start))):
         apart = np.abs(model.similarities(*sides) - ways[f"{kind} scores, reference"]()).max()
         print(f"{kind} scores against the reference style: apart by at most {apart:.1e}", flush=True)
@@ -151,11 +163,12 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     many = {"bi scores": sentences.many, "cross scores": both.many, "cross scores, bf16": both.many}
     many |= dict.fromkeys(("bi scores, reference", "cross scores, reference"), len(pairs) / len(scored))
     at = f"MiniLM, {len(pairs):,} pairs, from samples of them"
-    for part, mine, reference in (
+    parts = [
         ("bi, fp32", "bi scores", "bi scores, reference"),
         ("cross, fp32", "cross scores", "cross scores, reference"),
         ("bf16", "cross scores, bf16", "cross scores, reference"),
-    ):
+    ]
+    for part, mine, reference in parts[: len(fast_precisions()) + 1]:
         fit = many[reference] / many[mine]
         ratio = rounds.of(lambda s, mine=mine, reference=reference, fit=fit: fit * s[reference] / s[mine])  # type: ignore[misc]
         found.append(of_spread(20, part, ratio, f"cross, {at}" if part == "bf16" else at, rounds.noise()))

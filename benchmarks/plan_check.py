@@ -107,14 +107,21 @@ def measure(name: str, folder: Path, options: argparse.Namespace, number: int) -
 
 def document(parts: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The whole recipe, as YAML has it."""
-    training = {"workers": 0, "engine": "plain", "max_steps": options.steps, "log_every": 5, **parts["training"]}
+    training = {
+        "workers": 0,
+        "engine": "plain",
+        "max_steps": options.steps,
+        "log_every": 5,
+        "precision": "fp32",
+        **parts["training"],
+    }
     corpus = {"path": str(options.data.resolve() / "corpus" / "wiki_sentences.txt.gz"), "limit": LIMIT}
     return {
         **parts,
         "corpus": corpus,
-        "teachers": {"encoders": [{"backbone": MINILM, "max_length": 32}]},
+        "teachers": {"encoders": [{"backbone": MINILM, "max_length": 32, "precision": "fp32"}]},
         "training": training,
-        "evaluation": {"dev": "none", "every": 1000, "held_out": 64, "final": []},
+        "evaluation": {"dev": "none", "every": 1000, "held_out": 64, "final": [], "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
 

@@ -139,7 +139,7 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     """Row 27: a million rows in the shards of a recipe, dealt to actors by their tokens; one and two actors for real."""
     limit, shard_rows = (200, 25) if options.quick else (1024, 32)
     corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
-    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32)
+    section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
     teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
     encoder = Encoder.from_section(section).eval()
     lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))

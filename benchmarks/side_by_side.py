@@ -148,10 +148,10 @@ def recipe_of(data: Path, folder: Path, pairs: int, epochs: int = 4) -> MutualRe
         "name": "side-by-side",
         "pairs": {"task": "sts_unlabelled", "limit": pairs},
         "groups": [{**group, "name": "even", "layers": [0, 2, 4]}, {**group, "name": "odd", "layers": [1, 3, 5]}],
-        "bi": {"epochs": epochs},
-        "cross": {"both_orders": False},
-        "mutual": {"cycles": 1},
-        "evaluation": {"data": str(data.absolute()), "dev": "none", "final": []},
+        "bi": {"epochs": epochs, "precision": "fp32"},
+        "cross": {"both_orders": False, "precision": "fp32"},
+        "mutual": {"cycles": 1, "precision": "fp32"},
+        "evaluation": {"data": str(data.absolute()), "dev": "none", "final": [], "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     file = folder / "recipe.yaml"

@@ -19,6 +19,7 @@ from benchmarks.counting import NumbersRead
 from benchmarks.material import (
     MINILM,
     OurStep,
+    fast_precisions,
     forward_flops,
     list_recipe,
     live_sources,
@@ -186,16 +187,15 @@ def beside_simcse(bench: Bench, effort: Effort) -> list[Figure]:
     ours = {
         (name, precision): bench.ours(objective, precision)
         for name, objective in (("RankCSE", RANKCSE), ("SimCSE", SIMCSE))
-        for precision in ("fp32", "bf16")
+        for precision in fast_precisions()
     }
     component, plain = parts_of(ours["RankCSE", "fp32"], ours["SimCSE", "fp32"])
     near = {f"{name} {precision}": timed(step) for (name, precision), step in ours.items()}
     near |= {"lists and losses": timed(component), "InfoNCE": timed(plain)}
-    close = interleave(near, effort.at_least(25), again="SimCSE bf16")
+    close = interleave(near, effort.at_least(25), again=f"SimCSE {fast_precisions()[-1]}")
     at, noise = bench.setting, close.noise()
     found = [
-        of_ratio(1, "fp32", close, "RankCSE fp32", "SimCSE fp32", at),
-        of_ratio(1, "bf16", close, "RankCSE bf16", "SimCSE bf16", at),
+        *(of_ratio(1, kind, close, f"RankCSE {kind}", f"SimCSE {kind}", at) for kind in fast_precisions()),
         of_spread(
             1,
             "1 + component sum",
@@ -205,7 +205,7 @@ def beside_simcse(bench: Bench, effort: Effort) -> list[Figure]:
     ]
     lengths = [len(row) for row in ours["RankCSE", "fp32"].tokens(0)]
     work = 2 * 3 * forward_flops(bench.size, lengths) / 1e9
-    for precision in ("fp32", "bf16"):
+    for precision in fast_precisions():
         rate = close.of(lambda s, precision=precision: work / s[f"RankCSE {precision}"])  # type: ignore[misc]
         found.append(of_spread(6, f"{precision}, one core", rate, at, noise))
     return found
@@ -217,8 +217,9 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
     The share is that of the papers' batch size, twice this one: a score costs as much at any, and the steps between two do not.
     """
     equal_or_stop(live := bench.ours(RANKCSE, "fp32", live=True), bench.theirs(live, True))
-    ours = {precision: bench.ours(RANKCSE, precision) for precision in ("fp32", "bf16")}
-    near_or_stop(ours["fp32"], ours["bf16"])
+    ours = {precision: bench.ours(RANKCSE, precision) for precision in fast_precisions()}
+    if "bf16" in ours:
+        near_or_stop(ours["fp32"], ours["bf16"])
     theirs, dev = bench.theirs(ours["fp32"], True), DevEvaluations(bench, ours["fp32"], options)
     wide = bench.ours(RANKCSE, "fp32", batch_size=2 * bench.n)
     ways = {f"RankCSE {precision}": timed(step) for precision, step in ours.items()}
@@ -228,7 +229,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
         "dev": timed(dev.ours),
         "dev, reference": timed(dev.theirs),
     }
-    rounds = interleave(ways, effort.at_most(9), again="RankCSE bf16")
+    rounds = interleave(ways, effort.at_most(9), again=f"RankCSE {fast_precisions()[-1]}")
 
     def score(seconds: Any) -> float:
         return float(DEV_SENTENCES / dev.dev_sampled * seconds["dev"])
@@ -241,8 +242,10 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
     terms = {name: rounds.of(lambda s, name=name: s[name]).median for name in ways}  # type: ignore[misc]
     noise, every = rounds.noise(), "share of training at every 125 steps"
     return [
-        of_ratio(2, "fp32", rounds, "reference", "RankCSE fp32", bench.setting),
-        of_ratio(3, "bf16", rounds, "reference", "RankCSE bf16", bench.setting),
+        *(
+            of_ratio(row, precision, rounds, "reference", f"RankCSE {precision}", bench.setting)
+            for row, precision in zip((2, 3), fast_precisions(), strict=False)
+        ),
         of_spread(4, "125 steps and one score", rounds.of(epochs), f"{bench.setting}, tables made", noise, **terms),
         of_spread(31, every, share, f"{bench.size} student, N = {2 * bench.n}", noise),
     ]

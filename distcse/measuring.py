@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from distcse.device import device_here
+from distcse.device import device_here, speed_of, use_available_cpus
 from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluation import (
@@ -34,6 +34,7 @@ from distcse.evaluation import (
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, Note, Stage
+from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
 from distcse.report.progress import heard_by
@@ -105,9 +106,11 @@ def measure(
             raise EvaluationError(f"{told} is {value!r}; it is one of {', '.join(known)}")
     if mteb is not None:
         _check_mteb(data)
+    use_available_cpus()
     folder = None if data is None else Path(data)
     reading = reading or Reading(device=device_here())
     with heard_by(listen) as post:
+        report_precisions([_role(reading)], post)
         protocol = Protocol(
             aggregate, transfer, reading.device, lambda name, done: post(Stage(f"{name} fits", done, None, "done"))
         )
@@ -116,7 +119,7 @@ def measure(
             "STS": aggregate,
             "transfer": transfer,
             "device": reading.device,
-            "precision": reading.precision,
+            "precision": reading.decided_precision,
         }
         if mteb is not None and folder is not None:  # first: what is longer is not lost by a failure of it
             from distcse.evaluation.mteb import write_results
@@ -156,7 +159,9 @@ def check_measurement(
         _check_mteb(data)
     folder = None if data is None else Path(data)
     with heard_by(listen) as post:
-        candidates, tasks = _opened(models, folder, suites, add, documents, Protocol(), reading or Reading(), post)
+        reading = reading or Reading(device=device_here())
+        report_precisions([_role(reading)], post)
+        candidates, tasks = _opened(models, folder, suites, add, documents, Protocol(), reading, post)
         for candidate in candidates:
             about = candidate.about
             told = f"{about.kind}, pooling {about.pooling}, {about.parameters / 1e6:.1f} M weights"
@@ -170,6 +175,10 @@ def check_measurement(
             )
         for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
             post(Note(line, warning=True))
+
+
+def _role(reading: Reading) -> Role:
+    return Role("models", "precision", reading.precision, [speed_of(reading.device)])
 
 
 def _opened(
@@ -201,7 +210,7 @@ def _candidate(name: str, source: Model, reading: Reading, post: Listener) -> Ca
         post(Stage(name, done, total, "texts"))
 
     if isinstance(source, Encoder):
-        return candidate_of(name, "in memory", source.to(reading.device), Exposure({}), reading.precision, told)
+        return candidate_of(name, "in memory", source.to(reading.device), Exposure({}), reading.decided_precision, told)
     return open_candidate(name, str(source), reading, told)
 
 

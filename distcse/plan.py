@@ -33,13 +33,16 @@ def _main(options: argparse.Namespace) -> int:
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; a mistake in recipe or cluster is told before.
-    from distcse.planning.opening import calibrate_for, open_cluster
+    from distcse.planning.opening import calibrate_for, open_cluster, with_precisions
+    from distcse.training.directory import require_lasting
 
+    recipe = with_precisions(recipe, form)
     if options.calibrate:
         if form[2] not in ("local", "cpu"):
             raise RecipeError(
                 f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
             )
+        require_lasting(recipe.storage, ["cache"])
         calibrate_for(recipe, form)
     cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
     if isinstance(recipe, MutualRecipe):

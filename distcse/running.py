@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distcse.device import use_available_cpus
 from distcse.encoder import Encoder
 from distcse.errors import RunError
 from distcse.events import Listener, Note, Watch
@@ -25,7 +26,7 @@ from distcse.storage import address, place
 from distcse.student.data import data_before
 from distcse.student.run import Result
 from distcse.student.run import run as run_student
-from distcse.training.directory import RunDirectory
+from distcse.training.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.training.rerun import Compared, Earlier
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ def resume(
         listen: As for `run`.
         stop_wished: As for `run`.
     """
-    begun, recipe = RunDirectory.reopen(place(directory).absolute(), list(overrides))
+    path = place(directory).absolute()
+    require_lasting_run(path)
+    begun, recipe = RunDirectory.reopen(path, list(overrides))
+    require_lasting(recipe.storage, ["cache"])
     return _carried_out(recipe, begun, listen, stop_wished)
 
 
@@ -166,6 +170,7 @@ def _carried_out(
     warnings: Sequence[str] = (),
 ) -> Run:
     result: Result | MutualResult
+    use_available_cpus()
     with heard_by(listen) as post:
         watch = Watch(post, stop_wished)
         for warning in warnings:

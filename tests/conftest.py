@@ -107,7 +107,9 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 
     cross = make_cross_encoder(tmp_path_factory.mktemp("cross"), tiny("bert"))
     models = {"wide": str(tiny("bert", width=64)), "thin": str(tiny("bert")), "cross": str(cross)}
-    candidates = [open_candidate(name, path, Reading(pooling="mean")) for name, path in models.items()]
+    candidates = [
+        open_candidate(name, path, Reading(pooling="mean", precision="fp32")) for name, path in models.items()
+    ]
     tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], Protocol())
     return evaluate(candidates, tasks)
 

@@ -24,7 +24,7 @@ from distcse.training.loop import Outcome
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:
-    """A recipe in a file of its own, and the corpus it reads."""
+    """A recipe in a file of its own, and the corpus it reads. All arithmetic is fp32: what is tested holds on every CPU."""
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(lines) + "\n", encoding="utf-8")
     document: dict[str, Any] = {
@@ -33,15 +33,29 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
         "student": {"backbone": str(student), "pooling": "mean", "max_length": 16, "layers": [0, 2]},
         "teachers": {
             "encoders": [
-                {"backbone": str(teacher), "pooling": "mean", "max_length": 24, "alpha": float(number)}
+                {
+                    "backbone": str(teacher),
+                    "pooling": "mean",
+                    "max_length": 24,
+                    "alpha": float(number),
+                    "precision": "fp32",
+                }
                 for number, teacher in enumerate(teachers, start=1)
             ],
             "shard_rows": 100,
             "block_steps": 3,
         },
         "objective": {"rank": {"form": "list_net", "tau2": 0.1, "tau3": 0.1}},
-        "training": {"batch_size": 16, "epochs": 1, "lr": 1e-3, "workers": 0, "engine": "plain", "log_every": 4},
-        "evaluation": {"held_out": 32, "every": 6},
+        "training": {
+            "batch_size": 16,
+            "epochs": 1,
+            "lr": 1e-3,
+            "workers": 0,
+            "engine": "plain",
+            "log_every": 4,
+            "precision": "fp32",
+        },
+        "evaluation": {"held_out": 32, "every": 6, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     file = folder / "recipe.yaml"

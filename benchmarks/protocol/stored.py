@@ -72,10 +72,14 @@ def machine() -> dict[str, Any]:
         if _of_each(lines, key)
     ]
     kernels = {"AMX": "_is_amx_tile_supported", "AVX-512 bf16": "_is_avx512_bf16_supported"}
+    # PyTorch's kernels can be held to an older instruction set than the CPU's (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA).
+    older = torch.backends.cpu.get_cpu_capability() == "AVX2"
     return {
         "cpu": f"{names[0]}, {' '.join(generation)}" if names else platform.machine(),
         "cores": len(names),
-        "kernels": [name for name, asked in kernels.items() if getattr(torch.cpu, asked, lambda: False)()],
+        "kernels": ["AVX2 kernels"]
+        if older
+        else [name for name, asked in kernels.items() if getattr(torch.cpu, asked, lambda: False)()],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcse.device import speed_of
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
 from distcse.encoder.folder import pooling_unless_told
 from distcse.encoder.laid_out import lay_out
@@ -28,7 +29,7 @@ class Reading:
         pooling: Of folders that do not say how they pool; those that do are read as they say.
         max_length: Tokens kept of a sentence; None follows the folder.
         device: Where models run.
-        precision: `fp32`, or `bf16` / `fp16` autocast.
+        precision: `fp32`, or `bf16` / `fp16` autocast; `auto` is bf16 where the device is fast at it, else fp32.
         trust_remote_code: Run code that a model folder brings.
         prompt: Text before every sentence, or a template with `{sentence}` in it; empty follows the folder.
             A cross-encoder takes none.
@@ -37,9 +38,14 @@ class Reading:
     pooling: str | None = None
     max_length: int | None = None
     device: str = "cpu"
-    precision: str = "fp32"
+    precision: str = "auto"
     trust_remote_code: bool = False
     prompt: str = ""
+
+    @property
+    def decided_precision(self) -> str:
+        """`precision`, where it is `auto` what the device is fast at."""
+        return speed_of(self.device).precision if self.precision == "auto" else self.precision
 
 
 def named(models: Sequence[str]) -> dict[str, str]:
@@ -74,8 +80,8 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     folder = resolve_model(model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, reading.max_length, reading.trust_remote_code).to(reading.device)
-        pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.precision, on_progress)
-        lay_out(scorer, reading.precision)
+        pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.decided_precision, on_progress)
+        lay_out(scorer, reading.decided_precision)
         return pairs
     if is_rank_space(folder):
         ranker = _ranker(folder, source, reading)
@@ -87,8 +93,8 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
             ranker.encoder.max_length,
             _parameters(ranker.encoder),
         )
-        lay_out(ranker.encoder, reading.precision)
-        model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.precision, on_progress))
+        lay_out(ranker.encoder, reading.decided_precision)
+        model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.decided_precision, on_progress))
         return Candidate(about, model, Exposure.read(folder))
     knobs: dict[str, Any] = {
         "max_length": reading.max_length,
@@ -97,8 +103,8 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     }
     pooling = pooling_unless_told(folder, reading.pooling)
     encoder = Encoder.load(folder, pooling=pooling, **knobs).to(reading.device)
-    vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.precision, on_progress)
-    lay_out(encoder, reading.precision)
+    vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.decided_precision, on_progress)
+    lay_out(encoder, reading.decided_precision)
     return vectors
 
 

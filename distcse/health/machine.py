@@ -13,8 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distcse import host
+from distcse.device import local_speed
 from distcse.health.check import Check, fail, gib, ok, warn
+from distcse.mutual import roles as mutual_roles
+from distcse.precision import describe_roles
 from distcse.recipe import LoopSection, MutualRecipe, Recipe
+from distcse.student import roles as student_roles
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_MEMORY, _GOOD_MEMORY = 2**30, 4 * 2**30
@@ -53,6 +57,21 @@ def processors() -> list[Check]:
     if load > 1.5 * there:
         return [warn("cpus", f"{told}, load {load:.1f}", "others use this machine; a run takes longer than planned")]
     return [ok("cpus", f"{told}, load {load:.1f}")]
+
+
+def precision(recipe: Recipe | MutualRecipe | None) -> list[Check]:
+    """What `precision: auto` chooses on this machine; a half precision of the recipe that is slow here is a warning."""
+    devices = [local_speed()]
+    if recipe is None:
+        return [ok("precision", f"auto: {devices[0].precision} ({devices[0].describe()})")]
+    if isinstance(recipe, MutualRecipe):
+        roles = mutual_roles.roles_on(recipe, devices, devices)
+    else:
+        roles = student_roles.roles_on(recipe, devices)
+    chosen = describe_roles(roles)
+    if keys := [role.key for role in roles if role.no_gain_on]:
+        return [warn("precision", chosen, f"write auto or fp32 for {', '.join(keys)}")]
+    return [ok("precision", chosen)]
 
 
 def gpus() -> list[Check]:

@@ -8,15 +8,16 @@ from distcse.events import Note, Stage, Watch
 from distcse.mutual.finals import checked_tasks
 from distcse.mutual.mining import require_mining
 from distcse.mutual.pairs import read_pairs
+from distcse.mutual.roles import with_precisions
 from distcse.recipe import MutualRecipe
 from distcse.storage import place
 from distcse.tracking import require_packages
 from distcse.training.cluster import cluster
-from distcse.training.directory import check_storage
+from distcse.training.directory import check_storage, require_lasting
 from distcse.training.engines import uses_deepspeed
 
 
-def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
+def check_groups(recipe: MutualRecipe, watch: Watch, in_sweep: bool = False) -> None:
     """Read pairs (or the text they are mined from) and labelled sets, load both starts of every group, join the cluster.
 
     Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
@@ -24,7 +25,9 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
     require_packages(recipe.track)
     uses_deepspeed(recipe.bi)
     uses_deepspeed(recipe.cross)
+    require_lasting(recipe.storage)
     check_storage(recipe.storage)
+    recipe = with_precisions(recipe, watch)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
         watch.post(Note(f"missing: {line}", warning=True))
@@ -43,8 +46,13 @@ def check_groups(recipe: MutualRecipe, watch: Watch) -> None:
     if recipe.ray:
         with cluster():
             from distcse.mutual.actors import resources_of  # Ray reads its settings when it is imported
+            from distcse.mutual.gpus import lost_gpus_of_groups
+            from distcse.nodes import alive
 
             wants = resources_of(recipe.groups)
+            # In a sweep's trial all groups run in one process, in turns.
+            for warning in lost_gpus_of_groups(recipe, recipe.groups, wants, alive()) if not in_sweep else []:
+                watch.post(Note(warning, warning=True))
             told = (
                 f"{group.name} {want['CPU']:g} CPUs a worker" for group, want in zip(recipe.groups, wants, strict=True)
             )

@@ -26,7 +26,7 @@ from distcse.events import Listener, Stage
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind
-from distcse.recipe import MutualRecipe
+from distcse.recipe import MutualRecipe, decided
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
@@ -65,7 +65,7 @@ def final_scores(
         return None
     note = f"compared with {len(tasks.tasks)} sets: {exposure.told}"
     post(Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
-    device = device_here()
+    device, precision = device_here(), decided(recipe.evaluation.precision)
     candidates = []
     left = {name for name, _, _ in best}
     trusted = {group.name: group.trust_remote_code for group in recipe.groups}
@@ -73,7 +73,7 @@ def final_scores(
         if group.name in left:
             encoder = Encoder.from_section(group).to(device)
             known = Exposure.read(resolve_model(group.backbone))
-            candidates.append(candidate_of(f"{group.name} start", group.backbone, encoder, known))
+            candidates.append(candidate_of(f"{group.name} start", group.backbone, encoder, known, precision))
     for kind in ("bi", "cross"):
         ours = []
         for name, made, model in best:
@@ -82,13 +82,13 @@ def final_scores(
             title = f"{name} {kind}"
             if kind == "bi":
                 encoder = Encoder.load(model, trust_remote_code=trusted[name]).to(device)
-                ours.append(candidate_of(title, str(model), encoder, exposure))
+                ours.append(candidate_of(title, str(model), encoder, exposure, precision))
             else:
                 scorer = CrossEncoder.load(model, trust_remote_code=trusted[name]).to(device)
-                ours.append(scorer_of(title, str(model), scorer, exposure))
+                ours.append(scorer_of(title, str(model), scorer, exposure, precision))
         candidates += ours
         if len(ours) > 1:
             about = About(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
             candidates.append(Candidate(about, Ensemble([one.model for one in ours]), exposure))
-    settings = {"STS": "all", "device": device, "precision": "fp32"}
+    settings = {"STS": "all", "device": device, "precision": precision}
     return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=post)

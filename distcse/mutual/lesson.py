@@ -15,6 +15,7 @@ from distcse.device import sent
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.batching import alike
 from distcse.evaluation import PairModel, PairScores, VectorModel
+from distcse.evaluation.models import Progress
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.objectives import bce_soft, mse_cosine
@@ -176,6 +177,7 @@ class PairLesson:
         seed: Of order and noise in this phase.
         rank: This worker's number.
         workers: How many there are.
+        dev_precision: Arithmetic of the dev scores.
     """
 
     scores_start = False
@@ -193,11 +195,13 @@ class PairLesson:
         seed: int,
         rank: int = 0,
         workers: int = 1,
+        dev_precision: str = "fp32",
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
         self._labels = torch.from_numpy(tokens.labels(labels))
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
+        self._dev_precision = dev_precision
         self._dev, self._every, self._seed, self._rank = dev, every, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
@@ -242,14 +246,16 @@ class PairLesson:
 
     def score(self) -> float:
         assert self._dev is not None
-        return self._dev.score(pair_model(self.model.encoder))
+        return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
 
     def _mine(self, step: int) -> NDArray[np.int64]:
         return self._sampler.batch(step)[self._rank * self.rows : (self._rank + 1) * self.rows]
 
 
-def pair_model(encoder: Encoder | CrossEncoder, precision: str = "fp32") -> PairModel:
+def pair_model(
+    encoder: Encoder | CrossEncoder, precision: str = "fp32", on_progress: Progress | None = None
+) -> PairModel:
     """An encoder as something that scores pairs: raw cosines, or sigmoid outputs."""
     if isinstance(encoder, Encoder):
-        return VectorModel.of(encoder, precision)
-    return PairScores(encoder, precision=precision)
+        return VectorModel.of(encoder, precision, on_progress)
+    return PairScores(encoder, on_progress, precision)

@@ -21,6 +21,7 @@ from distcse.mutual.group import Group, GroupHere, InTurns
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
+from distcse.mutual.roles import with_precisions
 from distcse.mutual.work import Bench, Trained
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import address, fetch, fetch_folder, publish
@@ -88,6 +89,9 @@ def _run(
     if claim.left_here:
         for phase in (directory.path / "groups").glob("*/*"):
             Checkpoints(phase).rescue(watch.post)
+    asked, recipe = recipe, with_precisions(recipe, watch)
+    if recipe != asked:
+        directory.decide(recipe)
     pairs = _pairs(recipe, directory.path, watch)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
     ledger = Ledger(directory.path, claim)
@@ -96,7 +100,8 @@ def _run(
     best, evaluation = [], None
     with tracking(recipe, directory.path, watch.post) as tracked:
         with _groups(recipe, benches, tracked.heard(watch)) as (groups, heard):
-            interrupted = _side_by_side(recipe, groups, ledger, Exchange(recipe, ledger, ending), heard)
+            exchange = Exchange(recipe, ledger, ending, wished)
+            interrupted = _side_by_side(recipe, groups, ledger, exchange, heard)
         if not interrupted:
             best = _best(recipe, benches, ledger)
             models = [(one.group, one.kind, one.model) for one in best]
@@ -149,15 +154,25 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterato
     """The groups, and the watch that hears what becomes of them."""
     if not recipe.ray:
         turn = threading.Lock()
-        yield [InTurns(GroupHere(bench, _in_group(watch, bench.group.name)), turn) for bench in benches], watch
+        yield (
+            [
+                InTurns(GroupHere(bench, _in_group(watch, bench.group.name)), turn, watch.stop_wished)
+                for bench in benches
+            ],
+            watch,
+        )
         return
     with cluster():
         from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
+        from distcse.mutual.gpus import lost_gpus_of_groups
+        from distcse.nodes import alive
         from distcse.training.metrics import metered
         from distcse.training.shared_storage import require_shared
 
         at_work = [bench.group for bench in benches]
         wants = resources_of(at_work)
+        for warning in lost_gpus_of_groups(recipe, at_work, wants, alive()):
+            watch.post(Note(warning, warning=True))
         require_shared({"storage.runs": benches[0].run}, read_by_groups(recipe), [group.nodes for group in at_work])
         watch = metered(watch, benches[0].run.name)
         groups: list[Group] = []
@@ -192,6 +207,7 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
                 exchange.end()  # whoever waits for this one's scores waits in vain
         except Ended:
             stops[number] = True
+            exchange.end()  # wake the groups that wait for this one's scores
         except DistcseError as failed:
             if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, str(failed)):
                 raise

@@ -14,13 +14,14 @@ from distcse.device import device_here
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import EncoderError, RunError
+from distcse.evaluation.models import Progress
 from distcse.events import Watch
 from distcse.files import sealed, unsealed
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
-from distcse.recipe import GroupSection, LoopSection, MutualRecipe
+from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.storage import fetch, put, remove
 from distcse.training.checkpoint import Checkpoints, load_position, load_state
 from distcse.training.claim import Claim
@@ -121,6 +122,7 @@ class Worker:
             bench.seed(phase),
             rank(),
             world_size(),
+            decided(bench.recipe.evaluation.precision),
         )
         checkpoints = Checkpoints(folder, bench.claim)
         outcome = learn(lesson, bench.section(kind), checkpoints, watch)
@@ -168,19 +170,29 @@ class Scorer:
         self._bench = bench
         self._pairs = Pairs.read(bench.pairs_file)
 
-    def score(self, phase: Phase, part: int = 0, parts: int = 1) -> NDArray[np.float32]:
+    def score(
+        self, phase: Phase, part: int = 0, parts: int = 1, on_progress: Progress | None = None
+    ) -> NDArray[np.float32]:
         """Scores of one part of the pairs, in one order: raw cosines, or sigmoid outputs.
+
+        Args:
+            phase: Whose best model scores.
+            part: Number of this part, from 0.
+            parts: Number of parts.
+            on_progress: Called after every forward pass; what it raises ends the scoring.
 
         Raises:
             EncoderError: A score is not finite.
         """
         model = self._model(phase).to(device_here())
-        lay_out(model, self._bench.recipe.mutual.precision)
+        precision = decided(self._bench.recipe.mutual.precision)
+        lay_out(model, precision)
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
         scores = np.empty(end - begin, dtype=np.float32)
         for here in range(begin, end, _SLICE):
             mine = self._pairs[here : min(end, here + _SLICE)]
-            found = pair_model(model, self._bench.recipe.mutual.precision).similarities(mine.first, mine.second)
+            scorer = pair_model(model, precision, on_progress)
+            found = scorer.similarities(mine.first, mine.second)
             scores[here - begin : here - begin + len(mine)] = found
         if broken := int((~np.isfinite(scores)).sum()):
             group = self._bench.group.name

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from distcse import host
+from distcse.device import cpu_name, cpu_speed
 from distcse.errors import RunError
 from distcse.files import put
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, sheet_of
@@ -54,7 +55,7 @@ def here(threads: int) -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cpus": host.cpus(),
         "memory": host.memory(),
         "gpu": gpu,
@@ -115,7 +116,7 @@ _RATES = ("process", "matmul", "bandwidth", "optimiser", "table_read", "disk", "
 def this_machine(cache: Path, threads: int) -> Machine:
     """This machine as it was measured, with so many threads; with built-in constants where it was not."""
     description = here(threads)
-    plain = builtin_cpu(threads, host.memory())
+    plain = builtin_cpu(threads, host.memory(), cpu_speed().speedups["bf16"])
     if description["gpu"]:
         plain = replace(_gpu_here(), host_memory=host.memory(), threads=threads)
     content = _read(_file(cache, description))
@@ -231,10 +232,3 @@ def _read(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # none, or half of one: measured again
         return None
     return content if content.get("format") == _FORMAT else None
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

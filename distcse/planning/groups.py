@@ -207,7 +207,7 @@ class MutualPlan:
         lengths = self.lengths if kind == "bi" else self.lengths.pairs()
         length = lengths.mean(self._longest(group, kind)) * (_FILLED if training else 1.0)
         texts = 2 * pairs if kind == "bi" else pairs
-        precision = self._section(kind).precision if training else "fp32"
+        precision = self._section(kind).precision if training else self.recipe.mutual.precision
         wished = group.section.dropout
         dropout = training and (shape.dropout if wished is None else wished) > 0
         return Pass(shape, texts, length, training, precision, dropout)

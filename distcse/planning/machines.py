@@ -137,7 +137,7 @@ GPUS = {
 }
 
 # Measured by `--calibrate` on an AMD EPYC (family 26, AVX-512 with bf16), one thread, PyTorch 2.13, while others used the
-# machine: what a CPU that was never measured is taken for, and the host of a GPU. A CPU without bf16 units is slower in it.
+# machine: what a CPU that was never measured is taken for, and the host of a GPU.
 _CPU_MATMUL = {"fp32": 9.5e10, "bf16": 4.1e11}
 _CPU_BANDWIDTH = 3.5e10
 _CPU_LAYER_HOST = 2e-3
@@ -152,12 +152,21 @@ def sheet_of(name: str, memory: float) -> Machine:
     return replace(GPUS["L4-24G"], name=name, memory=memory, told_by=told)
 
 
-def builtin_cpu(threads: int, memory: float) -> Machine:
-    """A CPU that nobody measured, of so many threads."""
+def builtin_cpu(threads: int, memory: float, bf16_speedup: float | None = None) -> Machine:
+    """A CPU that nobody measured.
+
+    Args:
+        threads: Of a worker.
+        memory: Bytes.
+        bf16_speedup: What bf16 products gain over fp32 ones on it; None takes what the constants' CPU gained.
+    """
+    matmul = dict(_CPU_MATMUL)
+    if bf16_speedup is not None:
+        matmul["bf16"] = bf16_speedup * matmul["fp32"]
     return Machine(
         name=f"cpu, {threads} thread{'s' if threads > 1 else ''}",
         kind="cpu",
-        matmul={precision: rate * threads for precision, rate in _CPU_MATMUL.items()},
+        matmul={precision: rate * threads for precision, rate in matmul.items()},
         bandwidth=_CPU_BANDWIDTH * min(threads, 2),
         memory=memory,
         link=2e9,

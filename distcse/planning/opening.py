@@ -6,11 +6,15 @@ import os
 from pathlib import Path
 
 from distcse import host
+from distcse.device import DeviceSpeed, local_speed
+from distcse.mutual import roles as mutual_roles
 from distcse.planning.calibration import Kind, calibrate, this_machine
 from distcse.planning.machines import GPUS, Cluster
 from distcse.planning.shapes import Shape, read_shape
+from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, MutualRecipe, Recipe, TrainedSection
 from distcse.storage import place
+from distcse.student import roles as student_roles
 
 
 def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualRecipe, network: float) -> Cluster:
@@ -30,6 +34,21 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     if kind == "local":
         per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, host.cpus() // threads)
     return Cluster(told, nodes, per_node, machine, network)
+
+
+def with_precisions(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> Recipe | MutualRecipe:
+    """The recipe with every `precision: auto` decided as a run on such machines would: this machine is asked, a GPU's sheet read.
+
+    Args:
+        recipe: What is planned.
+        form: What `parse_cluster` made of the cluster's name.
+    """
+    sheet = GPUS.get(form[2])
+    units = frozenset({"fp16"} | ({"bf16"} if sheet is not None and "bf16" in sheet.matmul else set()))
+    devices = [local_speed() if sheet is None else DeviceSpeed(sheet.name, "gpu", units, {})]
+    if isinstance(recipe, MutualRecipe):
+        return decide_precisions(recipe, mutual_roles.roles_on(recipe, devices, devices), lambda event: None)
+    return decide_precisions(recipe, student_roles.roles_on(recipe, devices), lambda event: None)
 
 
 def calibrate_for(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> Path:
@@ -61,11 +80,12 @@ def threads_of(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> int
 def kinds_of(recipe: Recipe | MutualRecipe) -> list[Kind]:
     """The kinds of passes that a recipe makes, the trained ones first."""
     if isinstance(recipe, MutualRecipe):
-        return [kind for group in recipe.groups for kind in _of_trained(group, recipe.bi.precision)]
-    found = _of_trained(recipe.student, recipe.training.precision)
+        trained, scored = recipe.bi.precision, recipe.mutual.precision
+        return [kind for group in recipe.groups for kind in _of_trained(group, trained, scored)]
+    found = _of_trained(recipe.student, recipe.training.precision, recipe.evaluation.precision)
     for teacher in recipe.teachers.encoders:
         if teacher.is_model:
-            found.append(Kind(read_shape(teacher), False, teacher.precision, False, teacher.max_length or 128))
+            found.append(Kind(read_shape(teacher), False, teacher.forward_precision, False, teacher.max_length or 128))
     detection = recipe.objective.detection
     if detection is not None and detection.weight and detection.generator:
         shape = read_shape(EncoderSection(backbone=detection.generator))
@@ -73,11 +93,11 @@ def kinds_of(recipe: Recipe | MutualRecipe) -> list[Kind]:
     return found
 
 
-def _of_trained(section: TrainedSection, precision: str) -> list[Kind]:
+def _of_trained(section: TrainedSection, precision: str, scored: str) -> list[Kind]:
     shape = read_shape(section)
     longest = section.max_length or 128
     trained = Kind(shape, True, precision, _has_dropout(section, shape), longest)
-    return [trained, Kind(shape, False, "fp32", False, longest)]
+    return [trained, Kind(shape, False, scored, False, longest)]
 
 
 def _has_dropout(section: TrainedSection, shape: Shape) -> bool:

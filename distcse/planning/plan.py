@@ -241,6 +241,12 @@ class StudentPlan:
             found.append("training.precision is fp32: bf16 has faster units on this GPU")
         if machine.kind == "gpu" and recipe.training.precision == "bf16" and "bf16" not in machine.matmul:
             found.append(f"{machine.name} has no bf16 units; planned at the rate of fp32")
+        if (
+            machine.kind == "cpu"
+            and recipe.training.precision == "bf16"
+            and machine.rate("bf16") < machine.rate("fp32")
+        ):
+            found.append("training.precision is bf16, which is slower than fp32 on this CPU; write auto or fp32")
         if self.workers < self.cluster.devices:
             idle = self.cluster.devices - self.workers
             found.append(

@@ -195,7 +195,7 @@ def _teacher(plan: StudentPlan, number: int) -> str:
         return f"{teacher.name}, behind an endpoint"
     shape = teacher.shape
     told = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
-    return f"{teacher.name}, {told}, {teacher.section.precision}, {teacher.kind}"
+    return f"{teacher.name}, {told}, {teacher.section.forward_precision}, {teacher.kind}"
 
 
 def _count(number: float) -> str:

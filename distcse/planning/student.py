@@ -225,7 +225,7 @@ class StudentRun:
     def _frozen(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
         assert teacher.shape is not None
         length = lengths.mean(teacher.section.max_length)
-        work = Pass(teacher.shape, texts, length, False, teacher.section.precision)
+        work = Pass(teacher.shape, texts, length, False, teacher.section.forward_precision)
         batches = max(1.0, work.tokens / self.recipe.teachers.tokens_per_batch)
         return _in_batches(work, batches, machine)
 
@@ -269,7 +269,7 @@ class StudentRun:
             texts, length = float(STSB_SENTENCES), STSB_TOKENS
         else:
             texts, length = float(self.recipe.evaluation.held_out), self.lengths.mean(self.recipe.student.max_length)
-        work = Pass(self.student, texts, length, False, "fp32", False)
+        work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
         encoded = _in_batches(work, max(1.0, work.tokens / _BATCH_TOKENS), machine) if texts else 0.0
         return encoded + texts / machine.tokenise
 

@@ -41,6 +41,7 @@ from distcse.recipe.objective import (
     RegressionSection,
 )
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
+from distcse.recipe.section import decided
 from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
 from distcse.recipe.track import MLflowSection, TrackSection, WandbSection
 from distcse.recipe.training import LoopSection, NeighboursSection, TrainingSection
@@ -86,6 +87,7 @@ __all__ = [
     "TrainingSection",
     "WandbSection",
     "WinnerSection",
+    "decided",
     "load_recipe",
     "packaged_recipes",
     "read_recipe",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from distcse.recipe.own import Code, Knob
-from distcse.recipe.section import Labels, Section
+from distcse.recipe.section import FrozenPrecision, Gpus, Labels, Section, decided
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
@@ -141,7 +141,8 @@ class TeacherSection(EncoderSection):
     """What `code` is made with, by name."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and 1 − α (Eq. 6)."""
+    """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and
+    1 − α (RankCSE §4.4, the unnumbered formula)."""
     alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Weights in its place in lists for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
     space: Literal["cosine", "rank"] = "cosine"
@@ -151,9 +152,15 @@ class TeacherSection(EncoderSection):
     ranks: Literal["sort", "histogram"] = "sort"
     """How a rank-space teacher orders them: exactly, or by counting into 65,536 bins, which takes less time among tens of
     thousands and moves a similarity by 1e-5 at most (1e-6 among 100,000)."""
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    precision: FrozenPrecision = "auto"
     """Arithmetic of the frozen forward pass, and on a GPU its weights, which take half the memory then. fp16 moves cosines by up
-    to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way."""
+    to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way. `auto` is bf16 where all devices that may
+    host this teacher have fast bf16 units, else fp32."""
+
+    @property
+    def forward_precision(self) -> str:
+        """The decided precision; fp32 for a teacher that is not loaded here. `ValueError` while it is still `auto`."""
+        return decided(self.precision) if self.is_model else "fp32"
 
     @property
     def is_model(self) -> bool:
@@ -170,8 +177,10 @@ class TeacherSection(EncoderSection):
             kind, others = (
                 ("code", ("max_length", "prompt")) if self.code else ("endpoint", ("max_length", "precision"))
             )
-            plain = type(self).model_fields
-            if said := [name for name in others if getattr(self, name) != plain[name].default]:
+            plain = {name: field.default for name, field in type(self).model_fields.items()}
+            if self.precision == "fp32":  # what it comes to for a teacher of these kinds
+                plain["precision"] = "fp32"
+            if said := [name for name in others if getattr(self, name) != plain[name]]:
                 raise ValueError(
                     f"{said[0]} is of a model that is loaded here, and this teacher's {kind} would not hear of it; take it away"
                 )
@@ -188,7 +197,7 @@ class TeachersSection(Section):
     `table` wherever the rows are fixed. A cross-encoder has no vectors and always runs live."""
     builders: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
-    builder_gpus: Annotated[float, Field(ge=0)] | None = None
+    builder_gpus: Gpus | None = None
     """GPUs, or a fraction of one, for each embedding actor and each server that answers live or in rank space; null gives an
     embedding actor a whole one where there are any, and a server, which works beside the students, none."""
     nodes: Labels | None = None

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
-from distcse.recipe.section import Labels, Name, Section, Weight
+from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
 from distcse.recipe.track import TrackSection
 from distcse.recipe.training import LoopSection
 
@@ -98,7 +98,7 @@ class GroupSection(TrainedSection):
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly among all workers of all groups."""
     nodes: Labels | None = None
     """Labels of the nodes that workers and their scorers are put on; null takes any."""
-    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    gpus_per_worker: Gpus | None = None
     """GPUs of a worker, which its scorer shares; null takes one where the cluster has enough for all groups."""
 
     @model_validator(mode="after")
@@ -106,6 +106,16 @@ class GroupSection(TrainedSection):
         if self.layers == "auto":
             raise ValueError(
                 "layers: auto is for a student, which has teachers to agree with; name the layers, such as [0, 2, 4]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_shared_evenly(self) -> Self:
+        gpus = self.gpus_per_worker or 0.0
+        if gpus > 2 and gpus % 2:
+            raise ValueError(
+                f"gpus_per_worker is {gpus:g}, of which a worker and its scorer get {gpus / 2:g} each, and Ray gives no process "
+                f"a fraction above 1; write {gpus - 1:g} or {gpus + 1:g}"
             )
         return self
 
@@ -155,8 +165,9 @@ class MutualSection(Section):
     """How the groups' scores of a pair become its label: of raw cosines, or of sigmoid outputs; never of logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
     """Share of scores that a trimmed mean leaves out at either end, at least one where there are three groups."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic in which pairs are scored for their labels. bf16 moves a score by up to 1e-2."""
+    precision: Precision = "auto"
+    """Arithmetic in which pairs are scored for their labels. bf16 moves a score by up to 1e-2. `auto` is bf16 where the devices
+    of all groups have fast bf16 units, else fp32."""
     clamp: bool = False
     """Cut cosines at 0 and 1 before they are labels; the paper's code leaves them as they are."""
     patience: Annotated[int, Field(ge=1)] | None = None
@@ -180,6 +191,9 @@ class MutualEvaluationSection(Section):
     """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
     every: Annotated[int, Field(ge=1)] = 200
     """Steps of an epoch between two dev scores, each also a checkpoint; the end of an epoch is one, too."""
+    precision: Precision = "auto"
+    """Arithmetic of dev scores and of the final evaluation. `auto` is bf16 where the devices that score have fast bf16 units,
+    else fp32; the report names it."""
     final: list[Measure] | None = None
     """Measured at the end for all starts, bi-encoders, cross-encoders and their ensembles; null is sts where there is data."""
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from distcse.errors import StorageError
 from distcse.recipe.encoders import StudentSection, TeachersSection
 from distcse.recipe.objective import ObjectiveSection
-from distcse.recipe.section import Name, Section
+from distcse.recipe.section import Gpus, Name, Precision, Section
 from distcse.recipe.track import TrackSection
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_address, place
@@ -58,8 +58,8 @@ class BesideSection(Section):
 
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of it."""
-    gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs of it, or a fraction of one."""
+    gpus: Gpus | None = None
+    """GPUs of it, or a fraction of one; null gives it none, and warns of it where its nodes have some."""
 
 
 class EvaluationSection(Section):
@@ -79,6 +79,9 @@ class EvaluationSection(Section):
     beside: BesideSection | None = None
     """Dev scores are made by a process beside the workers, which go on meanwhile; `{}` takes a CPU for it. A score is known one
     checkpoint later at the latest, and so early stopping stops one later. null scores in the workers, as trials of a sweep do."""
+    precision: Precision = "auto"
+    """Arithmetic of dev scores and of the final evaluation. `auto` is bf16 where the devices that score have fast bf16 units,
+    else fp32; the report names it."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after so many dev scores without a new best; null never stops early."""
     final: list[Measure] | None = None

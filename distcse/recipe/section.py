@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
+"""Arithmetic of a trained model. `auto` is decided when a run starts, by what the devices of this role are fast at."""
+FrozenPrecision = Literal["auto", "fp32", "fp16", "bf16"]
+"""Arithmetic of a frozen model's forward pass."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Weight = Annotated[float, Field(ge=0)]
 Labels = Annotated[dict[str, str], Field(min_length=1)]
 """Labels of a Ray node, such as {role: students}."""
+
+
+def _divides_one_gpu(gpus: float) -> float:
+    """Ray gives a process a fraction of one GPU or whole GPUs; it refuses 1.5 only when the process starts."""
+    if gpus > 1 and gpus % 1:
+        raise ValueError(
+            f"{gpus:g} is above 1 and not a whole number, and Ray gives a process a fraction of one GPU or whole ones; "
+            f"write {gpus // 1:g} or {gpus // 1 + 1:g}"
+        )
+    return gpus
+
+
+Gpus = Annotated[float, Field(ge=0), AfterValidator(_divides_one_gpu)]
+"""GPUs of one process."""
+
+
+def decided(precision: str) -> str:
+    """A precision that is no longer `auto`. `ValueError` for one that is: each worker would decide for itself."""
+    if precision == "auto":
+        raise ValueError("precision is still auto; decide it first (distcse.precision.decide_precisions)")
+    return precision
+
 
 _MOST = 2**53
 """Whole numbers up to here are exact as floating-point numbers, too."""

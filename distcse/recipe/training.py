@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.section import Labels, Precision, Section
+from distcse.recipe.section import Gpus, Labels, Precision, Section
 
 _DECIDED = {
     "train_batch_size": "batch_size",
@@ -73,8 +73,9 @@ class LoopSection(Section):
     """Largest norm of the gradient; 0 turns clipping off."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
     """Steps whose gradients are averaged before the optimiser moves. Lists stay `batch_size` long."""
-    precision: Precision = "fp32"
-    """bf16 runs the student under autocast; parameters, losses and optimiser stay fp32."""
+    precision: Precision = "auto"
+    """Arithmetic of the forward and backward passes. `bf16` runs them under autocast; parameters, losses and optimiser stay fp32.
+    `auto` is bf16 where all devices that may train have fast bf16 units (asked of PyTorch, and on a CPU measured), else fp32."""
     engine: Literal["auto", "deepspeed", "plain"] = "auto"
     """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
@@ -125,8 +126,8 @@ class TrainingSection(LoopSection):
     again."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
-    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a worker; null takes one where the cluster has enough."""
+    gpus_per_worker: Gpus | None = None
+    """GPUs of a worker, or a fraction of one; null takes one where the cluster has enough for all workers, else none."""
     nodes: Labels | None = None
     """Labels of the nodes that workers are put on; null takes any."""
     dropout_streams: Annotated[int, Field(ge=1)] | None = None

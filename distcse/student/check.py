@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from distcse.corpus import BatchSampler, Corpus
@@ -17,13 +19,14 @@ from distcse.student.houses import house_of, room_for
 from distcse.student.material import read_corpus, require_vectors
 from distcse.student.model import build_student
 from distcse.student.plan import rows_of
+from distcse.student.roles import with_precisions
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import table_of
 from distcse.teachers.comparison import comparable
 from distcse.teachers.nearest import require_faiss
 from distcse.teachers.opening import live, uses_table
 from distcse.tracking import require_packages
-from distcse.training.directory import check_storage
+from distcse.training.directory import check_storage, require_lasting
 from distcse.training.engines import uses_deepspeed
 from distcse.training.schedule import total_steps
 
@@ -43,12 +46,19 @@ def check_recipe(recipe: Recipe) -> None:
     check_labelled_data(recipe)
 
 
-def check_run(recipe: Recipe, watch: Watch) -> None:
+def check_run(recipe: Recipe, watch: Watch, lost_gpus: Callable[[], list[str]] | None = None) -> None:
     """Read the text and the labelled sets, load the student, ask each teacher once, join the cluster; train nothing.
 
     The corpus that was read stays in the cache, for the run. Raises a `DistcseError` that names what to mend.
+
+    Args:
+        recipe: What would be run.
+        watch: Hears what was found.
+        lost_gpus: Makes the warnings of a sweep, whose trials are placed in another way than a single run; None warns of the run.
     """
+    require_lasting(recipe.storage)
     check_recipe(recipe)
+    recipe = with_precisions(recipe, watch)
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
         _told(watch, "labelled", f"{len(tasks.tasks)} sets to measure on")
@@ -65,8 +75,10 @@ def check_run(recipe: Recipe, watch: Watch) -> None:
     _told(watch, "student", _described(encoder))
     for number in range(len(recipe.teachers.encoders)):
         _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
-    _, surroundings = house_of(recipe)
+    _, surroundings = house_of(recipe, watch=watch if lost_gpus is None else None)
     with surroundings:
+        for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
+            watch.post(Note(warning, warning=True))
         _told(watch, "cluster", room_for(recipe))
 
 
@@ -76,6 +88,7 @@ def check_embedding(recipe: Recipe, watch: Watch) -> None:
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
     check_storage(recipe.storage)
+    recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     for number, teacher in enumerate(recipe.teachers.encoders):
         answers = _asked(recipe, corpus, number)
@@ -93,6 +106,7 @@ def check_comparison(recipe: Recipe, watch: Watch) -> None:
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage)
+    recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     for number in numbers:
         _told(watch, f"teacher {number}", _asked(recipe, corpus, number))

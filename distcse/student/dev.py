@@ -13,7 +13,7 @@ from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
 from distcse.objectives import mix_lists
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, decided
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.ensemble import ListSource
 
@@ -32,11 +32,14 @@ class DevSet:
         """The dev set that the recipe names; None where it names none."""
         if recipe.dev_score == "none":
             return None
+        precision = decided(recipe.evaluation.precision)
         if recipe.dev_score == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
-            return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel(encoder.encode), pairs))
+            return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel.of(encoder, precision), pairs))
         texts, lists = corpus.texts(held_out), teacher_lists(recipe, corpus, held_out, sources)
-        return cls("agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True), lists))
+        return cls(
+            "agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True, precision=precision), lists)
+        )
 
 
 def check_labelled_data(recipe: Recipe) -> None:

@@ -36,7 +36,7 @@ from distcse.evaluation import (
 )
 from distcse.events import Listener, Stage
 from distcse.objectives import mix_lists
-from distcse.recipe import Recipe, TeacherSection
+from distcse.recipe import Recipe, TeacherSection, decided
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.opening import open_embedder, scores_pairs
 
@@ -85,20 +85,22 @@ def final_scores(
         return None
     exposure = exposure_of(recipe, corpus, labelled, post)
     exposure.write(model)
-    teachers = recipe.teachers.encoders
+    teachers, precision = recipe.teachers.encoders, decided(recipe.evaluation.precision)
     candidates = [
-        candidate_of("start", recipe.student.backbone, start.to(device_here()), _known(recipe.student.backbone)),
-        candidate_of("student", str(model), student.to(device_here()), exposure),
+        candidate_of(
+            "start", recipe.student.backbone, start.to(device_here()), _known(recipe.student.backbone), precision
+        ),
+        candidate_of("student", str(model), student.to(device_here()), exposure, precision),
     ]
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        candidates.append(_teacher(name, section))
+        candidates.append(_teacher(name, section, precision))
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in wanted:
         tasks.tasks.append(_docstrings(recipe))
     if "agreement" in wanted:
         tasks.tasks.append(_agreement(recipe, corpus, candidates[2:]))
-    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": device_here(), "precision": "fp32"}
+    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": device_here(), "precision": precision}
     return evaluate(candidates, tasks, base="start", settings=settings, post=post)
 
 
@@ -120,19 +122,21 @@ def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
     return scores.reshape(len(texts), -1).astype(np.float32)
 
 
-def _teacher(name: str, section: TeacherSection) -> Candidate:
+def _teacher(name: str, section: TeacherSection, precision: str) -> Candidate:
     if not section.is_model:
         kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.code))
         about = About(name, source, kind, "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
         reading = Reading(
-            max_length=section.max_length, device=device_here(), trust_remote_code=section.trust_remote_code
+            max_length=section.max_length,
+            device=device_here(),
+            precision=precision,
+            trust_remote_code=section.trust_remote_code,
         )
         return open_candidate(name, section.backbone, reading)
-    return candidate_of(
-        name, section.backbone, Encoder.from_section(section).to(device_here()), _known(section.backbone)
-    )
+    encoder = Encoder.from_section(section).to(device_here())
+    return candidate_of(name, section.backbone, encoder, _known(section.backbone), precision)
 
 
 def _docstrings(recipe: Recipe) -> RetrievalTask:

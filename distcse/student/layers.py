@@ -138,7 +138,7 @@ def _lists(teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[
     """(n, n) mean cosines of teachers with (T, n) weights."""
     lists = []
     for teacher in teachers:
-        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
+        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
         lists.append(units @ units.T)
     mixed: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(lists)), weights).numpy()
     return mixed

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from distcse.corpus import Corpus, TokenTable
+from distcse.device import use_available_cpus
 from distcse.encoder import Encoder, TextReading
 from distcse.errors import CorpusError, TeacherError
 from distcse.evaluation import excluded_from
@@ -19,6 +20,7 @@ from distcse.storage import fetch, place
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
+from distcse.student.roles import with_precisions
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import table_of
 from distcse.teachers.graph import graph_checksum, joined_vectors, prepare_graph
@@ -26,7 +28,7 @@ from distcse.teachers.opening import uses_table
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetsAt, fit_projection, projection_of, write_projection
 from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory
+from distcse.training.directory import RunDirectory, require_lasting
 
 _FITTED_ON = 20_000
 """Rows that a projection's components are fitted on."""
@@ -140,6 +142,8 @@ def _of(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list
 
 def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
     """The teachers' pass of a recipe alone: what a run would do before it trains."""
+    use_available_cpus()
+    recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     house, surroundings = house_of(recipe)
     with surroundings:
@@ -148,6 +152,7 @@ def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
 
 def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
     """The recipe's sentences, read or found in the cache."""
+    require_lasting(recipe.storage, ["cache"])
     cache = place(recipe.storage.cache)
     excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
     corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit), excluded)

@@ -15,7 +15,7 @@ from distcse.corpus.collate import Tokens
 from distcse.detection import EditDetector, build_detector
 from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
-from distcse.recipe import Recipe, StudentSection
+from distcse.recipe import Recipe, StudentSection, decided
 from distcse.student.memory import Memory, gather_parts
 from distcse.training.allocator import trim
 from distcse.training.noise import noise
@@ -169,7 +169,7 @@ def build_student(recipe: Recipe) -> StudentModel:
         student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)
     if (detection := objective.detection) is not None and detection.weight:
         fresh = Encoder.from_section(recipe.student)
-        student.detector = build_detector(detection, student.encoder, fresh, recipe.training.precision)
+        student.detector = build_detector(detection, student.encoder, fresh, decided(recipe.training.precision))
         student.condition = detection.condition
     return student
 

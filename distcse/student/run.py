@@ -18,6 +18,7 @@ from distcse.student.finals import final_scores, labelled_tasks
 from distcse.student.houses import House, house_of
 from distcse.student.material import Text
 from distcse.student.model import encoder_weights
+from distcse.student.roles import with_precisions
 from distcse.tracking import tracking
 from distcse.training.checkpoint import Checkpoints, load_state
 from distcse.training.claim import Claim
@@ -65,12 +66,15 @@ def _run(
 ) -> Result:
     if claim.left_here:
         Checkpoints(directory.path).rescue(watch.post)
+    asked = recipe
+    if house is None:  # trials of a sweep have their precisions from it
+        recipe = with_precisions(recipe, watch)
     text = Text.prepare(recipe, watch)
-    if text.recipe != recipe:
-        recipe = text.recipe
+    recipe = text.recipe
+    if recipe != asked:
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
-    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path)
+    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path, watch)
     with tracking(recipe, directory.path, watch.post) as tracked:
         watch = tracked.heard(watch)
         with surroundings:

@@ -20,7 +20,7 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
         pooling=teacher.pooling,
         max_length=teacher.max_length,
         prompt=teacher.prompt,
-        precision=teacher.precision,
+        precision=teacher.forward_precision,
         shard_rows=shard_rows,
     )
     return EmbeddingTable.locate(cache, identity)
@@ -32,7 +32,7 @@ def embed_shard(
     """Embed one shard's rows and store it. Returns the number of rows that went through the teacher."""
     rows = table.shard_range(shard)
     vectors = encoder.encode(
-        corpus.texts(rows), batch_tokens=tokens_per_batch, precision=teacher.precision, normalize=False
+        corpus.texts(rows), batch_tokens=tokens_per_batch, precision=teacher.forward_precision, normalize=False
     )
     table.write_shard(shard, vectors)
     return len(rows)

@@ -79,7 +79,7 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int,
     lists = []
     for number in compared:
         teacher = recipe.teachers.encoders[number]
-        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.precision)
+        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
         lists.append(_others(units @ units.T))
         post(number, len(texts))
     pairings = [

@@ -29,8 +29,8 @@ def open_embedder(teacher: TeacherSection) -> Embedder:
     if teacher.endpoint is not None:
         return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
     device = device_here()
-    encoder = Encoder.from_section(teacher, held_as(teacher.precision, device)).to(device).eval()
-    lay_out(encoder, teacher.precision)
+    encoder = Encoder.from_section(teacher, held_as(teacher.forward_precision, device)).to(device).eval()
+    lay_out(encoder, teacher.forward_precision)
     return encoder
 
 
@@ -70,6 +70,6 @@ def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teac
                 f"teacher {teacher.backbone} is a cross-encoder, which reads pairs without a prompt; take it away"
             )
         scorer = CrossEncoder.load(teacher.backbone, teacher.max_length, teacher.trust_remote_code)
-        lay_out(scorer.to(device_here()).eval(), teacher.precision)
-        return PairTeacher(scorer, corpus, teacher.precision, tokens_per_batch)
-    return LiveTeacher(open_embedder(teacher), corpus, teacher.precision, tokens_per_batch)
+        lay_out(scorer.to(device_here()).eval(), teacher.forward_precision)
+        return PairTeacher(scorer, corpus, teacher.forward_precision, tokens_per_batch)
+    return LiveTeacher(open_embedder(teacher), corpus, teacher.forward_precision, tokens_per_batch)

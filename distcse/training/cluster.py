@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from distcse import host
 from distcse.errors import RunError
 from distcse.training import allocator
 
@@ -100,6 +101,18 @@ class _Coming:
             self.up.set_result(None)
             self._over.wait()
 
+    def wait(self) -> None:
+        """Wait until it is up. `RunError` where it cannot be joined or started."""
+        try:
+            self.up.result()
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
+            address = self.wanted.address
+            raise RunError(
+                f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
+                "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
+                "ray=false for groups"
+            ) from refused
+
     def end(self) -> None:
         """Leave or end it, when it is up."""
         atexit.unregister(self.end)
@@ -148,7 +161,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after.
 
     Args:
-        cpus: CPUs that a cluster started here claims to have; None counts them.
+        cpus: CPUs that a cluster started here claims to have; None counts those that this process may use.
         fast_allocator: All processes of this one's actors, not only Ray Train's, are for training.
     """
     global _coming
@@ -160,14 +173,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     if _coming is not None and _coming.wanted != wanted:
         let_go()
     coming = _coming = _coming or _Coming(wanted)  # kept while it is waited for: whoever interrupts that may come again
-    try:
-        coming.up.result()
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
-        raise RunError(
-            f"cannot {'join the Ray cluster at ' + wanted.address if wanted.address else 'start Ray here'}: {refused}. "
-            "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
-            "ray=false for groups"
-        ) from refused
+    coming.wait()
     _coming = None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # see `_give_back_sigterm`
@@ -175,6 +181,24 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
         yield
     finally:
         coming.end()
+
+
+def wait_until_up() -> None:
+    """Wait for the cluster that `bring_up` began (or begin one) without entering it: `cluster` still has to be.
+
+    Raises:
+        RunError: It cannot be joined or started.
+    """
+    bring_up()
+    if _coming is not None:
+        _coming.wait()
+
+
+def is_on_this_machine() -> bool:
+    """Whether the cluster of this process is one that distcse starts, or has begun to start, on this machine."""
+    if _coming is not None:
+        return _coming.wanted.address is None
+    return not _is_up() and "RAY_ADDRESS" not in os.environ
 
 
 def let_go() -> None:
@@ -262,7 +286,7 @@ def _start_here(cpus: int | None, environment: dict[str, Any] | None) -> None:
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     ray.init(
         address="local",
-        num_cpus=cpus,
+        num_cpus=cpus or host.cpus(),
         include_dashboard=True,
         dashboard_host="127.0.0.1",
         dashboard_port=port,

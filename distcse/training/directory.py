@@ -32,7 +32,7 @@ from distcse.errors import RecipeError, RunError
 from distcse.events import Event, InGroup, Saved, Watch, as_line
 from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
-from distcse.storage import Mirror, address, fetch, place, probe, put, upload
+from distcse.storage import Mirror, address, fetch, place, probe, put, refuse_job_copy, upload
 from distcse.training.claim import Claim, was_left_here
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
@@ -107,6 +107,7 @@ class RunDirectory:
     @classmethod
     def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
+        require_lasting(recipe.storage)
         stem = place(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if isinstance(stem, Mirror):  # nobody can make a folder there that others then cannot make
             stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
@@ -136,7 +137,7 @@ class RunDirectory:
         """Work in the folder alone. Raises `InUseError` where another start does; one that was killed is followed at once."""
         return nullcontext(Claim.stake(self.path)) if self._kept else Claim.held(self.path, watch)
 
-    def decide(self, recipe: Recipe) -> None:
+    def decide(self, recipe: Recipe | MutualRecipe) -> None:
         """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
         write_recipe(self.path / "recipe.yaml", recipe)
 
@@ -235,6 +236,19 @@ class RunDirectory:
         """To go on behind what is stored, or behind more than that."""
         if not was_left_here(self.path):
             fetch(self._events)
+
+
+def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
+    """Raise `RecipeError` for a folder of a recipe that Ray deletes with the job."""
+    for key in keys:
+        fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
+        refuse_job_copy(f"storage.{key}", place(getattr(storage, key)), fix)
+
+
+def require_lasting_run(directory: Path) -> None:
+    """Raise `RecipeError` for a run, or a sweep, to resume that Ray deletes with the job."""
+    fix = f"copy it to storage that stays, and write --resume /shared/runs/{directory.name}"
+    refuse_job_copy("--resume", directory, fix)
 
 
 def check_storage(storage: StorageSection) -> None:

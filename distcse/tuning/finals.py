@@ -10,7 +10,7 @@ from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, o
 from distcse.events import Watch
 from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
-from distcse.recipe import MutualRecipe, Recipe, TrainedSection
+from distcse.recipe import MutualRecipe, Recipe, TrainedSection, decided
 from distcse.storage import fetch_folder
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import exposure_of, labelled_tasks
@@ -40,7 +40,7 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
     tasks = _tasks(recipe)
     if not tasks.tasks:
         return None
-    device = device_here()
+    device, precision = device_here(), decided(recipe.evaluation.precision)
     of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, watch)
     found: list[tuple[str, Path, bool]] = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
@@ -55,10 +55,10 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
         return None
     # Each is opened when those before it are measured: three seeds of groups of large models fit no device together.
     candidates = (
-        open_candidate(name, str(model), Reading(device=device, trust_remote_code=trusted))
+        open_candidate(name, str(model), Reading(device=device, precision=precision, trust_remote_code=trusted))
         for name, model, trusted in found
     )
-    settings = {"STS": "all", "device": device, "precision": "fp32"}
+    settings = {"STS": "all", "device": device, "precision": precision}
     return evaluate(candidates, tasks, settings=settings, post=watch.post)
 
 

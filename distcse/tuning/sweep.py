@@ -20,14 +20,17 @@ from typing import Any
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation
 from distcse.events import Note, Watch, one_by_one
+from distcse.mutual import roles as mutual_roles
 from distcse.mutual.run import read_by_groups
+from distcse.nodes import alive
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.storage import address, fetch, place, put
+from distcse.student import roles as student_roles
 from distcse.student.houses import OnRay, read_by_workers
 from distcse.student.material import Text
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
-from distcse.training.directory import RunDirectory, check_stored, write_recipe
+from distcse.training.directory import RunDirectory, check_stored, require_lasting_run, write_recipe
 from distcse.tuning.finals import check_labels, measure
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
@@ -70,6 +73,7 @@ def begin(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Path:
 
 def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
     """What was asked of an earlier sweep."""
+    require_lasting_run(path)
     asked = path / "recipe.yaml", path / "space.yaml"
     if not all(fetch(file) for file in asked):
         raise RunError(
@@ -99,6 +103,9 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
                 f"knobs.{weights} would choose itself: the dev score is the agreement with the teachers' weighted mean; give "
                 "evaluation.data, or take the weights out of the space"
             )
+    asks = [path for path, knob in space.knobs.items() if path.endswith(".precision")]
+    if undecided := [path for path in asks if "auto" in (space.knobs[path].values or [])]:
+        raise RecipeError(f"knobs.{undecided[0]}: auto is decided once for all trials; write fp32 or bf16")
     check_labels(recipe)
     return space
 
@@ -121,10 +128,13 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
     interrupted = False
     with cluster(fast_allocator=True):
         from distcse.tuning.ray_tune import StoppedError, loggers, search, train_all
-        from distcse.tuning.room import given, room_of
+        from distcse.tuning.room import given, lost_gpus_of_trials, room_of
 
         loggers(sweep)  # refused now rather than after the teachers' pass
         room = room_of(recipe, sweep)
+        for warning in lost_gpus_of_trials(recipe, sweep, room, alive()):
+            watch.post(Note(warning, warning=True))
+        recipe = _with_precisions(recipe, directory, room.gpus, watch)
         _require_shared(recipe, directory)
         with _teachers(recipe, room.in_own_process, watch) as house:
             try:
@@ -144,6 +154,20 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
         if evaluation is not None:
             evaluation.write(directory / "evaluation.json")
     return SweepResult(recipe, sweep, directory, trials, winner, winners, evaluation, interrupted)
+
+
+def _with_precisions(
+    recipe: Recipe | MutualRecipe, directory: Path, gpus: float, watch: Watch
+) -> Recipe | MutualRecipe:
+    """The recipe with the precisions that all trials share, kept for a resumed sweep."""
+    asked = recipe
+    if isinstance(recipe, MutualRecipe):
+        recipe = mutual_roles.with_precisions(recipe, watch, gpus)
+    else:
+        recipe = student_roles.with_precisions(recipe, watch, gpus)
+    if recipe != asked:
+        write_recipe(directory / "recipe.yaml", recipe)
+    return recipe
 
 
 def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distcse import measuring
+from distcse.device import DeviceSpeed
 from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluate import main
@@ -22,7 +23,7 @@ def test_one_command_measures_and_writes(
     out = tmp_path / "new" / "report"
     models = [f"first={tiny()}", f"second={tiny('bert', width=64)}"]
     arguments = [*models, "--suite", "sts,pairs", "--data", str(labelled), "--pooling", "mean", "--out", str(out)]
-    assert main(arguments) == 0
+    assert main([*arguments, "--precision", "fp32"]) == 0
     shown = capsys.readouterr()
     assert "average of 2 of 7" in shown.out and "AUC" in shown.out and f"written {out}/report.html" in shown.out
     assert "missing   STS13" in shown.err and "second" in shown.err
@@ -30,6 +31,26 @@ def test_one_command_measures_and_writes(
     stored = json.loads((out / "evaluation.json").read_text())
     assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
     assert [about["pooling"] for about in stored["models"]] == ["mean", "mean"]
+
+
+@pytest.mark.parametrize("speedup", [0.02, 2.5])
+def test_the_precision_is_what_the_device_is_fast_at_and_is_stored(
+    labelled: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    speedup: float,
+) -> None:
+    device = DeviceSpeed("a CPU", "cpu", frozenset({"bf16"}), {"bf16": speedup})
+    for where in ("distcse.measuring", "distcse.evaluation.candidates"):
+        monkeypatch.setattr(f"{where}.speed_of", lambda name: device)
+    chosen = "bf16" if speedup > 1 else "fp32"
+    assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["settings"]["precision"] == chosen
+    assert f"{chosen}: models (a CPU: bf16 products {speedup:g}x as fast as fp32)" in capsys.readouterr().err
+    assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--precision", "bf16", "--dry-run"]) == 0
+    assert ("precision: bf16 is no gain on this device" in capsys.readouterr().err) == (chosen == "fp32")
 
 
 def test_several_runs_of_one_name_are_joined(
@@ -123,7 +144,7 @@ def test_documents_by_another_model_are_found_by_its_vectors(
     (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(f"q{n}\td{n}\n" for n in range(40)))
     one, other = tiny("bert"), tiny("bert", layers=2)
     asked = [f"one={one}", "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
-    assert main([*asked, "--documents", f"other={other}"]) == 0
+    assert main([*asked, "--precision", "fp32", "--documents", f"other={other}"]) == 0
     scores = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
     found = {(score["set"], score["measure"]): score["values"]["one"] for score in scores}
     models = [Encoder.load(model, pooling="mean") for model in (one, other)]

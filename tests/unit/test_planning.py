@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
 from distcse.corpus import collate
+from distcse.device import DeviceSpeed
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.loading import model_class
 from distcse.errors import EncoderError, RecipeError
@@ -32,12 +33,22 @@ from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import scaling, simulate, teachers_seconds
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.student import StudentRun
-from distcse.recipe import EncoderSection, Recipe, StudentSection, load_recipe, recipe_yaml
+from distcse.precision import decide_precisions
+from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
+from distcse.recipe import load_recipe as read_undecided
+from distcse.student.roles import roles_on
 from tests.jobs import make_job
 from tests.models import KINDS, make_masked_lm
 
 BASE = "google-bert/bert-base-uncased"
 RANKCSE = "rankcse-listmle-bert-base"
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe in which `precision: auto` became fp32, as on a device without fast bf16."""
+    recipe = read_undecided(name, overrides)
+    slow = DeviceSpeed("a CPU", "cpu", frozenset(), {"bf16": 0.1, "fp16": 0.1})
+    return decide_precisions(recipe, roles_on(recipe, [slow]), lambda event: None)
 
 
 def plan_of(

@@ -260,7 +260,7 @@ def test_an_encoder_with_references_is_stored_and_measured(
     tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], Protocol())
     with pytest.raises(EvaluationError, match="leave out --max-length and --prompt"):
         open_candidate("ranks", str(tmp_path / "model"), Reading(max_length=3))
-    candidate = open_candidate("ranks", str(tmp_path / "model"), Reading())
+    candidate = open_candidate("ranks", str(tmp_path / "model"), Reading(precision="fp32"))
     result = evaluate([candidate], tasks)
     assert result.models[0].kind == "rank space, λ = 0.3"
     pairs = next(task.pairs for task in tasks.tasks if isinstance(task, StsTask) and task.name == "STS-B")

@@ -118,7 +118,7 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) 
     pairs = Pairs(sentences[:40], sentences[40:80])
     bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
     bi_tokens, cross_tokens = BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)
-    section = LoopSection(batch_size=16, engine="plain")
+    section = LoopSection(batch_size=16, engine="plain", precision="fp32")
     model = AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=1)
     model.load_state_dict(cross.model.state_dict())
     for ours, theirs, is_cross in (

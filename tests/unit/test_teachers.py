@@ -56,7 +56,7 @@ def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
 
 @pytest.fixture
 def teacher(tiny: Callable[..., Path]) -> TeacherSection:
-    return TeacherSection(backbone=str(tiny("roberta")), pooling="mean", max_length=24)
+    return TeacherSection(backbone=str(tiny("roberta")), pooling="mean", max_length=24, precision="fp32")
 
 
 def test_rows_come_back_in_order_and_half_precision(tmp_path: Path) -> None:

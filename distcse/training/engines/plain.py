@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distcse.device import device_here
-from distcse.recipe import LoopSection
+from distcse.encoder.precision import arithmetic
+from distcse.recipe import LoopSection, decided
 from distcse.training.checkpoint import TrainingState
 from distcse.training.engines.adamw import OneCallAdamW
 from distcse.training.engines.engine import trained_parameters
@@ -34,10 +34,7 @@ class PlainEngine:
         self._optimizer = OneCallAdamW(self._parameters, training, updates, moments)
 
     def forward(self, inputs: Any) -> Any:
-        autocast = (
-            torch.autocast(self.device.type, torch.bfloat16) if self._training.precision == "bf16" else nullcontext()
-        )
-        with autocast:
+        with arithmetic(decided(self._training.precision), self.device):
             return self._model(inputs)
 
     def backward(self, share: Tensor) -> None:

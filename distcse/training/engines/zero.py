@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distcse.recipe import LoopSection
+from distcse.recipe import LoopSection, decided
 from distcse.training.checkpoint import TrainingState
 from distcse.training.engines.adamw import MOMENTS, make_adamw
 from distcse.training.engines.engine import trained_parameters
@@ -136,7 +136,7 @@ def _config(training: LoopSection, rows: int) -> dict[str, Any]:
         "zero_optimization": {**given.get("zero_optimization", {}), "stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
     }
-    if training.precision == "bf16":
+    if decided(training.precision) == "bf16":
         # Autocast, not DeepSpeed's bf16 mode: parameters stay float32, as in the plain engine and in what is saved.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config

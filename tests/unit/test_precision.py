@@ -1,0 +1,276 @@
+"""`precision: auto`: what is chosen on which device, that it is reported and kept, and that slow choices are warned of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distcse
+from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
+from distcse.errors import RecipeError
+from distcse.events import Event, Note, Stage, Watch
+from distcse.mutual.roles import with_precisions as with_precisions_of_groups
+from distcse.precision import Role, report_precisions
+from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
+from distcse.student.roles import with_precisions
+from tests.conftest import ROOT
+
+MakeRecipe = Callable[..., Recipe]
+
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+"""A CPU without AVX-512, as PyTorch and oneDNN see it."""
+AVX512_ONLY = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+"""A CPU with AVX-512 and without bf16 units: PyTorch says bf16 is supported, and it is slow."""
+
+FAST = DeviceSpeed("Xeon (AMX)", "cpu", frozenset({"bf16"}), {"bf16": 6.0, "fp16": 0.3})
+SLOW = DeviceSpeed("EPYC (AVX2)", "cpu", frozenset(), {"bf16": 0.018, "fp16": 0.02})
+EMULATED = DeviceSpeed("Xeon (AVX512)", "cpu", frozenset({"bf16"}), {"bf16": 0.4, "fp16": 0.2})
+ARM = DeviceSpeed("arm64 (DEFAULT)", "cpu", frozenset(), {"bf16": 1.9, "fp16": 1.8})
+A100 = DeviceSpeed("NVIDIA A100", "gpu", frozenset({"bf16", "fp16"}), {})
+V100 = DeviceSpeed("NVIDIA V100", "gpu", frozenset({"fp16"}), {})
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [
+        ([FAST], "bf16"),
+        ([A100], "bf16"),
+        ([SLOW], "fp32"),
+        ([EMULATED], "fp32"),
+        ([ARM], "fp32"),
+        ([V100], "fp32"),
+        ([FAST, FAST, SLOW], "fp32"),
+        ([A100, V100], "fp32"),
+        ([], "fp32"),
+    ],
+)
+def test_auto_is_bf16_where_every_device_of_the_role_is_fast_at_it(devices: list[DeviceSpeed], chosen: str) -> None:
+    assert Role("student", "training.precision", "auto", devices).precision == chosen
+
+
+def test_what_was_asked_for_stays_and_is_warned_of_with_the_measured_ratio() -> None:
+    seen: list[Event] = []
+    roles = [
+        Role("student", "training.precision", "bf16", [SLOW, FAST]),
+        Role("teacher 0", "teachers.encoders.0.precision", "bf16", [SLOW]),
+        Role("teacher 1", "teachers.encoders.1.precision", "fp16", [SLOW]),
+        Role("evaluation", "evaluation.precision", "auto", [SLOW]),
+    ]
+    report_precisions(roles, seen.append)
+    (stage,) = (event for event in seen if isinstance(event, Stage))
+    assert stage.note.startswith("bf16: student, teacher 0; fp16: teacher 1; fp32: evaluation (")
+    both, half = (event.text for event in seen if isinstance(event, Note) and event.warning)
+    assert both.startswith("training.precision, teachers.encoders.0.precision: bf16") and "0.018x" in both
+    assert half.startswith("teachers.encoders.1.precision: fp16") and "0.02x" in half
+
+
+def test_nothing_is_reported_where_nothing_was_to_be_chosen() -> None:
+    seen: list[Event] = []
+    report_precisions([Role("student", "training.precision", "fp32", [FAST])], seen.append)
+    assert not seen
+
+
+def test_nodes_of_one_kind_are_one_line() -> None:
+    seen: list[Event] = []
+    nodes = [DeviceSpeed("EPYC", "cpu", frozenset({"bf16"}), {"bf16": 2.0 + n / 10}) for n in range(5)]
+    report_precisions([Role("student", "training.precision", "auto", nodes)], seen.append)
+    assert [event.note for event in seen if isinstance(event, Stage)] == [
+        "bf16: student (EPYC: bf16 products 2x as fast as fp32)"
+    ]
+
+
+def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
+    code = (
+        "import json; from distcse.device import cpu_speed; s = cpu_speed();"
+        "print(json.dumps({'precision': s.precision, 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_without_avx512_pytorch_says_no_and_the_product_is_slow() -> None:
+    found = speeds_under(AVX2)
+    assert found["precision"] == "fp32" and "bf16" not in found["native"] and found["speedups"]["bf16"] < 1
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this CPU has no AVX-512")
+def test_where_pytorch_says_yes_and_bf16_is_emulated_the_timed_product_decides() -> None:
+    found = speeds_under(AVX512_ONLY)
+    assert found["precision"] == "fp32" and "bf16" in found["native"] and found["speedups"]["bf16"] < MIN_SPEEDUP
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX-512 bf16")
+def test_with_bf16_units_bf16_is_chosen() -> None:
+    assert speeds_under({})["precision"] == "bf16"
+
+
+def test_a_pytorch_without_onednn_has_no_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels for Apple silicon; some for Arm lack the question alone."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not onednn_supports("bf16")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert not onednn_supports("a precision that no operator names")
+
+
+def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
+    cpu_speed.cache_clear()
+    torch.manual_seed(0)
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    cpu_speed()
+    assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
+
+
+def test_a_speedup_is_the_plain_way_s_time_over_the_other_s() -> None:
+    def work(number: int) -> Callable[[], object]:
+        return lambda: sum(range(number))
+
+    assert speedup(work(400_000), work(100_000)) > 2
+
+
+def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may choose otherwise; a resumed or repeated run does not choose at all."""
+    auto = {"training.precision": "auto", "teachers.encoders.0.precision": "auto", "evaluation.precision": "auto"}
+    recipe = with_values(recipe_with("training.max_steps=2"), auto)
+    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: SLOW)
+    seen: list[Event] = []
+    first = distcse.run(recipe, listen=seen.append)
+    (told,) = (event.note for event in seen if isinstance(event, Stage) and event.name == "precision")
+    assert told.startswith("fp32: student, teacher 0, teacher 1, evaluation (EPYC (AVX2): bf16 products 0.018x")
+    stored = read_recipe(str(first.directory / "recipe.yaml"))
+    assert isinstance(stored, Recipe)
+    assert [stored.training.precision, stored.evaluation.precision] == ["fp32", "fp32"]
+    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
+    again = distcse.rerun(first.directory, listen=seen.append)
+    assert again.compared is not None and "equal" in again.compared.told
+    stored = read_recipe(str(again.directory / "recipe.yaml"))
+    assert isinstance(stored, Recipe) and stored.training.precision == "fp32"
+
+
+def test_a_run_in_bf16_is_one_where_the_device_is_fast(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
+    recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Watch())
+    assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # as the recipe says
+
+
+def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any) -> None:
+    from tests.pairs import make_mutual_recipe
+
+    recipe = make_mutual_recipe(tmp_path, {"one": tiny()}, ["a sentence", "another one", "a third"])
+    keys = ("bi", "cross", "mutual", "evaluation")
+    recipe = with_values(recipe, {f"{key}.precision": "auto" for key in keys})
+    assert isinstance(recipe, MutualRecipe)
+    for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
+        monkeypatch.setattr("distcse.mutual.roles.local_speed", lambda device=device: device)
+        found = with_precisions_of_groups(recipe, Watch())
+        assert {getattr(found, key).precision for key in keys} == {chosen}
+
+
+def test_no_engine_decides_for_itself(recipe_with: MakeRecipe) -> None:
+    from distcse.training.engines import PlainEngine
+
+    training = recipe_with("training.precision=auto").training
+    engine = PlainEngine(torch.nn.Linear(2, 2), training, None)
+    with pytest.raises(ValueError, match="still auto"):
+        engine.forward(torch.ones(1, 2))
+    assert decided("bf16") == "bf16"
+
+
+def test_a_space_does_not_search_auto(recipe_with: MakeRecipe, labelled: Path) -> None:
+    from distcse.recipe import Sweep
+    from distcse.tuning.sweep import check
+
+    sweep = Sweep.model_validate({"name": "s", "knobs": {"training.precision": {"values": ["auto", "bf16"]}}})
+    with pytest.raises(RecipeError, match=r"knobs\.training\.precision"):
+        check(recipe_with(f"evaluation.data={labelled}"), sweep)
+
+
+def test_plan_and_doctor_choose_as_a_run_does(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    from distcse.health import machine
+    from distcse.planning import opening
+    from distcse.planning.machines import parse_cluster
+
+    recipe = with_values(recipe_with(), {"training.precision": "auto"})
+    for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
+        for where in ("distcse.planning.opening", "distcse.health.machine", "distcse.student.roles"):
+            monkeypatch.setattr(f"{where}.local_speed", lambda device=device: device)
+        planned = opening.with_precisions(recipe, parse_cluster("local"))
+        assert isinstance(planned, Recipe) and planned.training.precision == chosen
+        assert with_precisions(recipe, Watch()).training.precision == chosen
+        (check,) = machine.precision(recipe)
+        assert check.verdict == "ok" and f"{chosen}: student" in check.found
+    for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):
+        planned = opening.with_precisions(recipe, parse_cluster(cluster))
+        assert isinstance(planned, Recipe) and planned.training.precision == chosen
+    monkeypatch.setattr("distcse.health.machine.local_speed", lambda: SLOW)
+    (check,) = machine.precision(with_values(recipe, {"training.precision": "bf16"}))
+    assert check.verdict == "warn" and "training.precision" in check.fix
+
+
+_COUNTED = """
+import json, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+import distcse
+from distcse.device import cpu_speed
+
+class Products(TorchDispatchMode):
+    counts = {}
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if "mm" in function.name() or "linear" in function.name():
+            kind = str(next(a.dtype for a in arguments if isinstance(a, torch.Tensor)))
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+        return function(*arguments, **(named or {}))
+
+cpu_speed()  # its timed products are not the run's
+events = []
+with Products():
+    run = distcse.run("quickstart", *sys.argv[1:], listen=events.append)
+chosen = next(event.note for event in events if getattr(event, "name", "") == "precision")
+print(json.dumps({"counts": Products.counts, "chosen": chosen}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [AVX2, {}], ids=["avx2", "this CPU"])
+def test_the_quickstart_computes_in_what_the_cpu_is_fast_at(
+    environment: dict[str, str], minilm: str, sentences: list[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "sentences.txt"
+    text.write_text("\n".join(sentences[:100]) + "\n")
+    overrides = [
+        "training.workers=0",
+        "training.engine=plain",
+        "training.max_steps=2",
+        "training.batch_size=16",
+        "corpus.docstrings=null",
+        f"corpus.path={text}",
+        "evaluation.held_out=16",
+        "evaluation.final=[agreement]",
+        f"storage.runs={tmp_path / 'runs'}",
+        f"storage.cache={tmp_path / 'cache'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNTED, *overrides],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    chosen = speeds_under(environment)["precision"]
+    assert found["chosen"].startswith(f"{chosen}: student, teacher 0, evaluation (")
+    assert ("torch.bfloat16" in found["counts"]) == (chosen == "bf16"), found
