@@ -106,13 +106,13 @@ def refuse_impossible(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
     """
     for labels in (None, *(demand.labels for demand in demands if demand.labels)):
         there = [node.resources for node in nodes if node.has(labels)]
-        _refuse_sum([d for d in demands if (labels or {}).items() <= (d.labels or {}).items()], there, _whose(labels))
+        _refuse_sum([d for d in demands if (labels or {}).items() <= (d.labels or {}).items()], there, whose(labels))
     for demand in demands:
         there = [node.resources for node in nodes if node.has(demand.labels)]
         if (room := fitting(there, demand.each)) < demand.number:
             raise RunError(
                 f"{demand.told} wants room for {demand.number} of {told_resources(demand.each)} each, and none lies on two "
-                f"nodes: {_whose(demand.labels)} {told_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
+                f"nodes: {whose(demand.labels)} {told_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
             )
 
 
@@ -236,7 +236,8 @@ def _came(answer: Any) -> bool:
         return False
 
 
-def _whose(labels: Mapping[str, str] | None) -> str:
+def whose(labels: Mapping[str, str] | None) -> str:
+    """The nodes with some labels as the subject of a sentence, such as `the nodes with role=students have`."""
     return f"the nodes with {_told_labels(labels)} have" if labels else "the cluster has"
 
 

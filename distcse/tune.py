@@ -80,14 +80,22 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
     check(recipe, sweep)
     with open_view(options.quiet, options.json) as view:
         if isinstance(recipe, MutualRecipe):
-            check_groups(recipe, Watch(view.show))
+            check_groups(recipe, Watch(view.show), in_sweep=True)
         else:
-            check_run(recipe, Watch(view.show))
+            check_run(recipe, Watch(view.show), lambda: _lost_gpus(recipe, sweep))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
     else:
         print_lines(["nothing stands in the way of this sweep; leave out --dry-run to begin it"])
     return 0
+
+
+def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
+    """Warnings of GPUs that the trials would not use; wants a cluster. `RunError` where the trials would find no room."""
+    from distcse.nodes import alive
+    from distcse.tuning.room import lost_gpus_of_trials, room_of
+
+    return lost_gpus_of_trials(recipe, sweep, room_of(recipe, sweep), alive())
 
 
 def _sweep(

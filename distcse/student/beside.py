@@ -116,5 +116,5 @@ def beside_demands(recipe: Recipe) -> list[Demand]:
     if section is None:
         return []
     smaller = {"CPU": "evaluation.beside.cpus", "GPU": "evaluation.beside.gpus"}
-    each = {"CPU": section.cpus, "GPU": section.gpus}
+    each = {"CPU": section.cpus, "GPU": section.gpus or 0.0}
     return [Demand("evaluation.beside", 1, each, recipe.training.nodes, "training.workers", smaller, _INSTEAD)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distcse.corpus import Corpus
-from distcse.events import Watch
+from distcse.events import Note, Watch
 from distcse.recipe import Recipe, TeacherSection, TeachersSection
 from distcse.storage import place
 from distcse.student.lists import fit
@@ -109,29 +109,37 @@ class OnRay:
             return fit_on_ray(job, servers, watch)
 
 
-def house_of(recipe: Recipe, run: Path | None = None) -> tuple[House, AbstractContextManager[None]]:
+def house_of(
+    recipe: Recipe, run: Path | None = None, watch: Watch | None = None
+) -> tuple[House, AbstractContextManager[None]]:
     """The house that `training.workers` asks for, and what must be entered around its work.
 
     Args:
         recipe: What to do.
         run: The run's folder, where there is one.
+        watch: Hears of GPUs that the training would not use; None where no training follows.
     """
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
-    return OnRay(), _cluster_fit_for(recipe, run or place(recipe.storage.runs))
+    return OnRay(), _cluster_fit_for(recipe, run or place(recipe.storage.runs), watch)
 
 
 @contextmanager
-def _cluster_fit_for(recipe: Recipe, run: Path) -> Iterator[None]:
+def _cluster_fit_for(recipe: Recipe, run: Path, watch: Watch | None) -> Iterator[None]:
     """A cluster that can give a run its workers, and whose nodes see its folders; any other is refused before any work."""
     from distcse.training.cluster import bring_up, cluster
 
     bring_up()
-    from distcse.student.ray_train import resources_per_worker  # Ray reads its settings when it is imported
+    from distcse.nodes import alive
+    from distcse.student.gpus import lost_gpus_of_run  # Ray reads its settings when it is imported
+    from distcse.student.ray_train import resources_per_worker
     from distcse.training.shared_storage import require_shared
 
     with cluster():
-        resources_per_worker(recipe)
+        each = resources_per_worker(recipe)
+        if watch is not None:
+            for warning in lost_gpus_of_run(recipe, each, alive()):
+                watch.post(Note(warning, warning=True))
         written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
         require_shared(written, read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
         yield

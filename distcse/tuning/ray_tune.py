@@ -25,7 +25,7 @@ from distcse.errors import RecipeError
 from distcse.events import TrialNews, Watch
 from distcse.recipe import MutualRecipe, Sweep
 from distcse.storage import Mirror, address, names
-from distcse.teachers.actors import use_assigned_threads
+from distcse.teachers.actors import use_assigned_gpus, use_assigned_threads
 from distcse.training import allocator
 from distcse.tuning.records import Status, Trial, enlist, read_trial, read_trials
 from distcse.tuning.room import Room
@@ -98,6 +98,7 @@ def _fit(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
     def trial(sample: dict[str, Any]) -> None:
+        use_assigned_gpus()
         use_assigned_threads()
         # Read in this process when the next trial is to have its actor: by 2 s, Ray Tune's own, this one may be about to end.
         os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcse.errors import RunError
-from distcse.nodes import Resources, even_share, fitting, nodes_with, told_nodes, told_resources
+from distcse.gpu_shortfall import GpuRole, lost_gpus
+from distcse.nodes import Demand, Node, Resources, even_share, fitting, nodes_with, told_nodes, told_resources
 from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
 from distcse.teachers.actors import server_demands
+from distcse.teachers.gpus import builder_roles, server_roles
 
 _AROUND_A_TRAINER = 0.01
 """CPUs of a trial's process whose workers are others."""
@@ -73,6 +75,23 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resourc
             "training.workers or training.cpus_per_worker and gpus_per_worker"
         )
     return Room(concurrent, cpu, gpu, workers)
+
+
+def lost_gpus_of_trials(recipe: Recipe | MutualRecipe, sweep: Sweep, room: Room, nodes: Sequence[Node]) -> list[str]:
+    """A warning for every role of a sweep that gets none of the GPUs of its nodes. See `room_of` for the arguments."""
+    if isinstance(recipe, MutualRecipe):  # no other process takes a GPU from its trials
+        return []
+    number = max(1, room.workers) * (sweep.search.concurrent or 1)
+    each, keys = {"CPU": room.cpus, "GPU": room.gpus}, {"GPU": "training.gpus_per_worker"}
+    trials = GpuRole(
+        name="the trials",
+        demand=Demand("the trials", number, each, None, "sweep.search.concurrent", keys),
+        is_decided=recipe.training.gpus_per_worker is not None,
+        takes_whole=True,
+        rule="a trial needs a node with 1 free GPU",
+    )
+    together = [trials, *server_roles(recipe.teachers, reads_tables_itself=room.in_own_process)]
+    return [*lost_gpus(builder_roles(recipe.teachers, nodes), nodes), *lost_gpus(together, nodes)]
 
 
 def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:

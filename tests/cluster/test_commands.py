@@ -73,6 +73,16 @@ def test_print_recipe_shows_the_resolved_recipe(recipe_file: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_file: Path) -> None:
+    """GPUs that Ray is told of and that are not there."""
+    asked = [*TRAIN, str(recipe_file), "--dry-run", "training.workers=4", "training.cpus_per_worker=0.1"]
+    done = finish(asked, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
+    assert done.returncode == 0, done.stderr
+    told = "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 free GPUs; write "
+    assert done.stderr.count(told) == 1 and "GPUs 3; workers 4, each with CPUs 0.1, GPUs 0" in done.stderr
+
+
+@pytest.mark.slow
 def test_alone_it_starts_ray_stops_at_ctrl_c_and_goes_on_to_a_model(recipe_file: Path) -> None:
     command = [*TRAIN, str(recipe_file), "training.workers=1", "training.engine=auto", "training.log_every=1"]
     process = subprocess.Popen(

@@ -23,7 +23,7 @@ from distcse.events import Event, Stage, TrialNews, Watch
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.student.run import run
-from distcse.tuning.ray_tune import _Listener, _scheduler, tpe
+from distcse.tuning.ray_tune import _Listener, _scheduler, search, tpe
 from distcse.tuning.records import Reported, Trial, read_trials
 from distcse.tuning.room import room_of
 from distcse.tuning.space import Space
@@ -240,6 +240,24 @@ def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> N
     assert {trial.values[TAU2] for trial in result.trials} <= {0.05, 0.1}
     page, _ = write_sweep_pages(result)
     assert "tau2" in page.read_text()
+
+
+def test_a_trial_that_is_given_no_gpu_sees_none(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray leaves an actor without a GPU the sight of all GPUs of its node."""
+
+    def look(desk: Desk, name: str, values: dict[str, Any], report: Callable[..., None], donor: Path | None) -> None:
+        (desk.trials / name).mkdir(parents=True)
+        (desk.trials / name / "seen").write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    monkeypatch.setattr("distcse.tuning.ray_tune.run_trial", look)
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.gpus_per_worker=0")
+    sweep = make_sweep(tmp_path, {LR: {"values": [1e-3]}}, search={"algorithm": "grid", "concurrent": 1})
+    desk, room = Desk(recipe, tmp_path / "trials"), room_of(recipe, sweep)
+    search(desk, Space(sweep, recipe), sweep, tmp_path / "search", room, Watch())
+    (seen,) = (tmp_path / "trials").glob("*/seen")
+    assert seen.read_text() == "''"
 
 
 def test_a_choice_stays_among_its_choices(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:

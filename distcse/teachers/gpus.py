@@ -1,0 +1,55 @@
+"""The GPUs that teachers' servers and embedding actors would get, for warnings before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distcse.gpu_shortfall import GpuRole
+from distcse.nodes import Demand, Node
+from distcse.recipe import TeachersSection
+from distcse.teachers.builders import builder_resources
+from distcse.teachers.opening import uses_table
+
+_GPUS = {"GPU": "teachers.builder_gpus"}
+
+
+def server_roles(section: TeachersSection, reads_tables_itself: bool = False) -> list[GpuRole]:
+    """The servers that compute: of live teachers and of rank-space teachers.
+
+    Args:
+        section: The teachers.
+        reads_tables_itself: Whether only live teachers have servers, as in a sweep whose trials read the tables.
+    """
+    live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
+    ranking = [teacher for teacher in section.encoders if teacher not in live and teacher.space == "rank"]
+    served = live if reads_tables_itself else [*live, *ranking]
+    if all(teacher.endpoint is not None for teacher in served):  # an endpoint computes elsewhere
+        return []
+    number, gpus = section.servers * len(served), section.builder_gpus
+    told = f"{number} teacher server{'' if number == 1 else 's'}"
+    return [
+        GpuRole(
+            name="the servers of live or rank-space teachers",
+            demand=Demand(told, number, {"GPU": gpus or 0.0}, section.nodes, "teachers.servers", _GPUS),
+            is_decided=gpus is not None,
+            takes_whole=False,
+            rule="teachers.builder_gpus is null, which gives servers none",
+        )
+    ]
+
+
+def builder_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[GpuRole]:
+    """The actors that embed the corpus, before anything else holds a GPU."""
+    if not any(teacher.endpoint is None and uses_table(section, teacher) for teacher in section.encoders):
+        return []
+    each = builder_resources(section, [node.resources for node in nodes if node.has(section.nodes)])
+    told = f"teachers.builders={section.builders or 1}"
+    return [
+        GpuRole(
+            name="the actors that embed the corpus",
+            demand=Demand(told, 1, each, section.nodes, "teachers.builders", _GPUS),
+            is_decided=section.builder_gpus is not None,
+            takes_whole=True,
+            rule="each needs a node with 1 free GPU",
+        )
+    ]

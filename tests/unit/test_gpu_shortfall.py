@@ -1,0 +1,326 @@
+"""Runs whose processes would get none of the cluster's GPUs: what is said, and that the suggested changes help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse.errors import RecipeError
+from distcse.mutual.actors import resources_of
+from distcse.mutual.gpus import lost_gpus_of_groups
+from distcse.nodes import Node
+from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
+from distcse.student.gpus import lost_gpus_of_run
+from distcse.student.ray_train import resources_per_worker
+from distcse.tuning.room import lost_gpus_of_trials, room_of
+from tests.pairs import make_mutual_recipe
+
+LIVE = "teachers.mode=live"
+MakeRecipe = Callable[..., Recipe]
+
+
+def node(gpus: int, **labels: str) -> Node:
+    return Node(f"node with {gpus} {labels}", {"CPU": 32.0, **({"GPU": float(gpus)} if gpus else {})}, labels)
+
+
+@pytest.fixture
+def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Node]], list[Node]]:
+    """Lets placement see some nodes in place of a cluster's."""
+
+    def set_nodes(nodes: list[Node]) -> list[Node]:
+        for module in ("distcse.nodes", "distcse.student.ray_train", "distcse.mutual.actors"):
+            monkeypatch.setattr(f"{module}.alive", lambda: nodes)
+        return nodes
+
+    return set_nodes
+
+
+def changes_in(warning: str) -> list[list[str]]:
+    """The overrides of each suggested way, the last of which keeps the CPUs."""
+    _, _, told = warning.rpartition("write ")
+    found = []
+    for way in told.removesuffix(" to keep the CPUs").split(", or "):
+        overrides = []
+        for change in way.split(" and "):
+            if (many := re.fullmatch(r"(\w+)=(\S+) in groups (.*)", change)) is not None:
+                overrides += [f"groups.{group}.{many[1]}={many[2]}" for group in many[3].split(", ")]
+            else:
+                overrides.append(change)
+        found.append(overrides)
+    return found
+
+
+def warnings_of(recipe: Recipe | MutualRecipe, nodes: list[Node]) -> list[str]:
+    if isinstance(recipe, MutualRecipe):
+        return lost_gpus_of_groups(recipe, recipe.groups, resources_of(recipe.groups), nodes)
+    return lost_gpus_of_run(recipe, resources_per_worker(recipe), nodes)
+
+
+def assert_changes_help(recipe: Recipe | MutualRecipe, warning: str, nodes: list[Node], folder: Path) -> None:
+    """Each way is a recipe that places its processes, gives them GPUs and is not warned of for the same role."""
+    (folder / "asked.yaml").write_text(recipe_yaml(recipe))
+    role = about(warning)
+    for overrides in changes_in(warning):
+        changed = read_recipe(str(folder / "asked.yaml"), overrides)
+        assert isinstance(changed, Recipe | MutualRecipe)
+        assert role not in [about(other) for other in warnings_of(changed, nodes)], overrides
+
+
+def about(warning: str) -> str:
+    return warning.partition("none goes to ")[2].partition(":")[0]
+
+
+WORKERS, SERVERS, SCORES = (
+    "the training workers",
+    "the servers of live or rank-space teachers",
+    "the process of the dev scores",
+)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "nodes", "told"),
+    [
+        pytest.param(("training.workers=4",), [node(0)], {}, id="no GPUs"),
+        pytest.param(("training.workers=4",), [node(4)], {}, id="enough"),
+        pytest.param(
+            ("training.workers=8",),
+            [node(7)],
+            {
+                WORKERS: "the cluster has 7 GPUs, and none goes to the training workers: training.workers=8 needs 8 free GPUs; "
+                "write training.workers=4, or training.gpus_per_worker=0.5, or training.gpus_per_worker=0 to keep the CPUs"
+            },
+            id="7 GPUs, 8 workers",
+        ),
+        pytest.param(
+            ("training.workers=8", "training.least_workers=1"),
+            [node(4), node(3)],
+            {WORKERS: "write training.gpus_per_worker=1, or training.gpus_per_worker=0.5, or"},
+            id="7 GPUs, up to 8 workers",
+        ),
+        pytest.param(
+            ("training.workers=8", "training.dropout_streams=8", "evaluation.beside={gpus: 0.5}"),
+            [node(8)],
+            {
+                WORKERS: "the cluster has 8 GPUs (0.5 for evaluation.beside), and none goes to the training workers: "
+                "training.workers=8 needs 8 free GPUs; write evaluation.beside.gpus=0, or "
+                "training.workers=4 and training.gpus_per_worker=1, or training.gpus_per_worker=0 to keep the CPUs"
+            },
+            id="8 GPUs, 8 workers, async evaluation",
+        ),
+        pytest.param(
+            ("training.workers=1", LIVE, "teachers.builder_gpus=0.25"),
+            [node(1)],
+            {
+                WORKERS: "the cluster has 1 GPU (0.5 for 2 teacher servers), and none goes to the training workers: "
+                "training.workers=1 needs 1 free GPU; write training.gpus_per_worker=0.5, or teachers.builder_gpus=0, or"
+            },
+            id="1 GPU, live teachers with a quarter each",
+        ),
+        pytest.param(
+            ("training.workers=1", LIVE),
+            [node(1)],
+            {
+                SERVERS: "the cluster has 1 GPU, and none goes to the servers of live or rank-space teachers: "
+                "teachers.builder_gpus is null, which gives servers none; write "
+                "training.gpus_per_worker=0.75 and teachers.builder_gpus=0.1, or teachers.builder_gpus=0 to keep the CPUs"
+            },
+            id="1 GPU, live teachers without any",
+        ),
+        pytest.param(
+            ("training.workers=2", LIVE),
+            [node(2), node(2)],
+            {SERVERS: "write training.gpus_per_worker=1 and teachers.builder_gpus=1, or"},
+            id="GPUs are left for live teachers",
+        ),
+        pytest.param(
+            ("training.workers=1", "teachers.encoders.1.space=rank"),
+            [node(2)],
+            {SERVERS: "builder_gpus is null"},
+            id="rank",
+        ),
+        pytest.param(
+            ("training.workers=1", "evaluation.beside={}"), [node(2)], {SCORES: "beside.gpus is null"}, id="beside"
+        ),
+        pytest.param(
+            ("training.workers=8", LIVE, "evaluation.beside={}"),
+            [node(7)],
+            {WORKERS: "needs 8 free GPUs", SERVERS: "builder_gpus is null", SCORES: "beside.gpus is null"},
+            id="every role",
+        ),
+        pytest.param(
+            ("training.workers=2", "training.gpus_per_worker=1", LIVE),
+            [node(2)],
+            {SERVERS: "no GPU is left for them: add GPUs, or write teachers.builder_gpus=0 to keep the CPUs"},
+            id="nothing is left",
+        ),
+        pytest.param(("training.workers=8", "training.gpus_per_worker=0"), [node(7)], {}, id="no GPUs are asked for"),
+        pytest.param(
+            ("training.workers=1", LIVE, "teachers.builder_gpus=0", "evaluation.beside={gpus: 0}"),
+            [node(1)],
+            {},
+            id="explicit 0",
+        ),
+        pytest.param(
+            ("training.workers=4", "training.nodes={role: students}"),
+            [node(8, role="teachers"), node(0, role="students")],
+            {},
+            id="labels of nodes without GPUs",
+        ),
+        pytest.param(
+            ("training.workers=4", "training.nodes={role: students}"),
+            [node(8, role="teachers"), node(2, role="students")],
+            {
+                WORKERS: "the nodes with role=students have 2 GPUs, and none goes to the training workers: .*; write "
+                "training.workers=2, or"
+            },
+            id="labels of nodes with too few GPUs",
+        ),
+        pytest.param(
+            ("training.workers=4", "training.nodes={role: students}", "teachers.nodes={role: teachers}", LIVE),
+            [node(2, role="teachers"), node(0, role="students")],
+            {
+                SERVERS: "the nodes with role=teachers have 2 GPUs, and none goes to the servers of live or rank-space teachers: "
+                "teachers.builder_gpus is null, which gives servers none; write teachers.builder_gpus=1, or"
+            },
+            id="GPUs on the teachers' nodes alone",
+        ),
+    ],
+)
+def test_a_run_says_which_of_its_processes_get_no_gpu(
+    knobs: tuple[str, ...],
+    nodes: list[Node],
+    told: dict[str, str],
+    recipe_with: MakeRecipe,
+    on_nodes: Callable[[list[Node]], list[Node]],
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_with(*knobs)
+    warnings = warnings_of(recipe, on_nodes(nodes))
+    assert [about(warning) for warning in warnings] == list(told)
+    for warning in warnings:
+        words = told[about(warning)]
+        assert words in warning or re.search(words, warning), warning
+        assert_changes_help(recipe, warning, nodes, tmp_path)
+
+
+def groups_of(
+    number: int, folder: Path, tiny: Callable[..., Path], sentences: list[str], *overrides: str
+) -> MutualRecipe:
+    models = {f"group{place}": tiny("bert") for place in range(number)}
+    return make_mutual_recipe(folder, models, sentences, "ray=true", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("number", "knobs", "nodes", "told"),
+    [
+        pytest.param(8, (), [node(8)], "", id="a GPU for each"),
+        pytest.param(8, (), [node(4)], "", id="shared by groups of one worker"),
+        pytest.param(2, ("groups.0.workers=2",), [node(0)], "", id="no GPUs"),
+        pytest.param(
+            8,
+            ("groups.5.workers=2",),
+            [node(8)],
+            "the cluster has 8 GPUs, and none goes to the groups: their 9 workers need 9 GPUs, and groups share GPUs only where "
+            "every group has one worker; write groups.5.workers=1, or gpus_per_worker=0.5 in groups 0, 1, 2, 3, 4, 5, 6, 7, or "
+            "gpus_per_worker=0 in groups 0, 1, 2, 3, 4, 5, 6, 7 to keep the CPUs",
+            id="8 GPUs, 8 groups, one of two workers",
+        ),
+        pytest.param(
+            2,
+            ("groups.0.workers=2", "groups.0.gpus_per_worker=0", "groups.1.gpus_per_worker=0"),
+            [node(1)],
+            "",
+            id="explicit 0",
+        ),
+        pytest.param(
+            2,
+            ("groups.0.workers=2", "groups.1.gpus_per_worker=0"),
+            [node(1)],
+            "the cluster has 1 GPU, and none goes to the groups: their 2 workers need 2 GPUs, and .*; write "
+            "groups.0.workers=1, or groups.0.gpus_per_worker=0.5, or groups.0.gpus_per_worker=0 to keep the CPUs",
+            id="one group keeps to CPUs",
+        ),
+        pytest.param(
+            2,
+            ("groups.0.workers=2", "groups.0.nodes={role: a}", "groups.1.nodes={role: b}"),
+            [node(2, role="a"), node(0, role="b")],
+            "the nodes with role=a have 2 GPUs, and none goes to the groups: .*; write groups.0.gpus_per_worker=1 and "
+            "groups.1.gpus_per_worker=0, or",
+            id="GPUs on the nodes of one group",
+        ),
+        pytest.param(
+            2,
+            ("groups.0.workers=2", "groups.0.nodes={role: a}", "groups.1.nodes={role: b}"),
+            [node(1, role="a"), node(0, role="b")],
+            "; write groups.0.workers=1 and groups.0.gpus_per_worker=1 and groups.1.gpus_per_worker=0, or",
+            id="too few GPUs on the nodes of one group",
+        ),
+    ],
+)
+def test_a_mutual_distillation_says_that_its_groups_get_no_gpu(
+    number: int,
+    knobs: tuple[str, ...],
+    nodes: list[Node],
+    told: str,
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    on_nodes: Callable[[list[Node]], list[Node]],
+    tmp_path: Path,
+) -> None:
+    recipe = groups_of(number, tmp_path, tiny, sentences, *knobs)
+    warnings = warnings_of(recipe, on_nodes(nodes))
+    assert len(warnings) == bool(told)
+    for warning in warnings:
+        assert told in warning or re.search(told, warning), warning
+        assert_changes_help(recipe, warning, nodes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "nodes", "told"),
+    [
+        ((), [node(2), node(0)], ""),
+        (("training.gpus_per_worker=0",), [node(2)], ""),
+        ((LIVE, "teachers.builder_gpus=0.25"), [node(0)], ""),
+        (
+            (LIVE, "teachers.builder_gpus=0.25"),
+            [node(1)],
+            r"the cluster has 1 GPU \(0.5 for 2 teacher servers\), and none goes to the trials: a trial needs a node with 1 free "
+            r"GPU; write training.gpus_per_worker=0.5, or teachers.builder_gpus=0, or",
+        ),
+        ((LIVE,), [node(2)], "none goes to the servers of live or rank-space teachers"),
+        (("teachers.encoders.1.space=rank",), [node(2)], ""),  # trials of one process read the tables themselves
+    ],
+)
+def test_a_sweep_says_that_its_trials_get_no_gpu(
+    knobs: tuple[str, ...], nodes: list[Node], told: str, recipe_with: MakeRecipe
+) -> None:
+    recipe = recipe_with("training.workers=1", *knobs)
+    sweep = Sweep(name="s", knobs={"training.lr": {"values": [1e-3, 1e-4]}})  # type: ignore[dict-item]
+    resources = [each.resources for each in nodes]
+    warnings = lost_gpus_of_trials(recipe, sweep, room_of(recipe, sweep, resources), nodes)
+    assert len(warnings) == bool(told)
+    for warning in warnings:
+        assert re.search(told, warning), warning
+        for overrides in changes_in(warning):
+            changed = recipe_with("training.workers=1", *knobs, *overrides)
+            left = lost_gpus_of_trials(changed, sweep, room_of(changed, sweep, resources), nodes)
+            assert about(warning) not in [about(other) for other in left], overrides
+
+
+def test_gpus_that_ray_cannot_give_are_refused(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
+    for override in ("training.gpus_per_worker=", "teachers.builder_gpus=", "evaluation.beside.gpus="):
+        assert recipe_with("training.workers=1", f"{override}2") and recipe_with(
+            "training.workers=1", f"{override}0.25"
+        )
+        with pytest.raises(RecipeError, match=r"1\.5 is above 1 and not a whole number, .* write 1 or 2$"):
+            recipe_with("training.workers=1", f"{override}1.5")
+    assert groups_of(1, tmp_path, tiny, sentences, "groups.0.gpus_per_worker=4")
+    for gpus, told in (("2.5", "2.5 is above 1"), ("3", r"its scorer get 1\.5 each, .*write 2 or 4$")):
+        with pytest.raises(RecipeError, match=told):
+            groups_of(1, tmp_path, tiny, sentences, f"groups.0.gpus_per_worker={gpus}")
