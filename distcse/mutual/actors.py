@@ -21,7 +21,7 @@ from distcse.mutual.work import Bench, Scorer, Trained, Worker
 from distcse.nodes import Demand, alive, even_share, nodes_with, refuse_impossible, told_resources
 from distcse.recipe import GroupSection
 from distcse.training import allocator
-from distcse.training.board import open_board, own_name, relay, watch_of
+from distcse.training.board import DriverBoard, own_name, watch_of
 from distcse.training.cluster import worker_environment
 from distcse.training.network import use_interface_of
 
@@ -130,14 +130,14 @@ class GroupOnRay:
         remove_placement_group(self._place)
 
     def _train(self, phase: Phase, labels: Any) -> Trained | None:
-        board = open_board(f"{self._bench.run.name}-{self.name}")
+        board = DriverBoard(f"{self._bench.run.name}-{self.name}")
         try:
             trains = {"name": f"train {self.name} {phase.name}"}
-            answers = [trainer.train.options(**trains).remote(phase, labels, board) for trainer in self._trainers]
+            answers = [trainer.train.options(**trains).remote(phase, labels, board.actor) for trainer in self._trainers]
             waiting = answers
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
-                relay(board, self._watch)
+                board.relay(self._watch)
                 try:
                     ray.get(done)  # a worker that is lost leaves the others waiting for it, or failing
                 except RayTaskError as failed:
@@ -145,7 +145,7 @@ class GroupOnRay:
             trained: Trained | None = ray.get(answers[0])
             return trained
         finally:
-            ray.kill(board)
+            board.close()
 
     def _score(self, phase: Phase) -> Scores:
         scores = {"name": f"score {self.name} {phase.name}"}
@@ -153,11 +153,27 @@ class GroupOnRay:
         parts = [
             scorer.score.options(**scores).remote(phase, part, number) for part, scorer in enumerate(self._scorers)
         ]
-        return np.concatenate(ray.get(parts))
+        return np.concatenate(self._answers(parts))
+
+    def _answers(self, asked: Sequence[Any]) -> list[Any]:
+        """What actors answer. `Ended` as soon as the run was asked to stop: closing the group ends what they do."""
+        waiting = list(asked)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
+            ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
+            if waiting and (self._closed or self._watch.stop_wished()):
+                raise Ended
+        return list(ray.get(list(asked)))
 
     def _persist(self, phase: Phase, work: Any) -> Any:
-        """Do something, again with new actors when one was lost; a mistake of the user's is told as it is."""
+        """Do something, again with new actors when one was lost; a mistake of the user's is told as it is.
+
+        Raises:
+            Ended: The run was asked to stop before it began, or while something was waited for that cannot be saved half done.
+        """
         while True:
+            if self._watch.stop_wished():
+                raise Ended
             try:
                 self._open()
                 return work()
@@ -194,8 +210,8 @@ class GroupOnRay:
             scorer = ray.remote(ScoringActor).options(name=f"scorer-{named}-{rank}", num_cpus=0, **common)
             self._trainers.append(trainer.remote(self._bench, rank, number, cpus, gpus))
             self._scorers.append(scorer.remote(self._bench, cpus))
-        address = ray.get(self._trainers[0].address.remote())
-        ray.get([trainer.join.remote(address) for trainer in self._trainers])
+        (address,) = self._answers([self._trainers[0].address.remote()])
+        self._answers([trainer.join.remote(address) for trainer in self._trainers])
 
     def _wait_for_place(self, workers: int) -> None:
         """Until nodes have room: for ever, on a cluster that may grow; but saying so, and only as long as the run goes on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from distcse.mutual.labels import combine
 from distcse.mutual.ledger import Ledger, Scores
@@ -11,9 +11,12 @@ from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
 from distcse.recipe import MutualRecipe
 
+_LOOK = 0.5
+"""Seconds between two looks for a stop wish while a group waits."""
+
 
 class Ended(Exception):
-    """Another group cannot go on, and the run ends with it; nothing of its own to tell."""
+    """A group's work ends early without an error: the run was asked to stop, or another group failed."""
 
 
 class Exchange:
@@ -23,12 +26,20 @@ class Exchange:
         recipe: How scores are combined, and when cycles end.
         ledger: Where everything posted is kept.
         ending: Set when nothing follows, for whatever reason; groups that train see it and stop with a checkpoint.
+        stop_wished: Whether the run was asked to stop. Polled while a group waits.
     """
 
-    def __init__(self, recipe: MutualRecipe, ledger: Ledger, ending: threading.Event) -> None:
+    def __init__(
+        self,
+        recipe: MutualRecipe,
+        ledger: Ledger,
+        ending: threading.Event,
+        stop_wished: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._recipe = recipe
         self._ledger = ledger
         self._ending = ending
+        self._stop_wished = stop_wished
         self._changed = threading.Condition()
         self._agree_where_due()  # a driver may have been killed after the last scores came, before their labels were made
 
@@ -49,16 +60,17 @@ class Exchange:
         """The labels of a phase, once all groups posted; None where no phase follows it.
 
         Raises:
-            Ended: The run ends because of another group.
+            Ended: The run was asked to stop, or another group failed.
         """
         with self._changed:
             while True:
-                if self._ending.is_set():
+                # Polled: a stop wish is a flag that a signal handler sets, and nobody notifies the condition then.
+                if self._ending.is_set() or self._stop_wished():
                     raise Ended
                 if (labels := self._ledger.labels(phase)) is not None:
                     stopped = self._ledger.stopped_after
                     return None if stopped is not None and stopped <= phase else labels
-                self._changed.wait()
+                self._changed.wait(_LOOK)
 
     def drop(self, group: str, why: str) -> bool:
         """Go on without a group; labels that waited for it alone are made of what is there.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -29,7 +29,11 @@ class Group(Protocol):
         ...
 
     def score(self, phase: Phase) -> Scores:
-        """Score all pairs with the best model of a phase."""
+        """Score all pairs with the best model of a phase.
+
+        Raises:
+            Ended: The run was asked to stop. The scores are made again when it is resumed.
+        """
         ...
 
     def close(self) -> None:
@@ -57,7 +61,11 @@ class GroupHere:
         return self._worker.train(phase, labels, self._watch)
 
     def score(self, phase: Phase) -> Scores:
-        return self._scorer.score(phase)
+        return self._scorer.score(phase, on_progress=self._end_if_asked)
+
+    def _end_if_asked(self, done: int, total: int) -> None:
+        if done < total and self._watch.stop_wished():
+            raise Ended
 
     def close(self) -> None:
         """Nothing is held."""
@@ -69,11 +77,12 @@ class InTurns:
     Args:
         group: Who works.
         turn: One for all groups.
+        stop_wished: Whether the run was asked to stop. A group that has not had its turn by then does not begin.
     """
 
-    def __init__(self, group: Group, turn: threading.Lock) -> None:
+    def __init__(self, group: Group, turn: threading.Lock, stop_wished: Callable[[], bool] = lambda: False) -> None:
         self.name = group.name
-        self._group, self._turn = group, turn
+        self._group, self._turn, self._stop_wished = group, turn, stop_wished
 
     def prepare(self, phase: Phase) -> None:
         with self._alone(phase):
@@ -94,6 +103,8 @@ class InTurns:
     def _alone(self, phase: Phase) -> Iterator[None]:
         """This group's turn. A failure that is no mistake of the user's carries its name, as it does on Ray."""
         with self._turn:
+            if self._stop_wished():
+                raise Ended
             try:
                 yield
             except (DistcseError, Ended):

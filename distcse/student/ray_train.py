@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
@@ -34,7 +35,7 @@ from distcse.nodes import (
 )
 from distcse.recipe import Recipe
 from distcse.storage import address
-from distcse.training.board import open_board, relay, watch_of
+from distcse.training.board import DriverBoard, watch_of
 from distcse.training.cluster import worker_environment
 from distcse.training.network import use_interface_of
 
@@ -87,10 +88,10 @@ class _Lost(RunError):
 def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resources, max_failures: int) -> Outcome:
     # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
     get_or_create_autoscaling_coordinator()
-    board = open_board(job.run.name)
+    board = DriverBoard(job.run.name)
     trainer = _Trainer(
         _worker,
-        train_loop_config={"job": job, "servers": servers, "board": board},
+        train_loop_config={"job": job, "servers": servers, "board": board.actor},
         # NCCL refuses two workers on one GPU.
         torch_config=_OverOwnNetwork(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
@@ -114,22 +115,24 @@ def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resour
     late, told = time.monotonic() + _TOLD_AFTER, False
     try:
         while not running.done():
-            relay(board, watch)
+            board.relay(watch)
             patience.look()
             if not told and time.monotonic() > late:
                 told = True
-                if not ray.get(board.begun.remote()):
+                if not board.begun:
                     wants = f"{workers} workers of {told_resources(resources)} each"
                     waits = f"no worker has begun for {_TOLD_AFTER:g} s: waits for room for {wants}; `ray status` says who has it"
                     watch.post(Note(waits, warning=True))
             time.sleep(0.2)
-        relay(board, watch)
+        board.relay(watch)
         returned = running.result().return_value
     except ray.train.TrainingFailedError as failed:
         raise _explained(failed) from failed
+    except RayActorError as lost:  # no worker's: Ray Train starts those again, or raises the error above
+        raise _without(lost, job) from lost
     finally:
         thread.shutdown(wait=False)  # a second Ctrl-C does not wait for the trainer; the cluster's end ends it
-        ray.kill(board)
+        board.close()
     if isinstance(returned, DistcseError):
         raise returned
     outcome: Outcome = returned
@@ -260,6 +263,16 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
     told = str(failures[0] if failures else failed).strip().splitlines()
     return _Lost(
         f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
+    )
+
+
+def _without(lost: RayActorError, job: Job) -> RunError:
+    """The loss of an actor that is there once for a run and is not started again, in one line."""
+    told = str(lost).strip()
+    actor = "event board" if "class_name: Board" in told else "Ray Train controller"
+    reason = told.splitlines()[-1].partition(". ")[0].rstrip(".")  # what follows is Ray's advice, 500 characters of it
+    return RunError(
+        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {address(job.run)}"
     )
 
 

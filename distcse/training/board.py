@@ -10,9 +10,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.events import Event, Watch
 
+_RESTARTED = {"max_restarts": 20, "max_task_retries": -1}
+"""Ray's options for an actor that is started again after its process ended, and then gets the calls that were not answered."""
+_ANSWERS_WITHIN = 10.0
+"""Seconds for the board to answer, its restart included. The driver does not wait longer: a hung board must not hang the run."""
+
 
 class Board:
-    """An actor between the first worker and the driver."""
+    """An actor between the first worker and the driver.
+
+    A restarted board has lost the events that the driver had not taken, and nothing else: the driver remembers that a worker
+    has begun, and repeats its wish to stop.
+    """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -20,38 +29,64 @@ class Board:
         self._begun = False
 
     def begin(self) -> None:
-        """A worker is there."""
+        """Note that a worker is there."""
         self._begun = True
 
-    def begun(self) -> bool:
-        """Whether a worker is there."""
-        return self._begun
-
     def post(self, event: Event) -> bool:
-        """Take an event; answers whether the run shall stop."""
+        """Take an event; answers whether the run is asked to stop."""
+        self._begun = True
         self._events.append(event)
         return self._stop
 
-    def take(self) -> list[Event]:
-        """Events since the last call."""
+    def take(self) -> tuple[bool, list[Event]]:
+        """Whether a worker is there, and the events since the last call."""
         events, self._events = self._events, []
-        return events
+        return self._begun, events
 
     def stop(self) -> None:
         """Wish the run to stop at its next report."""
         self._stop = True
 
 
-def open_board(name: str) -> Any:
-    """A board on this process's node, whose loss ends the run anyway; `ray.kill` it when it is no longer needed.
+class DriverBoard:
+    """The driver's side: starts a board on its own node and passes on what is posted there.
 
     Args:
-        name: Whose events it takes, for people who look at the cluster's actors.
+        name: Whose events the board takes, for people who look at the cluster's actors.
     """
-    # On the driver's node: with no other it shall be lost.
-    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(num_cpus=0)(Board).options(name=f"board-{own_name(name)}", scheduling_strategy=home)
-    return board.remote()
+
+    def __init__(self, name: str) -> None:
+        # Pinned to the driver's node, so that losing another node cannot kill it.
+        home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(num_cpus=0, **_RESTARTED)(Board)
+        self.actor: Any = board.options(name=f"board-{own_name(name)}", scheduling_strategy=home).remote()
+        """For workers; see `watch_of`."""
+        self.begun = False
+        """Whether a worker was there at the last `relay`, or earlier."""
+        self._taking: Any = None
+
+    def relay(self, watch: Watch) -> None:
+        """Pass on the events since the last call, and the wish to stop.
+
+        Raises:
+            RayActorError: The board is lost for good.
+        """
+        if watch.stop_wished():
+            self.actor.stop.remote()
+        if self._taking is None:
+            self._taking = self.actor.take.remote()
+        # An answer that is late is taken by a later call: a second `take` would leave its events to nobody.
+        if not ray.wait([self._taking], timeout=_ANSWERS_WITHIN)[0]:
+            return
+        taken, self._taking = self._taking, None
+        begun, events = ray.get(taken)
+        self.begun = self.begun or begun
+        for event in events:
+            watch.post(event)
+
+    def close(self) -> None:
+        """End the board."""
+        ray.kill(self.actor)
 
 
 def own_name(name: str) -> str:
@@ -59,16 +94,11 @@ def own_name(name: str) -> str:
     return f"{name}-{secrets.token_hex(3)}"
 
 
-def relay(board: Any, watch: Watch) -> None:
-    """In the driver: pass on what was posted since the last call, and the wish to stop."""
-    if watch.stop_wished():
-        board.stop.remote()
-    for event in ray.get(board.take.remote()):
-        watch.post(event)
-
-
 def watch_of(board: Any) -> Watch:
-    """In a worker: a watch that posts to the board, and hears of the wish to stop by the answers; it never waits."""
+    """In a worker: a watch that posts to the board, and hears of the wish to stop by the answers; it never waits.
+
+    Its `stop_wished` raises `RayActorError` where the board is lost for good: nobody drives this run any more.
+    """
     answers: list[Any] = []
 
     def post(event: Event) -> None:

@@ -7,24 +7,29 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 from benchmarks.material import sentences as wiki
 from benchmarks.soak import ROWS, Soak
 from distcse import nodes
 from distcse.errors import RunError
-from distcse.events import Event, Note, Stage, Watch
+from distcse.events import Event, Note, Stage, Steps, Watch
 from distcse.nodes import Demand, Patience
 from distcse.recipe import Recipe, with_values
 from distcse.student.houses import OnRay
 from distcse.student.material import prepare_tables, read_corpus
+from distcse.student.run import run
 from distcse.teachers.actors import RemoteSource, served, servers_beside
 from distcse.teachers.serving import serving
+from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
-from tests.kills import Nodes, processes_of
+from tests.kills import Nodes, kill_actor, processes_of
+from tests.weights import assert_equal_weights, weights_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -84,6 +89,76 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
         assert (
             teacher.backbone in text and "has not answered for 3 s (teachers.deadline): it hangs, and is ended" in text
         )
+
+
+def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(recipe: Recipe) -> None:
+    """Killed twice, before and after the wish: the first run ends with a checkpoint, and resumes to the same weights."""
+    knobs = ("training.log_every=1", "training.epochs=20", "evaluation.every=100", "evaluation.final=[]")
+    undisturbed = run(with_values(recipe, _values(*knobs)), Watch())
+    heard: list[int] = []
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, Steps):
+            heard.append(event.step)
+            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("Board"):
+                killed.append(event.step)
+
+    one_worker = ("training.workers=1", "training.cpus_per_worker=1")
+    first = run(with_values(recipe, _values(*knobs, *one_worker)), Watch(kill, lambda: len(killed) == 2))
+    assert len(killed) == 2 and first.outcome.interrupted and first.outcome.position.step < first.outcome.steps
+    directory, resumed = RunDirectory.reopen(first.directory.path, [])
+    assert isinstance(resumed, Recipe)
+    second = run(resumed, Watch(kill), directory)
+    assert second.outcome.position.finished and heard[-1] == second.outcome.steps
+    assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
+
+
+def _values(*overrides: str) -> dict[str, Any]:
+    return {key: yaml.safe_load(value) for key, _, value in (override.partition("=") for override in overrides)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("Board", "the run lost its event board: The actor is dead because it was killed by `ray.kill`"),
+        (
+            "TrainController",
+            "the run lost its Ray Train controller: The actor is dead because its worker process has died",
+        ),
+    ],
+)
+def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Recipe, kind: str, told: str) -> None:
+    """The board killed so that Ray does not restart it, and Ray Train's controller, which it never restarts."""
+    import ray
+    from ray.util.state import list_actors
+
+    killed: list[str] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, Steps) and not killed:
+            if kind == "Board":
+                (board,) = (
+                    actor for actor in list_actors(filters=[("class_name", "=", kind), ("state", "=", "ALIVE")])
+                )
+                ray.kill(ray.get_actor(board.name))
+            else:
+                assert kill_actor(kind)
+            killed.append(kind)
+
+    knobs = (
+        "training.workers=1",
+        "training.cpus_per_worker=1",
+        "training.log_every=1",
+        "training.epochs=8",
+        "training.max_failures=0",
+    )
+    with pytest.raises(RunError, match=rf"^{told}\. The last checkpoint is kept; go on from it: --resume /\S*$"):
+        run(with_values(recipe, _values(*knobs)), Watch(kill))
+    deadline = time.monotonic() + 60
+    while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
+        assert time.monotonic() < deadline, "workers of a run that nobody drives go on"
+        time.sleep(0.5)
 
 
 def test_nodes_that_do_not_come_back_are_named(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,20 +55,27 @@ def assert_same_labels(one: MutualResult, other: MutualResult) -> None:
 def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
     recipe_with: MakeRecipe, cluster: None
 ) -> None:
+    """A killed event board is started again by Ray: it costs no restart of the group."""
     undisturbed = run_mutual(recipe_with(), Watch())
     killed: list[str] = []
+    lost: list[str] = []
 
     def kill(event: Event) -> None:
         if not isinstance(event, InGroup):
             return
-        if isinstance(event.event, Steps) and event.event.step >= 30 and not killed and kill_actor("TrainingActor"):
+        if isinstance(event.event, Note) and event.event.text.startswith("lost a worker"):
+            lost.append(event.event.text)
+        if isinstance(event.event, Steps) and not killed and kill_actor("Board"):
+            killed.append("board")
+        elif isinstance(event.event, Steps) and event.event.step >= 30 and killed == ["board"]:
+            assert not lost and kill_actor("TrainingActor")
             killed.append("trainer")
         scoring = isinstance(event.event, Doing) and event.event.activity == "scoring" and event.event.phase != "start"
-        if scoring and killed == ["trainer"] and kill_actor("ScoringActor"):
+        if scoring and killed == ["board", "trainer"] and kill_actor("ScoringActor"):
             killed.append("scorer")
 
     disturbed = run_mutual(recipe_with(*ON_RAY), Watch(kill))
-    assert killed == ["trainer", "scorer"]
+    assert killed == ["board", "trainer", "scorer"] and len(lost) == 2
     assert_same_labels(undisturbed, disturbed)
     cycles = read_run(disturbed.directory.path).cycles
     assert cycles is not None
@@ -133,6 +140,41 @@ def _wait_for_steps(run: Path, phase: str) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError(f"no step of {phase}")
+
+
+@pytest.mark.parametrize("other", ["waits for room", "has a scorer that hangs"])
+def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
+    recipe_with: MakeRecipe, cluster: None, other: str
+) -> None:
+    """What the other does it would do for ever."""
+    import ray
+
+    wished: list[float] = []
+    holder = ray.remote(Holder).options(num_cpus=5 if other == "waits for room" else 0).remote()
+    ray.get(holder.holds.remote())
+
+    def hear(event: Event) -> None:
+        if not isinstance(event, InGroup) or not isinstance(event.event, Doing):
+            return
+        doing, hangs = event.event, other == "has a scorer that hangs"
+        if hangs and (event.group, doing.phase, doing.activity) == ("roberta", "cycle-1-cross", "scoring"):
+            assert kill_actor("ScoringActor", signal.SIGSTOP, "roberta")
+        if doing.activity == "waiting" and doing.number == (2 if hangs else 1):
+            wished.append(time.monotonic())
+
+    try:
+        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Watch(hear, lambda: bool(wished)))
+    finally:
+        ray.kill(holder)
+    assert stopped.interrupted and not stopped.best
+    assert time.monotonic() - wished[0] < 10
+
+
+class Holder:
+    """An actor that has CPUs and does nothing with them."""
+
+    def holds(self) -> bool:
+        return True
 
 
 def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> None:

@@ -1,0 +1,221 @@
+"""A mutual distillation that is asked to stop: no group waits on, and the run resumes to the same labels."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distcse.events import Doing, Event, InGroup, Watch
+from distcse.mutual import MutualResult, run_mutual
+from distcse.mutual.exchange import Ended, Exchange
+from distcse.mutual.group import GroupHere, InTurns
+from distcse.mutual.ledger import Ledger
+from distcse.mutual.phases import Phase
+from distcse.mutual.run import _side_by_side
+from distcse.mutual.work import Bench, Scorer
+from distcse.recipe import MutualRecipe
+from distcse.training.claim import Claim
+from distcse.training.directory import RunDirectory
+from tests.pairs import make_mutual_recipe
+
+MakeRecipe = Callable[..., MutualRecipe]
+SOON = 10.0
+"""Seconds in which a stopped run ends; for ever was what it took."""
+
+
+@pytest.fixture
+def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+
+
+class FakeGroup:
+    """Scores at once, or as a function says.
+
+    Args:
+        name: The group's name.
+        scores: Called instead of scoring.
+    """
+
+    def __init__(self, name: str, scores: Callable[[], Any] | None = None) -> None:
+        self.name = name
+        self._scores = scores
+
+    def prepare(self, phase: Phase) -> None:
+        pass
+
+    def train(self, phase: Phase, labels: Any) -> None:
+        raise AssertionError("labels that nobody made")
+
+    def score(self, phase: Phase) -> Any:
+        return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
+
+    def close(self) -> None:
+        pass
+
+
+class Stop:
+    """A wish to stop, set when one group waits for labels."""
+
+    def __init__(self) -> None:
+        self.wished = threading.Event()
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, InGroup) and isinstance(event.event, Doing) and event.event.activity == "waiting":
+            self.wished.set()
+
+    @property
+    def watch(self) -> Watch:
+        return Watch(self.hear, self.wished.is_set)
+
+
+def side_by_side(recipe: MutualRecipe, run: Path, groups: list[Any], watch: Watch) -> list[bool]:
+    """What `_side_by_side` returns, in a list, on a thread: where it hangs the list is empty."""
+    ledger, ending = Ledger(run, Claim.stake(run)), threading.Event()
+    exchange = Exchange(recipe, ledger, ending, watch.stop_wished)
+    heard = Watch(watch.post, lambda: ending.is_set() or watch.stop_wished())
+    returned: list[bool] = []
+    thread = threading.Thread(
+        target=lambda: returned.append(_side_by_side(recipe, groups, ledger, exchange, heard)), daemon=True
+    )
+    thread.start()
+    thread.join(SOON)
+    return returned
+
+
+def test_a_group_that_ends_by_itself_wakes_the_one_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
+    """As one does that waits for room on the cluster."""
+
+    def ends() -> None:
+        time.sleep(0.3)
+        raise Ended
+
+    assert side_by_side(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Watch()) == [True]
+
+
+def test_a_stop_wish_wakes_a_group_that_waits_for_one_that_does_not_hear_it(both: MakeRecipe, tmp_path: Path) -> None:
+    exchange = Exchange(
+        both(), Ledger(tmp_path, Claim.stake(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
+    )
+    exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
+    threading.Timer(0.3, stop.wished.set).start()
+    with pytest.raises(Ended):
+        exchange.labels(Phase(0))
+
+
+def test_a_group_that_waits_for_its_turn_does_not_begin(both: MakeRecipe) -> None:
+    done: list[str] = []
+    stop, turn = Stop(), threading.Lock()
+    group = InTurns(FakeGroup("bert", lambda: done.append("scored")), turn, stop.wished.is_set)
+
+    def score() -> None:
+        with pytest.raises(Ended):
+            group.score(Phase(0))
+        done.append("ended")
+
+    with turn:
+        waits = threading.Thread(target=score, daemon=True)
+        waits.start()
+        stop.wished.set()
+    waits.join(SOON)
+    assert done == ["ended"]
+
+
+def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Path) -> None:
+    """It ends the run without the group that hangs; the one that waited has ended too."""
+    hangs, recipe, stop = threading.Event(), both(), Stop()
+    ledger, ending = Ledger(tmp_path, Claim.stake(tmp_path)), threading.Event()
+    exchange = Exchange(recipe, ledger, ending)  # nobody heard the first one
+
+    def second() -> None:
+        stop.wished.wait(SOON)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", hangs.wait)]
+    threading.Thread(target=second, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        _side_by_side(recipe, groups, ledger, exchange, Watch(stop.hear))
+    assert ending.is_set()
+    deadline = time.monotonic() + SOON
+    while sum(thread.name.startswith("group") for thread in threading.enumerate()) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    hangs.set()
+
+
+def labels_of(result: MutualResult) -> list[np.ndarray]:
+    ledger = Ledger(result.directory.path)
+    found = [ledger.labels(Phase(number)) for number in range(3)]
+    assert all(labels is not None for labels in found)
+    return [labels for labels in found if labels is not None]
+
+
+def resumed(first: MutualResult) -> MutualResult:
+    directory, recipe = RunDirectory.reopen(first.directory.path, [])
+    assert isinstance(recipe, MutualRecipe)
+    return run_mutual(recipe, Watch(), directory)
+
+
+@pytest.mark.parametrize(("activity", "phase"), [("waiting", 2), ("scoring", 0), ("scoring", 1)])
+def test_a_run_that_is_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
+    both: MakeRecipe, activity: str, phase: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny models in this process. Scores of a group that was stopped are made again."""
+    undisturbed = labels_of(run_mutual(both("mutual.cycles=1"), Watch()))
+    wished: list[float] = []
+    waits, score = threading.Event(), InTurns.score
+
+    def score_late(self: InTurns, scored: Phase) -> Any:
+        """So that the other group waits for these scores, whichever group's turn came first."""
+        if (activity, self.name, scored.number) == ("waiting", "roberta", phase - 1):
+            assert waits.wait(30)
+        return score(self, scored)
+
+    monkeypatch.setattr(InTurns, "score", score_late)
+
+    def hear(event: Event) -> None:
+        doing = event.event if isinstance(event, InGroup) else event
+        if isinstance(doing, Doing) and (doing.activity, doing.number) == (activity, phase) and not wished:
+            wished.append(time.monotonic())
+            waits.set()
+
+    first = run_mutual(both("mutual.cycles=1"), Watch(hear, lambda: bool(wished)))
+    assert first.interrupted and time.monotonic() - wished[0] < SOON
+    monkeypatch.undo()
+    second = resumed(first)
+    assert not second.interrupted
+    for ours, theirs in zip(labels_of(second), undisturbed, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of pairs takes minutes with a large model, a forward pass less than a second."""
+    recipe = both()
+    directory = RunDirectory.create(recipe)
+    with directory.claimed(Watch()) as claim:
+        from distcse.mutual.run import _pairs
+
+        _pairs(recipe, directory.path, Watch())
+        bench = Bench(recipe, 0, directory.path, claim)
+        passes: list[tuple[int, int]] = []
+        original = Scorer.score
+
+        def score(self: Scorer, *arguments: Any, on_progress: Any, **more: Any) -> Any:
+            def note(done: int, total: int) -> None:
+                passes.append((done, total))
+                on_progress(done, total)
+
+            return original(self, *arguments, on_progress=note, **more)
+
+        monkeypatch.setattr(Scorer, "score", score)
+        monkeypatch.setattr("distcse.encoder.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
+        with pytest.raises(Ended):
+            GroupHere(bench, Watch(stop_wished=lambda: len(passes) >= 2)).score(Phase(0))
+    assert len(passes) == 2 and passes[-1][0] < passes[-1][1]
