@@ -12,6 +12,10 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
+# PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
+OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+ON_OLDER_CPU := $(addprefix tests/unit/test_,laid_out.py precision.py teachers.py encoder.py cross_encoder.py student.py)
+
 .PHONY: help quickstart test unit lint types bench lock release-notes clean
 
 help:
@@ -32,6 +36,7 @@ quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student fro
 
 test: $(VENV)/.dev ## set up, then run every test
 	$(BIN)/python -m pytest tests/unit tests/oracle --numprocesses 2
+	$(OLDER_CPU) $(BIN)/python -m pytest $(ON_OLDER_CPU) -m "not slow" --numprocesses 2
 	$(BIN)/python -m pytest tests/cluster
 
 unit: $(VENV)/.dev ## set up, then run the tests that need neither a cluster nor patience

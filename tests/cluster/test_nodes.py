@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.device import cpu_speed
 from distcse.errors import RunError
 from distcse.events import Watch
 from distcse.mutual import run_mutual
@@ -100,6 +101,19 @@ def scores_of(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
+def test_each_role_computes_in_what_all_of_its_nodes_are_fast_at(three: list[Machine], recipe_file: Path) -> None:
+    """The head's PyTorch is held to AVX2, as on an older CPU: teachers and evaluation are put there, students elsewhere."""
+    older = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    auto = ("training.precision=auto", "evaluation.precision=auto", "teachers.encoders.0.precision=auto")
+    asked = three[0].run(*TRAIN, recipe_file, *BY_ROLE, *auto, "--dry-run", RAY_ADDRESS=joined(three[0]), **older)
+    assert asked.returncode == 0, asked.stderr[-4000:]
+    (line,) = (line for line in asked.stderr.splitlines() if " precision " in line)
+    if cpu_speed().precision == "bf16":
+        assert "bf16: student; fp32: teacher 0, teacher 1, evaluation (" in line
+    else:
+        assert "fp32: student, teacher 0, teacher 1, evaluation (" in line
+
+
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
