@@ -107,7 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="read the text and ask each teacher once; of an embedding, count the rows that are left; embed nothing",
+        help="read the text and ask each teacher once; of an embedding, count the rows that are left and join the cluster; "
+        "embed nothing",
     )
     add_output_options(parser)
     return parser

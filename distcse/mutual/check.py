@@ -9,6 +9,7 @@ from distcse.mutual.finals import checked_tasks
 from distcse.mutual.mining import require_mining
 from distcse.mutual.pairs import read_pairs
 from distcse.mutual.roles import with_precisions
+from distcse.mutual.run import read_by_groups
 from distcse.recipe import MutualRecipe
 from distcse.storage import place
 from distcse.tracking import require_packages
@@ -48,8 +49,11 @@ def check_groups(recipe: MutualRecipe, watch: Watch, in_sweep: bool = False) -> 
             from distcse.mutual.actors import resources_of  # Ray reads its settings when it is imported
             from distcse.mutual.gpus import lost_gpus_of_groups
             from distcse.nodes import alive
+            from distcse.training.shared_storage import require_shared
 
             wants = resources_of(recipe.groups)
+            labels = [None] if in_sweep else [group.nodes for group in recipe.groups]
+            require_shared({"storage.runs": place(recipe.storage.runs)}, read_by_groups(recipe), labels)
             # In a sweep's trial all groups run in one process, in turns.
             for warning in lost_gpus_of_groups(recipe, recipe.groups, wants, alive()) if not in_sweep else []:
                 watch.post(Note(warning, warning=True))

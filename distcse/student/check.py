@@ -75,7 +75,8 @@ def check_run(recipe: Recipe, watch: Watch, lost_gpus: Callable[[], list[str]] |
     _told(watch, "student", _described(encoder))
     for number in range(len(recipe.teachers.encoders)):
         _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
-    _, surroundings = house_of(recipe, watch=watch if lost_gpus is None else None)
+    runs = place(recipe.storage.runs)
+    _, surroundings = house_of(recipe, runs, watch if lost_gpus is None else None)
     with surroundings:
         for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
             watch.post(Note(warning, warning=True))
@@ -83,11 +84,11 @@ def check_run(recipe: Recipe, watch: Watch, lost_gpus: Callable[[], list[str]] |
 
 
 def check_embedding(recipe: Recipe, watch: Watch) -> None:
-    """Read the text, ask each teacher once, and count the rows that its table lacks; embed nothing.
+    """Read the text, ask each teacher once, count the rows that its table lacks, join the cluster; embed nothing.
 
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
-    check_storage(recipe.storage)
+    check_storage(recipe.storage, ["cache"])
     recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     for number, teacher in enumerate(recipe.teachers.encoders):
@@ -97,6 +98,9 @@ def check_embedding(recipe: Recipe, watch: Watch) -> None:
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
         _told(watch, f"teacher {number}", answers)
+    _, surroundings = house_of(recipe)
+    with surroundings:
+        pass  # it refuses nodes that do not see the cache
 
 
 def check_comparison(recipe: Recipe, watch: Watch) -> None:
@@ -105,7 +109,7 @@ def check_comparison(recipe: Recipe, watch: Watch) -> None:
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
     numbers = comparable(recipe)
-    check_storage(recipe.storage)
+    check_storage(recipe.storage, ["cache"])
     recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     for number in numbers:

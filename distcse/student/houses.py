@@ -116,12 +116,27 @@ def house_of(
 
     Args:
         recipe: What to do.
-        run: The run's folder, where there is one.
+        run: The run's folder, or the folder of runs before there is one; it exists. None embeds and does not train.
         watch: Hears of GPUs that the training would not use; None where no training follows.
     """
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
-    return OnRay(), _cluster_fit_for(recipe, run or place(recipe.storage.runs), watch)
+    return OnRay(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, watch)
+
+
+@contextmanager
+def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
+    """A cluster whose nodes for teachers see the cache. Embedding needs no folder of runs and no training workers."""
+    from distcse.training.cluster import bring_up, cluster
+
+    bring_up()
+    from distcse.training.shared_storage import require_shared
+
+    with cluster():
+        require_shared(
+            {"storage.cache": place(recipe.storage.cache)}, _read_by_builders(recipe), [recipe.teachers.nodes]
+        )
+        yield
 
 
 @contextmanager
@@ -147,10 +162,14 @@ def _cluster_fit_for(recipe: Recipe, run: Path, watch: Watch | None) -> Iterator
 
 def read_by_workers(recipe: Recipe) -> dict[str, Path]:
     """Folders that a recipe names and its actors read, by knob; hub ids are among them, and are no folders."""
-    read = {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
+    read = _read_by_builders(recipe)
     if recipe.evaluation.data is not None:
         read["evaluation.data"] = Path(recipe.evaluation.data)
     return {"student.backbone": Path(recipe.student.backbone), **read}
+
+
+def _read_by_builders(recipe: Recipe) -> dict[str, Path]:
+    return {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
 
 
 def room_for(recipe: Recipe) -> str:

@@ -28,7 +28,7 @@ from distcse.teachers.opening import uses_table
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetsAt, fit_projection, projection_of, write_projection
 from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory, require_lasting
+from distcse.training.directory import RunDirectory, check_storage, require_lasting
 
 _FITTED_ON = 20_000
 """Rows that a projection's components are fitted on."""
@@ -143,6 +143,8 @@ def _of(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list
 def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
     """The teachers' pass of a recipe alone: what a run would do before it trains."""
     use_available_cpus()
+    require_lasting(recipe.storage, ["cache"])
+    check_storage(recipe.storage, ["cache"])
     recipe = with_precisions(recipe, watch)
     corpus = read_corpus(recipe, watch)
     house, surroundings = house_of(recipe)

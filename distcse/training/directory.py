@@ -251,9 +251,9 @@ def require_lasting_run(directory: Path) -> None:
     refuse_job_copy("--resume", directory, fix)
 
 
-def check_storage(storage: StorageSection) -> None:
-    """Make the folders of runs and cache, if they are not there. `RunError` where that is refused, before any work."""
-    for key in ("runs", "cache"):
+def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
+    """Make a recipe's folders, if they are not there. `RunError` where that is refused, before any work."""
+    for key in keys:
         folder = place(getattr(storage, key))
         if isinstance(folder, Mirror):
             probe(folder)

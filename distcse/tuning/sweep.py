@@ -30,7 +30,7 @@ from distcse.student.houses import OnRay, read_by_workers
 from distcse.student.material import Text
 from distcse.training.claim import Claim
 from distcse.training.cluster import cluster
-from distcse.training.directory import RunDirectory, check_stored, require_lasting_run, write_recipe
+from distcse.training.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
 from distcse.tuning.finals import check_labels, measure
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
@@ -176,6 +176,7 @@ def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:
 
     written = {"storage.runs": directory}
     if isinstance(recipe, Recipe):
+        check_storage(recipe.storage, ["cache"])
         written["storage.cache"] = place(recipe.storage.cache)
     read = read_by_workers(recipe) if isinstance(recipe, Recipe) else read_by_groups(recipe)
     require_shared(written, read, [None])

@@ -114,6 +114,7 @@ def test_each_role_computes_in_what_all_of_its_nodes_are_fast_at(three: list[Mac
         assert "fp32: student, teacher 0, teacher 1, evaluation (" in line
 
 
+@pytest.mark.slow
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
@@ -149,7 +150,7 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
 
 
 def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
-    recipe_file: Path, three: list[Machine], own_disk: Path
+    recipe_file: Path, three: list[Machine], own_disk: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     done = three[0].run(*TRAIN, recipe_file, f"storage.cache={own_disk}/new", "--dry-run", RAY_ADDRESS=joined(three[0]))
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -162,8 +163,34 @@ def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
     space = own_disk.parent / f"{own_disk.name}-space.yaml"
     space.write_text("knobs: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
     tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
-    done = three[0].run(*tune, RAY_ADDRESS=joined(three[0]))
-    assert done.returncode == 1 and f" does not see what is written to {own_disk}/new" in done.stderr.splitlines()[-1]
+    embed = (sys.executable, "-m", "distcse.embed", recipe_file, f"storage.cache={own_disk}/new", "--dry-run")
+    make_mutual_recipe(own_disk.parent / "mutual", {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
+    mutual = (own_disk.parent / "mutual" / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new", "--dry-run")
+    for command in (tune, embed, (*TRAIN, *mutual)):
+        done = three[0].run(*command, RAY_ADDRESS=joined(three[0]))
+        told = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and f" does not see what is written to {own_disk}/new" in told, told
+
+
+@pytest.mark.slow
+def test_folders_that_do_not_exist_yet_are_made_before_nodes_look_for_them(
+    recipe_file: Path, three: list[Machine], tmp_path: Path
+) -> None:
+    """The first command on a new cluster. `embed` needs no folder of runs."""
+    space = tmp_path / "space.yaml"
+    space.write_text("knobs: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nwinner: {seeds: []}\n")
+    commands: dict[str, tuple[str | Path, ...]] = {
+        "embed": (),
+        "tune": ("--space", space, "training.workers=1", "training.max_steps=4"),
+    }
+    for command, arguments in commands.items():
+        runs, cache = tmp_path / command / "runs", tmp_path / command / "cache"
+        module, storage = f"distcse.{command}", (f"storage.runs={runs}", f"storage.cache={cache}")
+        done = three[0].run(
+            sys.executable, "-m", module, recipe_file, *arguments, *storage, RAY_ADDRESS=joined(three[0])
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr[-4000:]}"
+        assert any(cache.glob("tables/*/shard-*.npy")) and runs.is_dir() == (command == "tune")
 
 
 @pytest.mark.slow

@@ -1,10 +1,19 @@
 """What one node sees of another's folders: looked at by several nodes at once."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
 
+import pytest
+
+from distcse.student.houses import house_of
+from distcse.training.directory import check_storage
 from distcse.training.shared_storage import look
+from tests.jobs import make_recipe
 
 
 def test_nodes_that_look_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -38,3 +47,33 @@ def test_what_a_node_sees_otherwise_is_told_with_the_knob(tmp_path: Path) -> Non
     assert (
         told == f"has no {missing}, corpus.file; put it on storage that all nodes share, or at the same place on each"
     )
+
+
+def test_embedding_asks_nodes_for_teachers_for_the_cache_alone(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no folder of runs yet, and where students train nothing is embedded. A run asks all of its nodes for both."""
+    asked: list[tuple[dict[str, Path], set[str], list[dict[str, str] | None]]] = []
+
+    def ask(written: dict[str, Path], read: dict[str, Path], labels: list[dict[str, str] | None]) -> None:
+        assert all(folder.is_dir() for folder in written.values())
+        asked.append((written, set(read), labels))
+
+    monkeypatch.setattr("distcse.training.cluster.bring_up", lambda: None)
+    monkeypatch.setattr("distcse.training.cluster.cluster", nullcontext)
+    monkeypatch.setattr("distcse.training.shared_storage.require_shared", ask)
+    monkeypatch.setattr("distcse.student.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
+    nodes = ("training.nodes={role: students}", "teachers.nodes={role: teachers}", "training.workers=1")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *nodes)
+    runs, cache = tmp_path / "runs", tmp_path / "cache"
+    check_storage(recipe.storage, ["cache"])
+    with house_of(recipe)[1]:
+        assert not runs.exists()
+    check_storage(recipe.storage)
+    with house_of(recipe, runs)[1]:
+        pass
+    teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
+    assert asked == [
+        ({"storage.cache": cache}, {teacher}, [teachers]),
+        ({"storage.runs": runs, "storage.cache": cache}, {teacher, "student.backbone"}, [students, teachers]),
+    ]
