@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from distcse.errors import DistcseError, RecipeError
 
 INTERRUPTED = 130
 """Exit status of a command that was asked to stop."""
+
+# Ray's job supervisor sets the first for a job's process, and reads the second from its own environment, which the job inherits.
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_RAY_WAITS = "RAY_JOB_STOP_WAIT_TIME_S"
 
 STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."
 
@@ -73,4 +78,12 @@ class StopOnSignal:
         if self._wished:
             raise KeyboardInterrupt
         self._wished = True
-        sys.stderr.write("stopping at the next report, with a checkpoint; press Ctrl-C again to stop at once\n")
+        sys.stderr.write(f"stopping at the next report, with a checkpoint; {_limit(number)}\n")
+
+
+def _limit(number: int) -> str:
+    """What ends a run before its next report."""
+    if number == signal.SIGTERM and _RAY_JOB in os.environ:
+        seconds = os.environ.get(_RAY_WAITS, "3")
+        return f"Ray kills a stopped job after {seconds} s ({_RAY_WAITS}): without a new checkpoint by then, the last one stays"
+    return "press Ctrl-C again to stop at once"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.storage import refuse_job_copy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, export, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
+    """Parse, export, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
     options = build_parser().parse_args(arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
+    if options.out is not None or os.path.isdir(options.model):
+        setting = "MODEL" if options.out is None else "--out"
+        refuse_job_copy(setting, options.out or options.model, "write --out /shared/FOLDER")
     # Torch and transformers take seconds to import; --help does not wait for them.
     from distcse.exporting import export_onnx, told
     from distcse.report.progress import open_view

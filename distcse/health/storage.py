@@ -10,13 +10,21 @@ from pathlib import Path
 
 from distcse.errors import StorageError
 from distcse.health.check import Check, fail, gib, ok, warn
-from distcse.storage import Mirror, address, probe
+from distcse.storage import Mirror, address, is_in_job_copy, probe
 
 _LEAST, _GOOD = 2**30, 10 * 2**30
 
 
 def kept(name: str, path: Path) -> list[Check]:
     """A place that a recipe names: a folder; or one in object storage, and the room for its mirror here."""
+    if is_in_job_copy(path):
+        return [
+            fail(
+                name,
+                f"{path} is in Ray's temporary copy of the job's working directory",
+                f"write {name}=/shared/FOLDER",
+            )
+        ]
     if not isinstance(path, Mirror):
         return folder(name, path)
     try:

@@ -9,6 +9,7 @@ is what makes a thing exist. Things are removed record first. Lists of names ser
 """
 
 from distcse.storage.folders import fetch_folder, is_stored, publish, remove, withdraw
+from distcse.storage.job_copy import is_in_job_copy, refuse_job_copy
 from distcse.storage.places import Mirror, address, is_address, place
 from distcse.storage.probe import probe
 from distcse.storage.runs import model_of
@@ -20,6 +21,7 @@ __all__ = [
     "fetch",
     "fetch_folder",
     "is_address",
+    "is_in_job_copy",
     "is_stored",
     "model_of",
     "names",
@@ -28,6 +30,7 @@ __all__ = [
     "publish",
     "put",
     "read",
+    "refuse_job_copy",
     "remove",
     "upload",
     "whole",

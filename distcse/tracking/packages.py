@@ -1,11 +1,13 @@
-"""What trackers need to be installed, known before a run begins."""
+"""What trackers need, known before a run begins: packages, and for MLflow an address that outlives a job."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from distcse.errors import RecipeError
 from distcse.recipe import TrackSection
+from distcse.storage import refuse_job_copy
 
 _PACKAGES = {
     "tensorboard": ("tensorboardX", "pip install tensorboardX"),
@@ -15,7 +17,19 @@ _PACKAGES = {
 
 
 def require_packages(section: TrackSection) -> None:
-    """Raise `RecipeError` for a tracker whose package is not here."""
+    """Raise `RecipeError` for a tracker whose package is not here, and for MLflow's files in a folder that Ray deletes."""
     for name, (package, how) in _PACKAGES.items():
         if getattr(section, name) and find_spec(package) is None:
             raise RecipeError(f"track.{name} needs the package {package}; {how}, or take track.{name} away")
+    if section.mlflow is not None and section.mlflow.uri is None:
+        require_mlflow_server("write track.mlflow.uri=http://HOST:5000")
+
+
+def require_mlflow_server(fix: str) -> None:
+    """Raise `RecipeError` where MLflow, without an address, would write into a folder that Ray deletes.
+
+    Args:
+        fix: How to set an address, an imperative.
+    """
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        refuse_job_copy("MLflow's folder", os.getcwd(), fix)

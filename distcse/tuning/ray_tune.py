@@ -26,6 +26,7 @@ from distcse.events import TrialNews, Watch
 from distcse.recipe import MutualRecipe, Sweep
 from distcse.storage import Mirror, address, names
 from distcse.teachers.actors import use_assigned_gpus, use_assigned_threads
+from distcse.tracking import require_mlflow_server
 from distcse.training import allocator
 from distcse.tuning.records import Status, Trial, enlist, read_trial, read_trials
 from distcse.tuning.room import Room
@@ -242,6 +243,7 @@ def loggers(sweep: Sweep) -> list[Any]:
             elif tracker == "mlflow":
                 from ray.air.integrations.mlflow import MLflowLoggerCallback
 
+                require_mlflow_server("set MLFLOW_TRACKING_URI=http://HOST:5000")
                 found.append(MLflowLoggerCallback(experiment_name=sweep.name))
             else:
                 from ray.air.integrations.wandb import WandbLoggerCallback
