@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 import distcse
 from distcse import doctor, embed, evaluate, export, plan, train, tune
+from distcse.command import StopOnSignal
 from distcse.errors import RecipeError
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.storage import is_in_job_copy, place
@@ -128,3 +131,28 @@ def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     require_mlflow_server("")
     require_packages(track)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "press Ctrl-C again to stop at once"),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, "Ray kills a stopped job after 3 s (RAY_JOB_STOP_WAIT_TIME_S)"),
+        (
+            {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "60"},
+            "Ray kills a stopped job after 60 s (RAY_JOB_STOP_WAIT_TIME_S): without a new checkpoint by then, the last one stays",
+        ),
+    ],
+)
+def test_a_stopped_job_says_when_ray_kills_it(
+    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stop = StopOnSignal()
+    with stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wished()
+    assert f"with a checkpoint; {told}" in capsys.readouterr().err
