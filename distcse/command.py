@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from distcse.errors import DistcseError, RecipeError
+from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
 
 INTERRUPTED = 130
 """Exit status of a command that was asked to stop."""
@@ -40,7 +40,7 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
         as_json: Tell an error on stdout too, as an object like the others there.
 
     Returns:
-        What `work` says; 1 where it failed, 2 for a mistake in what was asked, 130 where it was stopped at once.
+        What `work` says; 1 where it failed, 2 for a mistake in what was asked, 130 where it was stopped without a new checkpoint.
     """
     try:
         return work()
@@ -50,6 +50,8 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
             sys.stdout.write(
                 json.dumps({"event": "Error", "kind": type(mistake).__name__, "message": str(mistake)}) + "\n"
             )
+        if isinstance(mistake, StoppedEarlyError):
+            return INTERRUPTED
         return 2 if isinstance(mistake, RecipeError) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"distcse: stopped at once; {kept}\n")

@@ -35,6 +35,10 @@ class RunError(DistcseError):
     """A run that cannot start, resume or go on: wrong directory, too small a cluster, lost workers."""
 
 
+class StoppedEarlyError(RunError):
+    """A run that was asked to stop while it waited for room or for another run. Commands exit with 130."""
+
+
 class StorageError(RunError):
     """Storage that is full, read-only or failing. What was being written is dropped; what was there before is whole."""
 

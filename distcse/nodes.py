@@ -20,6 +20,8 @@ _PATIENCE = 60.0
 """Seconds in which a node that is there starts a process."""
 WAIT = 600.0
 """Seconds that a run waits for nodes that it lost: an autoscaler brings a new one in minutes."""
+WAIT_STOPPED = 15.0
+"""Seconds that a run waits for room once it was asked to stop: workers that have room are up by then, and save a checkpoint."""
 _LOOK = 2.0
 
 

@@ -104,6 +104,7 @@ def run(
         stop_wished: Asked now and then; True ends the run with a checkpoint.
 
     Raises:
+        StoppedEarlyError: `stop_wished` while the run waited for room or for another run; there is no new checkpoint.
         DistcseError: With what to mend. Whatever was finished stays.
     """
     if isinstance(recipe, str | Path):

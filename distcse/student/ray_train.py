@@ -18,10 +18,11 @@ from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
-from distcse.errors import DistcseError, EncoderError, RunError
+from distcse.errors import DistcseError, EncoderError, RunError, StoppedEarlyError
 from distcse.events import Note, Watch
 from distcse.importing import importing
 from distcse.nodes import (
+    WAIT_STOPPED,
     Demand,
     Patience,
     Resources,
@@ -35,7 +36,7 @@ from distcse.nodes import (
 )
 from distcse.recipe import Recipe
 from distcse.storage import address
-from distcse.training.board import DriverBoard, watch_of
+from distcse.training.board import DriverBoard, begin, watch_of
 from distcse.training.cluster import worker_environment
 from distcse.training.network import use_interface_of
 
@@ -116,6 +117,11 @@ def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resour
     try:
         while not running.done():
             board.relay(watch)
+            # Not at once: Ray Train ends its workers when they are done too, a moment before `fit` returns.
+            if watch.stop_wished() and board.idle_s() > WAIT_STOPPED and not running.done():
+                raise StoppedEarlyError(
+                    f"stopped while no worker trained. Go on from the last checkpoint: --resume {address(job.run)}"
+                )
             patience.look()
             if not told and time.monotonic() > late:
                 told = True
@@ -178,6 +184,10 @@ def _use_own_network() -> None:
 
 def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
     """Ray Train's loop function."""
+    rank = ray.train.get_context().get_world_rank()
+    if not begin(config["board"], rank):
+        # Returned by all workers, not raised: Ray Train would start them again.
+        return RunError("the driver ended before its workers began; go on with --resume")
     with importing():
         from distcse.student.beside import Beside
         from distcse.student.lists import fit
@@ -187,8 +197,6 @@ def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
 
     _quiet()
     use_assigned_threads()
-    config["board"].begin.remote()
-    rank = ray.train.get_context().get_world_rank()
     job: Job = config["job"]
     try:
         mine = by_all(lambda: servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank))

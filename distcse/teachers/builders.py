@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
 
 from distcse.corpus import Corpus
-from distcse.errors import TeacherError
+from distcse.errors import StoppedEarlyError, TeacherError
 from distcse.events import Note, Watch
-from distcse.nodes import Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
+from distcse.nodes import WAIT_STOPPED, Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.actors import cause_of, guarded, use_assigned_gpus, use_assigned_threads
 from distcse.teachers.build import embed_shard
@@ -57,7 +58,11 @@ def build_shards(
     on_rows: Callable[[int], None],
     watch: Watch,
 ) -> None:
-    """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in."""
+    """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in.
+
+    Raises:
+        StoppedEarlyError: The watch wished it, and no builder has room. A pass under way goes on to its end.
+    """
     nodes = nodes_with(section.nodes, "teachers.nodes")
     each = builder_resources(section, nodes)
     count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
@@ -70,6 +75,7 @@ def build_shards(
         for number in range(count)
     ]
     patience = Patience([_builders(section, 1, each)], lambda told: watch.post(Note(told, warning=True)))
+    pulses, late = [builder.pulse.remote() for builder in builders], time.monotonic() + WAIT_STOPPED
     pool, done = ActorPool(builders), 0
     for shard in missing:
         pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
@@ -78,6 +84,8 @@ def build_shards(
             for number, builder in enumerate(builders):
                 guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
             while pool.has_next():
+                if watch.stop_wished() and time.monotonic() > late and not ray.wait(pulses, timeout=0)[0]:
+                    raise StoppedEarlyError(f"stopped while teacher {teacher.backbone} waited for room; start it again")
                 patience.look()
                 try:
                     done += pool.get_next_unordered(timeout=_LOOK)

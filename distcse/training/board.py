@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.events import Event, Watch
@@ -19,29 +21,29 @@ _ANSWERS_WITHIN = 10.0
 class Board:
     """An actor between the first worker and the driver.
 
-    A restarted board has lost the events that the driver had not taken, and nothing else: the driver remembers that a worker
-    has begun, and repeats its wish to stop.
+    A restarted board has lost the events that the driver had not taken, and nothing else: the driver remembers the worker, and
+    repeats its wish to stop.
     """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._stop = False
-        self._begun = False
+        self._worker: Any = None
 
-    def begin(self) -> None:
-        """Note that a worker is there."""
-        self._begun = True
+    def begin(self, rank: int, worker: Any) -> None:
+        """Note the first worker's actor; it begins again after a loss."""
+        if rank == 0:
+            self._worker = worker
 
     def post(self, event: Event) -> bool:
         """Take an event; answers whether the run is asked to stop."""
-        self._begun = True
         self._events.append(event)
         return self._stop
 
-    def take(self) -> tuple[bool, list[Event]]:
-        """Whether a worker is there, and the events since the last call."""
+    def take(self) -> tuple[Any, list[Event]]:
+        """The first worker's actor, None where it is not known, and the events since the last call."""
         events, self._events = self._events, []
-        return self._begun, events
+        return self._worker, events
 
     def stop(self) -> None:
         """Wish the run to stop at its next report."""
@@ -62,8 +64,19 @@ class DriverBoard:
         self.actor: Any = board.options(name=f"board-{own_name(name)}", scheduling_strategy=home).remote()
         """For workers; see `watch_of`."""
         self.begun = False
-        """Whether a worker was there at the last `relay`, or earlier."""
+        """Whether a worker has begun, by the last `relay`; it may be lost since."""
+        self._worker: Any = None
         self._taking: Any = None
+        self._idle_since: float | None = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds for which no worker has been there: since the board was started, or since this found the worker lost."""
+        now = time.monotonic()
+        if self.begun and (self._worker is None or _is_alive(self._worker)):
+            self._idle_since = None
+            return 0.0
+        self._idle_since = self._idle_since or now
+        return now - self._idle_since
 
     def relay(self, watch: Watch) -> None:
         """Pass on the events since the last call, and the wish to stop.
@@ -79,8 +92,10 @@ class DriverBoard:
         if not ray.wait([self._taking], timeout=_ANSWERS_WITHIN)[0]:
             return
         taken, self._taking = self._taking, None
-        begun, events = ray.get(taken)
-        self.begun = self.begun or begun
+        worker, events = ray.get(taken)
+        self._worker = worker or self._worker
+        if not self.begun and (worker is not None or events):
+            self.begun, self._idle_since = True, None
         for event in events:
             watch.post(event)
 
@@ -89,9 +104,31 @@ class DriverBoard:
         ray.kill(self.actor)
 
 
+def _is_alive(actor: Any) -> bool:
+    """Whether an actor's process is there; one that does not answer is."""
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=1.0)
+    except GetTimeoutError:
+        return True
+    except RayActorError:
+        return False
+    return True
+
+
 def own_name(name: str) -> str:
     """A name that nobody else has: an actor's is free again only some time after its end."""
     return f"{name}-{secrets.token_hex(3)}"
+
+
+def begin(board: Any, rank: int) -> bool:
+    """In a worker: tell the driver that it is there. False where the board is lost for good: nobody drives this run any more."""
+    try:
+        ray.get(board.begin.remote(rank, ray.get_runtime_context().current_actor), timeout=_ANSWERS_WITHIN)
+    except RayActorError:
+        return False
+    except GetTimeoutError:  # it hangs; the training does not need it
+        return True
+    return True
 
 
 def watch_of(board: Any) -> Watch:

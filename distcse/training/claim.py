@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import RunError, StorageError
+from distcse.errors import RunError, StoppedEarlyError, StorageError
 from distcse.events import Note, Watch
 from distcse.files import writing
 from distcse.storage import Mirror, address, put, read
@@ -156,7 +156,7 @@ class Claim:
             if not is_told:
                 watch.post(Note(f"{holder.told} {waits_for}; waiting for its end"))
                 is_told = True
-            time.sleep(_LOOK)
+            _wait(_LOOK, watch)
 
     def _beat(self, ended: threading.Event) -> None:
         beats = 0
@@ -213,10 +213,18 @@ def _is_silent(file: Path, holder: Holder, watch: Watch) -> bool:
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        time.sleep(_LOOK_STORED if isinstance(file, Mirror) else _LOOK)
+        _wait(_LOOK_STORED if isinstance(file, Mirror) else _LOOK, watch)
         if _touched(file) != last:
             return False
     return True
+
+
+def _wait(seconds: float, watch: Watch) -> None:
+    if watch.stop_wished():
+        raise StoppedEarlyError(
+            "stopped while another process works there; go on later with --resume, or start it again"
+        )
+    time.sleep(seconds)
 
 
 def _touch(file: Path, sign: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distcse.encoder import Encoder
-from distcse.errors import EncoderError, RunError
+from distcse.errors import EncoderError, RunError, StoppedEarlyError
 from distcse.events import DevScore, Event, Note, Stage, Steps, Watch
 from distcse.recipe import Recipe
 from distcse.student.run import run
@@ -170,6 +171,57 @@ def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRec
         run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Watch())
     with pytest.raises(RunError, match=r"the run needs 1 GPUs .* the cluster has 0"):
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Watch())
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_room(recipe_with: MakeRecipe) -> None:
+    """First for a builder of a table, then for a training worker, on a cluster whose CPUs another has."""
+    import ray
+
+    holder = ray.remote(Holder).options(num_cpus=6).remote()
+    ray.get(holder.holds.remote())
+    try:
+        for told in (r"stopped while teacher \S+ waited for room", "stopped while no worker trained"):
+            begun = time.monotonic()
+            with pytest.raises(StoppedEarlyError, match=told):
+                run(recipe_with("training.workers=1"), Watch(stop_wished=lambda: True))
+            assert time.monotonic() - begun < 45
+            run(recipe_with("training.workers=0", "training.max_steps=1"), Watch())  # embeds the corpus here
+    finally:
+        ray.kill(holder)
+
+
+class Holder:
+    """An actor that has CPUs and does nothing with them."""
+
+    def holds(self) -> bool:
+        return True
+
+
+def test_the_driver_knows_whether_its_worker_is_there(cluster: None) -> None:
+    import ray
+
+    from distcse.training.board import DriverBoard
+
+    board, worker = DriverBoard("run"), ray.remote(Holder).options(num_cpus=0).remote()
+    ray.get(worker.holds.remote())
+    try:
+        board.relay(Watch())
+        assert not board.begun and 0 < board.idle_s() < 60
+        ray.get(board.actor.begin.remote(0, worker))
+        board.relay(Watch())
+        assert board.begun and board.idle_s() == 0
+        ray.kill(worker)
+        while board.idle_s() == 0:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        board.relay(Watch())
+        assert board.begun and 0.5 <= board.idle_s() < 60
+        ray.get(board.actor.begin.remote(0, (later := ray.remote(Holder).options(num_cpus=0).remote())))
+        ray.get(later.holds.remote())
+        board.relay(Watch())
+        assert board.idle_s() == 0
+    finally:
+        board.close()
 
 
 def test_a_mistake_inside_an_actor_comes_back_as_it_is(recipe_with: MakeRecipe) -> None:
