@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,15 @@ def test_a_group_that_waits_for_its_turn_does_not_begin(both: MakeRecipe) -> Non
     assert done == ["ended"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's handler of SIGINT: a shell that starts the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Path) -> None:
     """It ends the run without the group that hangs; the one that waited has ended too."""
     hangs, recipe, stop = threading.Event(), both(), Stop()
