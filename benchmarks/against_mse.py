@@ -22,7 +22,7 @@ import numpy as np
 
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import Protocol, StsTask, VectorModel, collect, labelled_dev, sts_score
-from distcse.events import DevScore, Event, Stage, Watch
+from distcse.events import DevScore, Event, Reporter, Stage
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 
@@ -118,7 +118,7 @@ def distil(
         if isinstance(event, DevScore) or (isinstance(event, Stage) and event.finished):
             print("  ", name, event, flush=True)
 
-    return run(recipe, Watch(show)).directory.model
+    return run(recipe, Reporter(show)).directory.model
 
 
 def start_model(options: argparse.Namespace) -> Encoder:

@@ -29,11 +29,11 @@ from filelock import FileLock, Timeout
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import Protocol, Tasks, candidate_of, collect, evaluate, labelled_dev
 from distcse.evaluation.exposure import Exposure
-from distcse.events import DevScore, Event, Stage, Watch
+from distcse.events import DevScore, Event, Reporter, Stage
 from distcse.files import put
 from distcse.recipe import load_recipe
 from distcse.student.run import run
-from distcse.training.allocator import FAST
+from distcse.trainer.allocator import FAST
 
 PAGE = Path("docs/students.md")
 BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"
@@ -145,9 +145,9 @@ class Book:
 
     def once(self, name: str, seed: int, work: Callable[[], dict[str, float]]) -> None:
         """Do a row's work with a seed, unless it was done or another process is at it."""
-        claim = FileLock(self._claims / f"{folder_name(name)}-{seed}")
+        lease = FileLock(self._claims / f"{folder_name(name)}-{seed}")
         try:
-            claim.acquire(timeout=0)
+            lease.acquire(timeout=0)
         except Timeout:
             return
         try:
@@ -160,7 +160,7 @@ class Book:
                 put(self._file, json.dumps(rows, indent=1))
             print(name, seed, {key: round(value, 2) for key, value in figures.items()}, flush=True)
         finally:
-            claim.release()
+            lease.release()
 
     def _rows(self) -> dict[str, dict[str, dict[str, float]]]:
         return json.loads(self._file.read_text()) if self._file.exists() else {}
@@ -264,8 +264,8 @@ def distil(
         if isinstance(event, DevScore) or (isinstance(event, Stage) and event.finished):
             print("  ", name, seed, event, flush=True)
 
-    done = run(recipe, Watch(show))
-    best = done.outcome.position.best
+    done = run(recipe, Reporter(show))
+    best = done.outcome.state.best
     assert best is not None
     return Encoder.load(done.directory.model), best[1], done.outcome.seconds
 
@@ -342,9 +342,9 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     knobs = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"
     recipe = load_recipe("minilm-3layer", [*knobs, teacher])
-    (table,) = embed_corpus(recipe, Watch())
+    (table,) = embed_corpus(recipe, Reporter())
     assert table is not None
-    read = read_corpus(recipe, Watch())
+    read = read_corpus(recipe, Reporter())
     rows, _ = split_held_out(len(read), recipe.evaluation.held_out, recipe.seed)
     return read.texts(rows), np.asarray(table.vectors(rows)).tolist()
 

@@ -55,12 +55,12 @@ from distcse.ranks import DeviceRankSpace, pair_similarities
 from distcse.ranks.device import counted_ranks, products, sorted_ranks
 from distcse.recipe import LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
-from distcse.student.model import Batch, Passed, StudentModel
-from distcse.training.engines import PlainEngine
-from distcse.training.engines.adamw import OneCallAdamW
-from distcse.training.graphs import CudaGraphs, RecordedStep
-from distcse.training.lesson import Inputs
-from distcse.training.step import TrainingStep
+from distcse.student.model import Batch, StudentModel, StudentOutput
+from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
+from distcse.trainer.engines import TorchEngine
+from distcse.trainer.engines.fused_adamw import FusedAdamW
+from distcse.trainer.task import StepInputs
+from distcse.trainer.trainer import training_step
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -175,36 +175,37 @@ class Student:
         """The teachers' lists of so many rows of the eight batches; None for SimCSE."""
         encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
-        self.engine = PlainEngine(self.model, LoopSection(precision=precision), None)
+        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
         recorded = graphs and bench.records
-        self._take = RecordedStep(self.engine, self, CudaGraphs()) if recorded else TrainingStep(self.engine, self)
+        self._take = CudaGraphStep(training_step, CudaGraphs()) if recorded else training_step
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""
-        parts = self._take(self.step, 3e-5)
+        self.model.train()
+        terms = self._take(self.engine, self, self.prepare_batch(self.step, self.engine.device), 3e-5)
         self.step += 1
-        return parts["loss"]
+        return terms["loss"]
 
-    def inputs(self, step: int, device: torch.device) -> Inputs:
-        """See `Learned`."""
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        """See `TrainingTask`."""
         ids, mask = self.batches[step % 8]
         streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
         batch = Batch([(Tokens(*tokens), 8 * step + number) for number, tokens in enumerate(streams)])
         here = step % 8
         lists = self.taught(slice(here * len(ids), (here + 1) * len(ids))) if self.taught else None
-        return Inputs(batch, Taught(lists))
+        return StepInputs(batch, Taught(lists))
 
-    def loss(self, told: Taught, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Learned`."""
-        return self.objective(gather_views(answer.z1, answer.z2), told)
+    def compute_loss(self, inputs: Taught, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `TrainingTask`."""
+        return self.objective(gather_views(output.z1, output.z2), inputs)
 
     def loss_of_next(self) -> Tensor:
         """The next step's loss, without an update."""
-        inputs = self.inputs(self.step, self.engine.device)
-        return self.loss(inputs.loss, self.engine.forward(inputs.model))[0]
+        inputs = self.prepare_batch(self.step, self.engine.device)
+        return self.compute_loss(inputs.loss, self.engine.forward(inputs.model))[0]
 
 
 class PublicStudent(PublicLoop):
@@ -423,7 +424,7 @@ def optimiser(bench: Bench) -> Iterator[Figure]:
     parameters = dict(bench.model("base").named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    fused = OneCallAdamW(parameters, LoopSection())
+    fused = FusedAdamW(parameters, LoopSection())
     rounds = interleave({"fused": bench.sampler(lambda: fused.step(3e-5))}, bench.effort)
     yield of_spread(15, "fused step, BERT-base", rounds.of(lambda s: 1000 * s["fused"], "wall"), "base")
 

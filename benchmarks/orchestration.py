@@ -20,13 +20,13 @@ from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_s
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
 from distcse.corpus import Corpus
-from distcse.events import DevScore, Event, Steps, Watch
+from distcse.events import DevScore, Event, Reporter, Steps
+from distcse.ray_backend.cluster import cluster
 from distcse.recipe import Recipe, Sweep
 from distcse.student.plan import Plan
 from distcse.student.run import run
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.ensemble import TeacherEnsemble
-from distcse.training.cluster import cluster
 from distcse.tuning.sweep import begin, run_sweep
 
 
@@ -119,7 +119,7 @@ def _told(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
         if isinstance(event, kinds):
             seen.append(event)
 
-    run(recipe, Watch(listen))
+    run(recipe, Reporter(listen))
     return seen
 
 
@@ -129,7 +129,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
     shared = {"max_steps": 2, "log_every": 1, "engine": "plain"}
     recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
     file = str(folder / "recipe.yaml")
-    run(recipe, Watch())  # fills the caches
+    run(recipe, Reporter())  # fills the caches
     seconds: dict[str, list[float]] = {"bare": [], "ray": []}
     for number in range(1 if options.quick else 5):
         for way in sorted(seconds, reverse=number % 2 == 1):
@@ -161,7 +161,7 @@ def next_trials(recipe: Recipe) -> list[float]:
     rules = {"search": {"algorithm": "grid", "concurrent": 1}, "schedule": {"kind": "none"}, "winner": {"seeds": []}}
     sweep = Sweep.model_validate({**space, **rules})
     folder = begin(recipe, sweep)
-    run_sweep(recipe, sweep, folder, Watch())
+    run_sweep(recipe, sweep, folder, Reporter())
     told = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)

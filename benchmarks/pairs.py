@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from distcse.mutual.task import BiTokens, CrossTokens, PairTask
 
 from benchmarks.counting import with_padding
 from benchmarks.material import (
@@ -35,12 +36,11 @@ from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.encoder.batching import by_length
 from distcse.encoder.laid_out import lay_out
 from distcse.evaluation import PairScores, VectorModel, read_table
-from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import LoopSection
-from distcse.training.engines import make_engine
-from distcse.training.noise import noise
-from distcse.training.step import TrainingStep
+from distcse.trainer.dropout_rng import noise
+from distcse.trainer.engines import make_engine
+from distcse.trainer.trainer import training_step
 
 BI, CROSS = 128, 32
 """Pairs of a step (Trans-Encoder, Table 16)."""
@@ -69,24 +69,24 @@ def sts_pairs(data: Path) -> Pairs:
 
 
 class OurPairStep:
-    """distcse's step on pairs, as `learn` takes it."""
+    """distcse's step on pairs, as `train` takes it."""
 
     def __init__(self, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, section: LoopSection) -> None:
         labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
-        self.lesson = PairLesson(encoder, tokens, labels, section, None, 10**9, seed=0)
-        self.engine = make_engine(self.lesson.model, section, self.lesson.rows, None)
-        self._take = TrainingStep(self.engine, self.lesson)
+        self.task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
+        self.engine = make_engine(self.task.model, section, self.task.rows, None)
         self.step = 0
 
     def __call__(self) -> None:
         """One step."""
-        self._take(self.step, 2e-5)
+        self.task.model.train()
+        training_step(self.engine, self.task, self.task.prepare_batch(self.step, self.engine.device), 2e-5)
         self.step += 1
 
     def loss(self) -> torch.Tensor:
         """The step's loss, without an update."""
-        inputs = self.lesson.inputs(self.step, self.engine.device)
-        return self.lesson.loss(inputs.loss, self.engine.forward(inputs.model))[0]
+        inputs = self.task.prepare_batch(self.step, self.engine.device)
+        return self.task.compute_loss(inputs.loss, self.engine.forward(inputs.model))[0]
 
 
 def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure]:
@@ -108,11 +108,11 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     their_cross.load_state_dict(cross.model.state_dict())
 
     def rows(kind: str) -> Callable[[int], tuple[Any, Any, torch.Tensor]]:
-        lesson = ours[kind].lesson
+        task = ours[kind].task
 
         def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
-            places = lesson._mine(step)
-            labels = lesson._labels[torch.from_numpy(places)]
+            places = task._mine(step)
+            labels = task._labels[torch.from_numpy(places)]
             if kind == "bi":
                 first, second = bi_tokens._first[places], bi_tokens._second[places]
                 return [bi_tokens._rows[p] for p in first], [bi_tokens._rows[p] for p in second], labels
@@ -126,7 +126,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         "cross": PairLoop(their_cross, rows("cross"), cross=True),
     }
     for kind in ("bi", "cross"):
-        ours[kind].lesson.model.eval()
+        ours[kind].task.model.eval()
         theirs[kind].model.eval()
         _equal_or_stop(kind, ours[kind], theirs[kind])
     found = [_filled(ours)]
@@ -226,7 +226,7 @@ def _equal_or_stop(kind: str, ours: OurPairStep, theirs: PairLoop) -> None:
     reference.backward()
     apart = abs(mine.item() - reference.item()) / abs(reference.item())
     named = dict(theirs.model.named_parameters())
-    inner = ours.lesson.model.encoder
+    inner = ours.task.model.encoder
     both = [
         (p.grad, named[name].grad)
         for name, p in (inner.backbone if kind == "bi" else inner.model).named_parameters()
@@ -241,7 +241,7 @@ def _equal_or_stop(kind: str, ours: OurPairStep, theirs: PairLoop) -> None:
     )
     if not both or apart > 1e-5 or gradient > 1e-4:
         raise SystemExit("the two steps do not compute the same; nothing is timed")
-    for model in (ours.lesson.model, theirs.model):
+    for model in (ours.task.model, theirs.model):
         model.zero_grad(set_to_none=True)
 
 
@@ -250,7 +250,7 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     real = processed = 0
     for step in steps.values():
         for number in range(20):
-            for part in step.lesson.inputs(number, torch.device("cpu")).model.parts:
+            for part in step.task.prepare_batch(number, torch.device("cpu")).model.parts:
                 assert part.places is not None
                 real, processed = real + int(part.mask.sum()), processed + len(part.places)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
@@ -284,7 +284,7 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
 
 def largest_logits(ours: OurStep) -> float:
     """MB of the generator's logits that are there at a time, in a step."""
-    detector = ours.lesson.model.detector
+    detector = ours.task.model.detector
     assert detector is not None
     sizes: list[float] = []
 
@@ -301,7 +301,7 @@ def reference_diffcse(ours: OurStep, generator: str, student: str) -> Contrastiv
     """The reference style's step; compared with ours on one batch, with the same masks, before it is returned."""
     from transformers import AutoModel, AutoModelForMaskedLM
 
-    model = ours.lesson.model
+    model = ours.task.model
     detector = model.detector
     assert detector is not None
     words, ratio = detector._words, detector._section.masking_ratio
@@ -324,7 +324,7 @@ def reference_diffcse(ours: OurStep, generator: str, student: str) -> Contrastiv
 
     theirs = ContrastiveLoop(backbone, model.projection, ours.tokens, loss, head=replaced)
     # Ours draws masks of both views, one view after the other, from the stream's seed; theirs lie side by side.
-    (tokens, seed), *_ = ours.lesson.inputs(0, torch.device("cpu")).model.streams
+    (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
     with noise(seed + 1, torch.device("cpu")):
         drawn = _masked(both[0], _choose(*both, ratio, words), words)

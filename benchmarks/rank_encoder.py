@@ -140,7 +140,7 @@ def reference_of(job: Any, student: str, references: NDArray[np.float32]) -> Con
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)
     loss = rankencoder(teacher, torch.from_numpy(references), TAU, WEIGHT, LOWER, UPPER)
-    theirs = ContrastiveLoop(model, live.lesson.model.projection, live.tokens, loss)
+    theirs = ContrastiveLoop(model, live.task.model.projection, live.tokens, loss)
     equal_or_stop(live, theirs)
     return theirs
 

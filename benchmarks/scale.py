@@ -56,13 +56,13 @@ from benchmarks.simulator import Terms, dealt, efficiency, imbalance, makespan, 
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.objectives import Views, gather_views
+from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
 from distcse.student.plan import Job
 from distcse.teachers.build import table_of
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.cluster import cluster
-from distcse.training.engines.plain import sum_over_workers, words_of
-from distcse.training.workers import wait_for_all
+from distcse.trainer.distributed import barrier
+from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
 from tests.workers import run_workers
 
 WORKERS, FAR = (2, 4, 8), (64, 512)
@@ -208,16 +208,16 @@ class Share:
     def __init__(self, job: Prepared, rank: int, workers: int) -> None:
         self._step = OurStep(job[0], table_sources(*job), rank, workers)
         self._workers, self._timed = workers, [0]
-        width = self._step.lesson.model.encoder.dimension
+        width = self._step.task.model.encoder.dimension
         self._others = torch.randn(2, self._step.section.batch_size, width)
-        self._places = self._step.lesson._plan.places
+        self._places = self._step.task._plan.places
 
     def __call__(self) -> None:
         """Forward, loss over the global lists, backward, update."""
         self._timed.append(self._step.step)
-        lesson, engine = self._step.lesson, self._step.engine
-        lesson.model.train()
-        inputs = lesson.inputs(self._step.step, engine.device)
+        task, engine = self._step.task, self._step.engine
+        task.model.train()
+        inputs = task.prepare_batch(self._step.step, engine.device)
         answer = engine.forward(inputs.model)
         before, after = self._places.start, self._places.stop
         every = [
@@ -225,7 +225,7 @@ class Share:
             for other, mine in zip(self._others, (answer.z1, answer.z2), strict=True)
         ]
         views = Views(answer.z1, answer.z2, *every, before)
-        share, _ = lesson._objective(views, inputs.loss.taught)
+        share, _ = task._objective(views, inputs.loss.taught)
         engine.backward(share)
         engine.step(3e-5)
         self._step.step += 1
@@ -238,7 +238,7 @@ class Share:
     @property
     def slowest(self) -> float:
         """How many more tokens the longest part of a step has than the parts that were timed, in the mean over steps."""
-        steps = range(min(_STEPS, self._step.lesson.steps))
+        steps = range(min(_STEPS, self._step.task.steps))
         mine = self._places.start // (self._places.stop - self._places.start)
         timed = np.mean([self.tokens(step)[mine] for step in self._timed])
         return float(np.mean([self.tokens(step).max() for step in steps]) / timed)
@@ -309,15 +309,15 @@ def gradient(job: Prepared) -> Figure:
 def _gradient(job: Prepared) -> Tensor:
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     step = OurStep(job[0], table_sources(*job), rank, workers)
-    step.lesson.model.eval()
+    step.task.model.eval()
     step.engine.backward(step.loss()[0])
     sum_gradients(step)
-    return torch.cat([p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None])
+    return torch.cat([p.grad.flatten() for p in step.task.model.parameters() if p.grad is not None])
 
 
 def sum_gradients(step: OurStep) -> None:
     """As the plain engine does before an update."""
-    sum_over_workers(step.lesson.model.parameters(), words_of(step.lesson.model))
+    sum_over_workers(step.task.model.parameters(), words_of(step.task.model))
 
 
 def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
@@ -337,8 +337,8 @@ def _sent(job: Prepared, times: int) -> float:
 
 def _sender(job: Prepared) -> Callable[[], None]:
     step = OurStep(job[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
-    model = step.lesson.model
-    views = torch.randn(2, step.lesson.rows, model.encoder.dimension, requires_grad=True)
+    model = step.task.model
+    views = torch.randn(2, step.task.rows, model.encoder.dimension, requires_grad=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     words = torch.tensor(sorted({int(word) for row in step.tokens(0) for word in row}))
@@ -362,10 +362,10 @@ def _by_turns(job: Prepared, turns: int) -> list[dict[str, float]]:
     found = []
     for _ in range(turns + 1):
         turn = {"real": _timed_together(real), "communication": _timed_together(send)}
-        with patch("distcse.training.engines.plain.sum_over_workers"):
+        with patch("distcse.trainer.engines.torch_engine.sum_over_workers"):
             turn["share beside another"] = _timed_together(beside)
             for worker in range(workers):
-                wait_for_all()
+                barrier()
                 if worker == me:
                     turn["share alone"] = _seconds(alone)
         found.append(turn)
@@ -373,7 +373,7 @@ def _by_turns(job: Prepared, turns: int) -> list[dict[str, float]]:
 
 
 def _timed_together(step: Callable[[], object]) -> float:
-    wait_for_all()
+    barrier()
     return _seconds(step)
 
 

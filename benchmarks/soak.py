@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.material import sentences
 from distcse.recipe import recipe_yaml
-from distcse.training.checkpoint import Checkpoints, load_position
+from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from tests.jobs import make_recipe
 from tests.kills import Node, Nodes
 from tests.models import make_encoder
@@ -274,11 +274,11 @@ class _Command:
     @property
     def position(self) -> int | None:
         """Step of the latest checkpoint; None where there is none."""
-        return load_position(self.latest).step if self.latest is not None else None
+        return load_trainer_state(self.latest).step if self.latest is not None else None
 
     @property
     def latest(self) -> Path | None:
-        return Checkpoints(self.folder).latest()
+        return CheckpointStore(self.folder).latest()
 
     @property
     def whole_shards(self) -> dict[int, tuple[int, int]]:

@@ -109,7 +109,7 @@ class Bench:
         if getattr(model, "pooler", None) is not None:
             model.pooler.requires_grad_(False)
         loss = rankcse(teachers, 0.05, 0.05, 0.025) if distilled else simcse(0.05)
-        return ContrastiveLoop(model, ours.lesson.model.projection, ours.tokens, loss)
+        return ContrastiveLoop(model, ours.task.model.projection, ours.tokens, loss)
 
 
 def load(backbone: str) -> nn.Module:
@@ -122,14 +122,14 @@ def load(backbone: str) -> nn.Module:
 
 def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
     """Compare losses and gradients on one batch, without dropout; `SystemExit` where they differ."""
-    ours.lesson.model.eval()
+    ours.task.model.eval()
     theirs.backbone.eval()
     theirs.projection.eval()
     mine, reference = ours.loss()[0], theirs.loss()
     mine.backward()
     reference.backward()
     apart = abs(mine.item() - reference.item()) / abs(reference.item())
-    named = dict(ours.lesson.model.encoder.backbone.named_parameters())
+    named = dict(ours.task.model.encoder.backbone.named_parameters())
     pairs = [
         (named[name].grad, p.grad)
         for name, p in theirs.backbone.named_parameters()
@@ -137,7 +137,7 @@ def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
     ]
     pairs += [
         (a.grad, b.grad)
-        for a, b in zip(ours.lesson.model.projection.parameters(), theirs.projection.parameters(), strict=True)
+        for a, b in zip(ours.task.model.projection.parameters(), theirs.projection.parameters(), strict=True)
     ]
     difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm()  # type: ignore[operator]
     gradient = float(difference / torch.cat([b.flatten() for _, b in pairs]).norm())  # type: ignore[union-attr]
@@ -147,20 +147,20 @@ def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
     )
     if apart > TOLERANCE or gradient > 10 * TOLERANCE:
         raise SystemExit("the two steps do not compute the same; nothing is timed")
-    for model in (ours.lesson.model, theirs.backbone, theirs.projection):
+    for model in (ours.task.model, theirs.backbone, theirs.projection):
         model.zero_grad(set_to_none=True)
 
 
 def near_or_stop(exact: OurStep, half: OurStep) -> None:
     """Compare the gradients of a float32 and a bf16 step on one batch, without dropout; `SystemExit` where they point apart."""
-    half.lesson.model.load_state_dict(exact.lesson.model.state_dict())
+    half.task.model.load_state_dict(exact.task.model.state_dict())
     gradients = []
     for step in (exact, half):
-        step.lesson.model.eval()
+        step.task.model.eval()
         step.loss()[0].backward()
-        found = [p.grad.flatten() for p in step.lesson.model.parameters() if p.grad is not None]
+        found = [p.grad.flatten() for p in step.task.model.parameters() if p.grad is not None]
         gradients.append(torch.cat(found).double())
-        step.lesson.model.zero_grad(set_to_none=True)
+        step.task.model.zero_grad(set_to_none=True)
     cosine = float(torch.cosine_similarity(*gradients, dim=0))
     print(f"bf16 against fp32: cosine of the gradients {cosine:.5f}", flush=True)
     if not cosine >= LEAST_COSINE:
@@ -253,19 +253,19 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
 
 def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
     """What a distilled step does that a SimCSE step does not, and its counterpart there: lists and losses alone."""
-    n, width = distilled.section.batch_size, distilled.lesson.model.encoder.dimension
+    n, width = distilled.section.batch_size, distilled.task.model.encoder.dimension
     z1, z2 = (torch.randn(n, width, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in (1, 2))
-    teachers = [source._teacher for source in distilled.lesson._sources]  # type: ignore[attr-defined]
-    weights = [teacher.alpha for teacher in distilled.lesson._recipe.teachers.encoders]
+    teachers = [source._teacher for source in distilled.task._sources]  # type: ignore[attr-defined]
+    weights = [teacher.alpha for teacher in distilled.task._recipe.teachers.encoders]
     columns = distilled.rows(0)[None, :]
 
     def lists_and_losses() -> None:
         lists = torch.stack([torch.from_numpy(teacher.similarities(columns, slice(None))[0]) for teacher in teachers])
-        loss, _ = distilled.lesson._objective(gather_views(z1, z2), Taught(mix_lists(lists, weights)))
+        loss, _ = distilled.task._objective(gather_views(z1, z2), Taught(mix_lists(lists, weights)))
         torch.autograd.grad(loss, (z1, z2))
 
     def info_nce() -> None:
-        loss, _ = contrastive.lesson._objective(gather_views(z1, z2))
+        loss, _ = contrastive.task._objective(gather_views(z1, z2))
         torch.autograd.grad(loss, (z1, z2))
 
     return lists_and_losses, info_nce
@@ -293,7 +293,7 @@ class DevEvaluations:
         picked = [batches[(2 * number + 1) * len(batches) // (2 * SAMPLES)] for number in range(SAMPLES)]
         self._batches = [[whole[place] for place in batch] for batch in picked]
         self.many = len(batches) / SAMPLES
-        self._encoder = step.lesson.model.encoder
+        self._encoder = step.task.model.encoder
         self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))
 
     def ours(self) -> None:
@@ -312,7 +312,7 @@ def counts(bench: Bench) -> list[Figure]:
     step = bench.ours(RANKCSE, "fp32")
     real = 2 * sum(len(row) for number in range(3) for row in step.tokens(number))
     processed: list[int] = []
-    middle = layers_of(step.lesson.model.encoder.backbone)[1]
+    middle = layers_of(step.task.model.encoder.backbone)[1]
     first = next(module for module in middle.modules() if isinstance(module, nn.Linear))
     hook = first.register_forward_hook(lambda _, given, found: processed.append(given[0].shape[:2].numel()))
     for _ in range(3):

@@ -106,7 +106,7 @@ def ray_worker(job: Job, storage: Path) -> Iterator[Stepper]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from distcse.training.cluster import worker_environment
+    from distcse.ray_backend.cluster import worker_environment
 
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
         told = Told(listener.address, _KEY, job, {}, reports=True)  # type: ignore[arg-type]

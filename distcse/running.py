@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from distcse.device import use_available_cpus
 from distcse.encoder import Encoder
 from distcse.errors import RunError
-from distcse.events import Listener, Note, Watch
+from distcse.events import Listener, Note, Reporter
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.run import data_before as data_of_groups_before
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
@@ -22,12 +22,12 @@ from distcse.report.card import write_card
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.progress import heard_by
+from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
+from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import address, place
 from distcse.student.data import data_before
 from distcse.student.run import Result
 from distcse.student.run import run as run_student
-from distcse.training.directory import RunDirectory, require_lasting, require_lasting_run
-from distcse.training.rerun import Compared, Earlier
 
 if TYPE_CHECKING:
     from distcse.measuring import Measured
@@ -93,7 +93,7 @@ def run(
     recipe: Recipe | MutualRecipe | str | Path,
     *overrides: str,
     listen: Listener | None = None,
-    stop_wished: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Carry out a recipe, as `python -m distcse.train` does.
 
@@ -101,10 +101,10 @@ def run(
         recipe: A recipe, a packaged one's name, or a YAML file.
         overrides: Knobs set over it, as on the command line: "training.lr=2e-5".
         listen: Hears every event; None shows progress on standard error.
-        stop_wished: Asked now and then; True ends the run with a checkpoint.
+        stop_requested: Asked now and then; True ends the run with a checkpoint.
 
     Raises:
-        StoppedEarlyError: `stop_wished` while the run waited for room or for another run; there is no new checkpoint.
+        StoppedEarlyError: `stop_requested` while the run waited for room or for another run; there is no new checkpoint.
         DistcseError: With what to mend. Whatever was finished stays.
     """
     if isinstance(recipe, str | Path):
@@ -113,14 +113,14 @@ def run(
         raise RunError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
-    return _carried_out(recipe, None, listen, stop_wished)
+    return _carried_out(recipe, None, listen, stop_requested)
 
 
 def resume(
     directory: str | Path,
     *overrides: str,
     listen: Listener | None = None,
-    stop_wished: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Go on with a run that was interrupted or killed, from its last checkpoint.
 
@@ -128,20 +128,20 @@ def resume(
         directory: The run's folder, or its address.
         overrides: Knobs that do not change what is learned, such as "training.workers=4".
         listen: As for `run`.
-        stop_wished: As for `run`.
+        stop_requested: As for `run`.
     """
     path = place(directory).absolute()
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
-    return _carried_out(recipe, begun, listen, stop_wished)
+    return _carried_out(recipe, begun, listen, stop_requested)
 
 
 def rerun(
     directory: str | Path,
     *overrides: str,
     listen: Listener | None = None,
-    stop_wished: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Do a run again in a new directory, on the same data, and compare the weights (`Run.compared`).
 
@@ -149,17 +149,17 @@ def rerun(
         directory: The first run's folder, or its address.
         overrides: Knobs that do not change what is learned, and `storage.runs`.
         listen: As for `run`; packages, machine or code that are others now come as warnings.
-        stop_wished: As for `run`.
+        stop_requested: As for `run`.
 
     Raises:
         RunError: The first run did not come to its end, or its data are not what they were.
     """
     with heard_by(listen) as post:
-        earlier = Earlier.open(place(directory).absolute(), list(overrides), Watch(post, stop_wished))
+        earlier = ReferenceRun.open(place(directory).absolute(), list(overrides), Reporter(post, stop_requested))
     recipe = earlier.recipe
     earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
-    done = _carried_out(recipe, None, listen, stop_wished, others)
+    done = _carried_out(recipe, None, listen, stop_requested, others)
     return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
 
 
@@ -167,20 +167,20 @@ def _carried_out(
     recipe: Recipe | MutualRecipe,
     begun: RunDirectory | None,
     listen: Listener | None,
-    stop_wished: Callable[[], bool],
+    stop_requested: Callable[[], bool],
     warnings: Sequence[str] = (),
 ) -> Run:
     result: Result | MutualResult
     use_available_cpus()
     with heard_by(listen) as post:
-        watch = Watch(post, stop_wished)
+        reporter = Reporter(post, stop_requested)
         for warning in warnings:
             post(Note(warning, warning=True))
         if isinstance(recipe, MutualRecipe):
-            result = run_mutual(recipe, watch, begun)
+            result = run_mutual(recipe, reporter, begun)
             write_group_cards(result)
         else:
-            result = run_student(recipe, watch, begun)
+            result = run_student(recipe, reporter, begun)
             write_card(result)
     folder, evaluation = result.directory.path, result.evaluation
     if evaluation is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError
 from distcse.importing import importing
+from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import address, fetch, place
-from distcse.training.cluster import bring_up, let_go
 
 if TYPE_CHECKING:
     from distcse.running import Run
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return exit_status(lambda: _main(options), kept="the last checkpoint is kept", as_json=options.json)
     finally:
-        let_go()
+        shutdown_ray()
 
 
 def _main(options: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def _main(options: argparse.Namespace) -> int:
         if options.dry_run:
             return _check(recipe, options)
         if recipe.ray if isinstance(recipe, MutualRecipe) else recipe.training.workers:
-            bring_up()
+            start_ray()
     if options.dry_run:
         raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
 
@@ -60,9 +60,9 @@ def _main(options: argparse.Namespace) -> int:
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
         if options.resume is None:
-            done = run(recipe, listen=view.show, stop_wished=stop.wished)
+            done = run(recipe, listen=view.show, stop_requested=stop.wished)
         else:
-            done = resume(options.resume, *overrides, listen=view.show, stop_wished=stop.wished)
+            done = resume(options.resume, *overrides, listen=view.show, stop_requested=stop.wished)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
 
@@ -88,14 +88,14 @@ def _again(options: argparse.Namespace) -> int:
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
-        done = rerun(options.rerun, *overrides, listen=view.show, stop_wished=stop.wished)
+        done = rerun(options.rerun, *overrides, listen=view.show, stop_requested=stop.wished)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
 
 
 def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
-    from distcse.events import Watch
+    from distcse.events import Reporter
     from distcse.mutual.check import check_groups
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
@@ -103,9 +103,9 @@ def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json) as view:
         if isinstance(recipe, MutualRecipe):
-            check_groups(recipe, Watch(view.show))
+            check_groups(recipe, Reporter(view.show))
         else:
-            check_run(recipe, Watch(view.show))
+            check_run(recipe, Reporter(view.show))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import RecipeError, RunError
 from distcse.importing import importing
+from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import address, place
-from distcse.training.cluster import bring_up, let_go
 
 if TYPE_CHECKING:
     from distcse.tuning.sweep import SweepResult
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
     finally:
-        let_go()
+        shutdown_ray()
 
 
 def _with_extra(options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _main(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sweep) -> int:
     """`--dry-run`."""
-    from distcse.events import Watch
+    from distcse.events import Reporter
     from distcse.mutual.check import check_groups
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
@@ -80,9 +80,9 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
     check(recipe, sweep)
     with open_view(options.quiet, options.json) as view:
         if isinstance(recipe, MutualRecipe):
-            check_groups(recipe, Watch(view.show), in_sweep=True)
+            check_groups(recipe, Reporter(view.show), in_sweep=True)
         else:
-            check_run(recipe, Watch(view.show), lambda: _lost_gpus(recipe, sweep))
+            check_run(recipe, Reporter(view.show), lambda: _lost_gpus(recipe, sweep))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
     else:
@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
 
 def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
     """Warnings of GPUs that the trials would not use; wants a cluster. `RunError` where the trials would find no room."""
-    from distcse.nodes import alive
+    from distcse.ray_backend.nodes import alive
     from distcse.tuning.room import lost_gpus_of_trials, room_of
 
     return lost_gpus_of_trials(recipe, sweep, room_of(recipe, sweep), alive())
@@ -103,9 +103,9 @@ def _sweep(
 ) -> int:
     # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
     # mistake in recipe or space is told before.
-    bring_up(fast_allocator=True)
+    start_ray(fast_allocator=True)
     with importing():
-        from distcse.events import Watch
+        from distcse.events import Reporter
         from distcse.report.knobs import in_a_line
         from distcse.report.progress import open_view
         from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
@@ -119,7 +119,7 @@ def _sweep(
     recipe, sweep = reopen(directory)
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
-        result = run_sweep(recipe, sweep, directory, Watch(view.show, stop.wished))
+        result = run_sweep(recipe, sweep, directory, Reporter(view.show, stop.wished))
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])

@@ -117,7 +117,7 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One local Ray cluster for all cluster tests, as `distcse.train` starts it; object storage is where a test starts some."""
-    from distcse.training.cluster import cluster as start
+    from distcse.ray_backend.cluster import cluster as start
     from tests.ports import free_port
     from tests.s3 import environment
 

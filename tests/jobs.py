@@ -9,8 +9,9 @@ import yaml
 
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
-from distcse.events import Event, Watch
+from distcse.events import Event, Reporter
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.directory import RunDirectory
 from distcse.student.houses import InProcess
 from distcse.student.lists import fit
 from distcse.student.material import Text
@@ -19,8 +20,7 @@ from distcse.teachers.build import table_of
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.directory import RunDirectory
-from distcse.training.loop import Outcome
+from distcse.trainer.trainer import TrainResult
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:
@@ -72,17 +72,19 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
     tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
     for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
         if missing := table.missing_shards():
-            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Watch())
+            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
     directory = run or RunDirectory.create(recipe)
-    return Text(corpus, tokens, recipe).job(directory.path, tables, Watch()), tables
+    return Text(corpus, tokens, recipe).job(directory.path, tables, Reporter()), tables
 
 
-def train(job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1) -> Outcome:
+def train(
+    job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
+) -> TrainResult:
     """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
     seen: list[Event] = events if events is not None else []
-    watch = Watch(seen.append, lambda: 0 <= stop_after < len(seen))
+    reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], watch)
+    return fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], reporter)
 
 
 def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[Job, Job]:

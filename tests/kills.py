@@ -75,7 +75,7 @@ class Node:
         """Whether its raylet lives."""
         return self._process.poll() is None and bool(self.processes("raylet"))
 
-    def wait_until_up(self) -> None:
+    def wait_for_ray(self) -> None:
         """Return when work can be put on it."""
         for _ in range(1800):
             if "Ray runtime started" in self._log.read_text():
@@ -163,5 +163,5 @@ class Nodes:
         with open(log, "wb") as told:
             node = Node(subprocess.Popen(command, stdout=told, stderr=told, env=self._settings), log)
         self._all.append(node)
-        node.wait_until_up()
+        node.wait_for_ray()
         return node

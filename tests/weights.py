@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 
 Weights = Mapping[str, Tensor]
 
@@ -18,9 +18,9 @@ NO_GRADIENT = "key.bias"
 
 def weights_of(run: Path) -> dict[str, Tensor]:
     """Of a run's latest checkpoint."""
-    folder = Checkpoints(run).latest()
+    folder = CheckpointStore(run).latest()
     assert folder is not None
-    return load_state(folder).weights
+    return load_model_state(folder).weights
 
 
 def assert_same_learning(one: Weights, other: Weights, but: tuple[str, ...] = (), mean: float = 1e-5) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 
 def agreement(student: NDArray[np.floating], lists: NDArray[np.floating]) -> float:
@@ -50,10 +50,10 @@ class AgreementTask:
     def sentences(self) -> Iterable[str]:
         return self.texts
 
-    def measure(self, model: VectorModel) -> Outcome:
+    def measure(self, model: VectorModel) -> TaskResult:
         """Figure agreement."""
         each = agreements(model.unit_vectors(self.texts), self.lists)
-        return Outcome({"agreement": MeanOf(each, f"agreement/{self.name}")}, {"sentences": len(self.texts)})
+        return TaskResult({"agreement": MeanOf(each, f"agreement/{self.name}")}, {"sentences": len(self.texts)})
 
 
 def _centred_ranks(lists: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from distcse.evaluation.estimates import Estimate, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 POSITIVE_ABOVE = 4.0
 GROUPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
@@ -53,7 +53,7 @@ class GeometryTask:
     def sentences(self) -> Iterable[str]:
         return self.pairs.unique
 
-    def measure(self, model: VectorModel) -> Outcome:
+    def measure(self, model: VectorModel) -> TaskResult:
         """Figures alignment, uniformity, similar (Spearman among similar pairs); histograms by gold group in the details."""
         pairs = self.pairs
         cosines = model.similarities(pairs.first, pairs.second)
@@ -66,7 +66,7 @@ class GeometryTask:
         similar = pairs.gold >= SIMILAR_FROM
         if similar.sum() >= _ENOUGH and np.ptp(pairs.gold[similar]) > 0:
             figures["similar"] = SpearmanOf(cosines[similar], pairs.gold[similar], f"similar/{self.name}")
-        return Outcome(figures, {"cosines": _by_group(cosines, pairs.gold)})
+        return TaskResult(figures, {"cosines": _by_group(cosines, pairs.gold)})
 
 
 def _by_group(cosines: NDArray[np.floating], gold: NDArray[np.float64]) -> list[dict[str, object]]:

@@ -12,7 +12,7 @@ from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import AucOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class PairTask:
     def sentences(self) -> Iterable[str]:
         return [*self.first, *self.second]
 
-    def measure(self, model: PairModel) -> Outcome:
+    def measure(self, model: PairModel) -> TaskResult:
         """Figure auc."""
-        return Outcome({"auc": AucOf(model.similarities(self.first, self.second), self.labels, f"pairs/{self.name}")})
+        return TaskResult(
+            {"auc": AucOf(model.similarities(self.first, self.second), self.labels, f"pairs/{self.name}")}
+        )

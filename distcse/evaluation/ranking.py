@@ -22,7 +22,7 @@ from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.sts import ScoredPairs
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 PARTNERS = 4
 
@@ -90,13 +90,13 @@ class RankingTask:
     def sentences(self) -> Iterable[str]:
         return [text for entry in self.lists for text in (entry.query, *entry.partners)]
 
-    def measure(self, model: PairModel) -> Outcome:
+    def measure(self, model: PairModel) -> TaskResult:
         """Figures kcc and ndcg; the number of lists in the details."""
         queries: Sequence[str] = [entry.query for entry in self.lists for _ in entry.partners]
         partners = [partner for entry in self.lists for partner in entry.partners]
         ends = np.cumsum([len(entry.partners) for entry in self.lists])[:-1]
         each = list(zip(np.split(model.similarities(queries, partners), ends), self.lists, strict=True))
-        return Outcome(
+        return TaskResult(
             {
                 "kcc": MeanOf(np.array([kendall(mine, entry.gold) for mine, entry in each]), f"lists/{self.name}"),
                 "ndcg": MeanOf(np.array([ndcg(mine, entry.gold) for mine, entry in each]), f"lists/{self.name}"),

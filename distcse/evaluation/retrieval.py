@@ -19,7 +19,7 @@ from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tables import ENDINGS, Table, file_of, place_of, read_table
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 CUTOFFS = (1, 5, 10)
 _DEPTH = 10
@@ -112,7 +112,7 @@ class RetrievalTask:
         """The same collection, its documents encoded by one model whoever asks (asymmetric retrieval, as in LEAF)."""
         return replace(self, name=f"{self.name}, documents by {name}", documents_by=model)
 
-    def measure(self, model: VectorModel) -> Outcome:
+    def measure(self, model: VectorModel) -> TaskResult:
         """Figures recall@1, recall@5, recall@10, mrr@10, ndcg@10."""
         collection = self.collection
         queries = model.unit_vectors(collection.queries)
@@ -126,7 +126,7 @@ class RetrievalTask:
         best = np.array([mine.min() for mine in ranks], dtype=np.float64)
         gains = [np.array(list(gain.values())) for gain in collection.relevant]
         ndcg = np.array([_ndcg(mine, gain) for mine, gain in zip(ranks, gains, strict=True)])
-        return Outcome(
+        return TaskResult(
             {
                 **recalls,
                 f"mrr@{_DEPTH}": MeanOf(np.where(best <= _DEPTH, 1 / best, 0.0), items),

@@ -19,7 +19,7 @@ from distcse.errors import EvaluationError
 from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 from distcse.files import text_checksum
 
 Aggregate = Literal["all", "mean", "wmean"]
@@ -77,7 +77,7 @@ class StsTask:
     def sentences(self) -> Iterable[str]:
         return self.pairs.unique
 
-    def measure(self, model: PairModel) -> Outcome:
+    def measure(self, model: PairModel) -> TaskResult:
         """Figures all, mean, wmean; the subsets' own correlations in the details."""
         pairs = self.pairs
         predicted = model.similarities(pairs.first, pairs.second)
@@ -90,7 +90,7 @@ class StsTask:
             "wmean": Fixed(float(np.average(scores, weights=sizes))),
         }
         order = sorted(figures, key=lambda name: name != self.aggregate)
-        return Outcome({name: figures[name] for name in order}, {"subsets": subsets})
+        return TaskResult({name: figures[name] for name in order}, {"subsets": subsets})
 
 
 def sts_score(model: PairModel, pairs: ScoredPairs) -> float:

@@ -11,7 +11,7 @@ from distcse.evaluation.models import Model, VectorModel
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """Figures of one model on one set, the one that tables show first; and what pictures are drawn from."""
 
     figures: Mapping[str, Estimate]
@@ -40,7 +40,7 @@ class Task(Protocol):
         """Every text that will be asked for."""
         ...
 
-    def measure(self, model: Any) -> Outcome:
+    def measure(self, model: Any) -> TaskResult:
         """The figures of a model: a `Model` where `pairs_only`, else a `VectorModel`."""
         ...
 

@@ -24,7 +24,7 @@ from distcse.evaluation.estimates import MeanOf, Reported
 from distcse.evaluation.logistic import SEED, Problem, fit
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
-from distcse.evaluation.tasks import Outcome
+from distcse.evaluation.tasks import TaskResult
 
 if TYPE_CHECKING:  # scikit-learn is slow to import, and training workers import this room for their dev score alone
     from sklearn.linear_model import LogisticRegression
@@ -123,13 +123,13 @@ class TransferTask:
         parts = [part for part in (self.train, self.dev, self.test) if part is not None]
         return [text for part in parts for side in part.sides for text in side]
 
-    def measure(self, model: VectorModel) -> Outcome:
+    def measure(self, model: VectorModel) -> TaskResult:
         """Figure accuracy; the chosen strengths in the details."""
         if self.test is None:
             return self._nested(model) if self.mode == "strict" else self._fast_folds(model)
         return self._with_test(model) if self.mode == "strict" else self._fast_test(model)
 
-    def _nested(self, model: VectorModel) -> Outcome:
+    def _nested(self, model: VectorModel) -> TaskResult:
         features, labels = self._tensors(self.train, model)
         outer = folds(self.train.labels)
         inner = [
@@ -148,7 +148,7 @@ class TransferTask:
         accuracy = np.mean([round(100 * right[test].mean(), 2) for _, test in outer])
         return self._outcome(round(float(accuracy), 2), right, [STRENGTHS[best] for best, _ in chosen])
 
-    def _with_test(self, model: VectorModel) -> Outcome:
+    def _with_test(self, model: VectorModel) -> TaskResult:
         assert self.test is not None
         train, labels = self._tensors(self.train, model)
         test, answers = self._tensors(self.test, model)
@@ -168,7 +168,7 @@ class TransferTask:
         right = fitted.right(place, test, answers)
         return self._outcome(round(float(100 * right.mean()), 2), right, [STRENGTHS[best]])
 
-    def _fast_folds(self, model: VectorModel) -> Outcome:
+    def _fast_folds(self, model: VectorModel) -> TaskResult:
         features, labels = self.train.features(model), self.train.labels
         right, chosen = np.zeros(len(labels), dtype=bool), []
         for train, test in folds(labels):
@@ -177,7 +177,7 @@ class TransferTask:
             chosen.append(float(classifier.C))
         return self._outcome(float(100 * right.mean()), right, chosen)
 
-    def _fast_test(self, model: VectorModel) -> Outcome:
+    def _fast_test(self, model: VectorModel) -> TaskResult:
         assert self.test is not None
         features, labels = self.train.features(model), self.train.labels
         if self.dev is None:
@@ -194,9 +194,9 @@ class TransferTask:
         features = torch.from_numpy(part.features(model)).to(self.device)
         return features, torch.from_numpy(part.labels).to(self.device)
 
-    def _outcome(self, accuracy: float, right: NDArray[np.bool_], strengths: list[float]) -> Outcome:
+    def _outcome(self, accuracy: float, right: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
         estimate = MeanOf(right.astype(np.float64), f"transfer/{self.name}")
-        return Outcome({"accuracy": Reported(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths})
+        return TaskResult({"accuracy": Reported(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths})
 
 
 def folds(labels: Rows) -> list[tuple[Rows, Rows]]:

@@ -68,7 +68,7 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from distcse.training.shared_storage import unseen
+    from distcse.ray_backend.shared_storage import unseen
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0)(_about_node)

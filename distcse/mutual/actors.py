@@ -13,17 +13,24 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distcse.errors import DistcseError, RunError
-from distcse.events import Note, Watch
+from distcse.events import Note, Reporter
 from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Bench, Scorer, Trained, Worker
-from distcse.nodes import Demand, alive, even_share, nodes_with, refuse_impossible, told_resources
+from distcse.mutual.work import Bench, PairScorer, Trained, Worker
+from distcse.ray_backend.cluster import worker_environment
+from distcse.ray_backend.event_channel import EventChannel, reporter_of, unique_name
+from distcse.ray_backend.network import use_interface_of
+from distcse.ray_backend.nodes import (
+    ResourceRequest,
+    alive,
+    even_share,
+    format_resources,
+    nodes_with,
+    refuse_impossible,
+)
 from distcse.recipe import GroupSection
-from distcse.training import allocator
-from distcse.training.board import DriverBoard, own_name, watch_of
-from distcse.training.cluster import worker_environment
-from distcse.training.network import use_interface_of
+from distcse.trainer import allocator
 
 _PERIOD = 0.2
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
@@ -68,12 +75,12 @@ class TrainingActor:
         """See `Worker.prepare`."""
         self._worker.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores, board: Any) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores, channel: Any) -> Trained | None:
         """See `Worker.train`."""
         try:
-            return self._worker.train(phase, labels, watch_of(board))
+            return self._worker.train(phase, labels, reporter_of(channel))
         finally:
-            allocator.give_back()
+            allocator.release_memory()
 
 
 class ScoringActor:
@@ -83,14 +90,14 @@ class ScoringActor:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
-        self._scorer = Scorer(bench)
+        self._scorer = PairScorer(bench)
 
     def score(self, phase: Phase, part: int, parts: int) -> Scores:
-        """See `Scorer.score`."""
+        """See `PairScorer.score`."""
         try:
             return self._scorer.score(phase, part, parts)
         finally:
-            allocator.give_back()
+            allocator.release_memory()
 
 
 class GroupOnRay:
@@ -98,13 +105,13 @@ class GroupOnRay:
 
     Args:
         bench: The group's part of the run.
-        watch: Hears its events.
+        reporter: Receives its events.
         resources: CPUs and GPUs of one worker, which its scorer uses when it does not train.
     """
 
-    def __init__(self, bench: Bench, watch: Watch, resources: Mapping[str, float]) -> None:
+    def __init__(self, bench: Bench, reporter: Reporter, resources: Mapping[str, float]) -> None:
         self.name = bench.group.name
-        self._bench, self._watch, self._resources = bench, watch, dict(resources)
+        self._bench, self._reporter, self._resources = bench, reporter, dict(resources)
         self._failures = 0
         self._closed = False
         self._place: PlacementGroup = _place(bench.group, self._resources)
@@ -130,14 +137,16 @@ class GroupOnRay:
         remove_placement_group(self._place)
 
     def _train(self, phase: Phase, labels: Any) -> Trained | None:
-        board = DriverBoard(f"{self._bench.run.name}-{self.name}")
+        channel = EventChannel(f"{self._bench.run.name}-{self.name}")
         try:
             trains = {"name": f"train {self.name} {phase.name}"}
-            answers = [trainer.train.options(**trains).remote(phase, labels, board.actor) for trainer in self._trainers]
+            answers = [
+                trainer.train.options(**trains).remote(phase, labels, channel.actor) for trainer in self._trainers
+            ]
             waiting = answers
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
-                board.relay(self._watch)
+                channel.relay(self._reporter)
                 try:
                     ray.get(done)  # a worker that is lost leaves the others waiting for it, or failing
                 except RayTaskError as failed:
@@ -145,7 +154,7 @@ class GroupOnRay:
             trained: Trained | None = ray.get(answers[0])
             return trained
         finally:
-            board.close()
+            channel.close()
 
     def _score(self, phase: Phase) -> Scores:
         scores = {"name": f"score {self.name} {phase.name}"}
@@ -161,7 +170,7 @@ class GroupOnRay:
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
             ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
-            if waiting and (self._closed or self._watch.stop_wished()):
+            if waiting and (self._closed or self._reporter.stop_requested()):
                 raise Ended
         return list(ray.get(list(asked)))
 
@@ -172,7 +181,7 @@ class GroupOnRay:
             Ended: The run was asked to stop before it began, or while something was waited for that cannot be saved half done.
         """
         while True:
-            if self._watch.stop_wished():
+            if self._reporter.stop_requested():
                 raise Ended
             try:
                 self._open()
@@ -190,7 +199,9 @@ class GroupOnRay:
                         f"group {self.name} lost a worker {self._failures} times, the last time in {phase.name}: "
                         f"{str(lost).splitlines()[0]}; --resume goes on from its last checkpoint"
                     ) from lost
-                self._watch.post(Note(f"lost a worker in {phase.name}; started again from its last checkpoint", True))
+                self._reporter.emit(
+                    Note(f"lost a worker in {phase.name}; started again from its last checkpoint", True)
+                )
 
     def _open(self) -> None:
         if self._trainers:
@@ -198,7 +209,7 @@ class GroupOnRay:
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
         number = self._bench.group.workers
         self._wait_for_place(number)
-        named = own_name(f"{self._bench.run.name}-{self.name}")
+        named = unique_name(f"{self._bench.run.name}-{self.name}")
         for rank in range(number):
             beside = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
             common = {
@@ -217,15 +228,15 @@ class GroupOnRay:
         """Until nodes have room: for ever, on a cluster that may grow; but saying so, and only as long as the run goes on."""
         ready, waited = self._place.ready(), 0.0
         while not ray.wait([ready], timeout=1)[0]:
-            if self._closed or self._watch.stop_wished():
+            if self._closed or self._reporter.stop_requested():
                 raise Ended
             waited += 1
             if waited == _TOLD_AFTER:
-                wants = told_resources(self._resources)
+                wants = format_resources(self._resources)
                 told = (
                     f"waits for nodes with room for {workers} workers of {wants} each; ray: false runs groups in turns"
                 )
-                self._watch.post(Note(told, warning=True))
+                self._reporter.emit(Note(told, warning=True))
         ray.get(ready)
 
     def _kill(self) -> None:
@@ -253,14 +264,14 @@ def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
     alone = all(group.workers == 1 for group in groups)
     share = 1.0 if there >= workers else 1 / -(-workers // there) if there >= 1 and alone else 0.0
     wants: list[dict[str, float]] = []
-    demands: list[Demand] = []
+    demands: list[ResourceRequest] = []
     for number, group in enumerate(groups):
         gpus = share if group.gpus_per_worker is None else group.gpus_per_worker
         even = even_share([node.get("CPU", 0.0) for node in nodes[number]], _rivals(group, groups))
         want = {"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})}
         wants.append(want)
         told = f"groups.{number}.workers={group.workers}"
-        demands.append(Demand(told, group.workers, want, group.nodes, "groups.N.workers", _SMALLER, _IN_TURNS))
+        demands.append(ResourceRequest(told, group.workers, want, group.nodes, "groups.N.workers", _SMALLER, _IN_TURNS))
     refuse_impossible(demands, alive())
     return wants
 

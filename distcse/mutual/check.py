@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.events import Note, Stage, Watch
+from distcse.events import Note, Reporter, Stage
 from distcse.mutual.finals import checked_tasks
 from distcse.mutual.mining import require_mining
 from distcse.mutual.pairs import read_pairs
 from distcse.mutual.roles import with_precisions
 from distcse.mutual.run import read_by_groups
+from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe
+from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import place
 from distcse.tracking import require_packages
-from distcse.training.cluster import cluster
-from distcse.training.directory import check_storage, require_lasting
-from distcse.training.engines import uses_deepspeed
+from distcse.trainer.engines import uses_deepspeed
 
 
-def check_groups(recipe: MutualRecipe, watch: Watch, in_sweep: bool = False) -> None:
+def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = False) -> None:
     """Read pairs (or the text they are mined from) and labelled sets, load both starts of every group, join the cluster.
 
     Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
@@ -28,40 +28,40 @@ def check_groups(recipe: MutualRecipe, watch: Watch, in_sweep: bool = False) -> 
     uses_deepspeed(recipe.cross)
     require_lasting(recipe.storage)
     check_storage(recipe.storage)
-    recipe = with_precisions(recipe, watch)
+    recipe = with_precisions(recipe, reporter)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
-        watch.post(Note(f"missing: {line}", warning=True))
+        reporter.emit(Note(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
-        _told(watch, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
+        _told(reporter, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
     else:
         require_mining(recipe.pairs.mine)
         corpus = Corpus.prepare(recipe.pairs.mine.corpus, place(recipe.storage.cache))
-        _told(watch, "pairs", f"to be mined from {len(corpus):,} sentences")
+        _told(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)
         source = group.cross_backbone or group.backbone
         length, layers = recipe.cross.max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code)
-        _told(watch, group.name, "both of its models load")
+        _told(reporter, group.name, "both of its models load")
     if recipe.ray:
         with cluster():
             from distcse.mutual.actors import resources_of  # Ray reads its settings when it is imported
             from distcse.mutual.gpus import lost_gpus_of_groups
-            from distcse.nodes import alive
-            from distcse.training.shared_storage import require_shared
+            from distcse.ray_backend.nodes import alive
+            from distcse.ray_backend.shared_storage import require_shared
 
             wants = resources_of(recipe.groups)
             labels = [None] if in_sweep else [group.nodes for group in recipe.groups]
             require_shared({"storage.runs": place(recipe.storage.runs)}, read_by_groups(recipe), labels)
             # In a sweep's trial all groups run in one process, in turns.
             for warning in lost_gpus_of_groups(recipe, recipe.groups, wants, alive()) if not in_sweep else []:
-                watch.post(Note(warning, warning=True))
+                reporter.emit(Note(warning, warning=True))
             told = (
                 f"{group.name} {want['CPU']:g} CPUs a worker" for group, want in zip(recipe.groups, wants, strict=True)
             )
-            _told(watch, "cluster", ", ".join(told))
+            _told(reporter, "cluster", ", ".join(told))
 
 
-def _told(watch: Watch, what: str, note: str) -> None:
-    watch.post(Stage(what, 1, 1, "", finished=True, note=note))
+def _told(reporter: Reporter, what: str, note: str) -> None:
+    reporter.emit(Stage(what, 1, 1, "", finished=True, note=note))

@@ -26,7 +26,7 @@ class Exchange:
         recipe: How scores are combined, and when cycles end.
         ledger: Where everything posted is kept.
         ending: Set when nothing follows, for whatever reason; groups that train see it and stop with a checkpoint.
-        stop_wished: Whether the run was asked to stop. Polled while a group waits.
+        stop_requested: Whether the run was asked to stop. Polled while a group waits.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Exchange:
         recipe: MutualRecipe,
         ledger: Ledger,
         ending: threading.Event,
-        stop_wished: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._recipe = recipe
         self._ledger = ledger
         self._ending = ending
-        self._stop_wished = stop_wished
+        self._stop_wished = stop_requested
         self._changed = threading.Condition()
         self._agree_where_due()  # a driver may have been killed after the last scores came, before their labels were made
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.gpu_shortfall import GpuRole, lost_gpus
-from distcse.nodes import Demand, Node, Resources
+from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
+from distcse.ray_backend.nodes import Node, ResourceRequest, Resources
 from distcse.recipe import GroupSection, MutualRecipe
 
 
@@ -33,7 +33,7 @@ def _role(recipe: MutualRecipe, group: GroupSection, want: Resources, rule: str)
     batches = (recipe.bi.batch_size, recipe.cross.batch_size)
     return GpuRole(
         name="the groups",
-        demand=Demand(
+        demand=ResourceRequest(
             f"{key}={group.workers}",
             group.workers,
             want,

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from distcse.errors import DistcseError, RunError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.mutual.exchange import Ended
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Bench, Scorer, Trained, Worker
+from distcse.mutual.work import Bench, PairScorer, Trained, Worker
 
 
 class Group(Protocol):
@@ -46,25 +46,25 @@ class GroupHere:
 
     Args:
         bench: The group's part of the run.
-        watch: Hears its events.
+        reporter: Receives its events.
     """
 
-    def __init__(self, bench: Bench, watch: Watch) -> None:
+    def __init__(self, bench: Bench, reporter: Reporter) -> None:
         self.name = bench.group.name
-        self._watch = watch
-        self._worker, self._scorer = Worker(bench), Scorer(bench)
+        self._reporter = reporter
+        self._worker, self._scorer = Worker(bench), PairScorer(bench)
 
     def prepare(self, phase: Phase) -> None:
         self._worker.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> Trained | None:
-        return self._worker.train(phase, labels, self._watch)
+        return self._worker.train(phase, labels, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
         return self._scorer.score(phase, on_progress=self._end_if_asked)
 
     def _end_if_asked(self, done: int, total: int) -> None:
-        if done < total and self._watch.stop_wished():
+        if done < total and self._reporter.stop_requested():
             raise Ended
 
     def close(self) -> None:
@@ -77,12 +77,12 @@ class InTurns:
     Args:
         group: Who works.
         turn: One for all groups.
-        stop_wished: Whether the run was asked to stop. A group that has not had its turn by then does not begin.
+        stop_requested: Whether the run was asked to stop. A group that has not had its turn by then does not begin.
     """
 
-    def __init__(self, group: Group, turn: threading.Lock, stop_wished: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, group: Group, turn: threading.Lock, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.name = group.name
-        self._group, self._turn, self._stop_wished = group, turn, stop_wished
+        self._group, self._turn, self._stop_wished = group, turn, stop_requested
 
     def prepare(self, phase: Phase) -> None:
         with self._alone(phase):

@@ -20,8 +20,8 @@ from distcse.errors import RunError
 from distcse.files import sealed, unsealed, writing
 from distcse.mutual.phases import Phase
 from distcse.mutual.work import Trained
+from distcse.runs.lease import Lease
 from distcse.storage import fetch, put, whole
-from distcse.training.claim import Claim
 
 Scores = NDArray[np.float32]
 
@@ -31,14 +31,14 @@ class Ledger:
 
     Args:
         run: The run's directory.
-        claim: The right to write in it; None only reads.
+        lease: Checked before each write; None only reads.
 
     Raises:
         RunError: The file there is none of ours; when writing, a later start of the run has taken it over.
     """
 
-    def __init__(self, run: Path, claim: Claim | None = None) -> None:
-        self._claim = claim
+    def __init__(self, run: Path, lease: Lease | None = None) -> None:
+        self._lease = lease
         self._file = run / "ledger.json"
         self._labels = run / "labels"
         with writing(self._labels):
@@ -129,6 +129,6 @@ class Ledger:
         return array
 
     def _write(self) -> None:
-        if self._claim is not None:
-            self._claim.check()
+        if self._lease is not None:
+            self._lease.check()
         put(self._file, sealed(self._state))

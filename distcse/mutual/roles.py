@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.precision import Role, decide_precisions
+from distcse.ray_backend.node_speeds import cluster_speeds, needs_no_cluster
 from distcse.recipe import MutualRecipe
-from distcse.training.node_speeds import cluster_speeds, needs_no_cluster
 
 
-def with_precisions(recipe: MutualRecipe, watch: Watch, trial_gpus: float | None = None) -> MutualRecipe:
+def with_precisions(recipe: MutualRecipe, reporter: Reporter, trial_gpus: float | None = None) -> MutualRecipe:
     """The recipe with every `precision: auto` decided, and the choice reported.
 
     Devices are asked only where it matters: a recipe that says fp32 everywhere measures nothing.
 
     Args:
         recipe: What will be run.
-        watch: Hears the choice, and warnings of half precisions that a device is slow at.
+        reporter: Receives the choice, and warnings of half precisions that a device is slow at.
         trial_gpus: GPUs of a sweep's trial, whose process runs all groups in turns; None for a single run.
     """
     sections = (recipe.bi, recipe.cross, recipe.mutual, recipe.evaluation)
     if all(section.precision == "fp32" for section in sections):
         return recipe
-    return decide_precisions(recipe, _roles_of(recipe, trial_gpus), watch.post)
+    return decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
 
 
 def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:

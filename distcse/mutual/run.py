@@ -13,7 +13,7 @@ from pathlib import Path
 from distcse.encoder import Encoder, model_fingerprint, resolve_model
 from distcse.errors import DistcseError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Doing, Event, InGroup, Note, Stage, Watch, one_by_one
+from distcse.events import Doing, Event, InGroup, Note, Reporter, Stage, one_by_one
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.exchange import Ended, Exchange
 from distcse.mutual.finals import checked_tasks, final_scores, wanted_tasks
@@ -23,14 +23,14 @@ from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.roles import with_precisions
 from distcse.mutual.work import Bench, Trained
+from distcse.ray_backend.cluster import cluster, coming_up
 from distcse.recipe import GroupSection, MutualRecipe
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
 from distcse.storage import address, fetch, fetch_folder, publish
 from distcse.tracking import require_packages, tracking
-from distcse.training.checkpoint import Checkpoints
-from distcse.training.claim import Claim
-from distcse.training.cluster import cluster, coming_up
-from distcse.training.directory import RunDirectory
-from distcse.training.engines import uses_deepspeed
+from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.engines import uses_deepspeed
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MutualResult:
     evaluation: Evaluation | None
 
 
-def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None = None) -> MutualResult:
+def run_mutual(recipe: MutualRecipe, reporter: Reporter, resume: RunDirectory | None = None) -> MutualResult:
     """Carry out a recipe, or go on with a run that was interrupted or killed.
 
     Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
@@ -74,38 +74,38 @@ def run_mutual(recipe: MutualRecipe, watch: Watch, resume: RunDirectory | None =
         Encoder.from_section(group)
         resolve_model(group.cross_backbone or group.backbone)
     directory = resume or RunDirectory.create(recipe)
-    with directory.claimed(watch) as claim:
-        watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
-        watch.post(Note(f"run directory {address(directory.path)}"))
+    with directory.leased(reporter) as lease:
+        reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
+        reporter.emit(Note(f"run directory {address(directory.path)}"))
         with coming_up(recipe.ray):
-            return _run(recipe, watch, directory, claim, at_work, tasks)
+            return _run(recipe, reporter, directory, lease, at_work, tasks)
 
 
 def _run(
-    recipe: MutualRecipe, watch: Watch, directory: RunDirectory, claim: Claim, at_work: list[int], tasks: Tasks
+    recipe: MutualRecipe, reporter: Reporter, directory: RunDirectory, lease: Lease, at_work: list[int], tasks: Tasks
 ) -> MutualResult:
-    ending, wished = threading.Event(), watch.stop_wished
-    watch = replace(watch, stop_wished=lambda: ending.is_set() or wished())
-    if claim.left_here:
+    ending, wished = threading.Event(), reporter.stop_requested
+    reporter = replace(reporter, stop_requested=lambda: ending.is_set() or wished())
+    if lease.left_here:
         for phase in (directory.path / "groups").glob("*/*"):
-            Checkpoints(phase).rescue(watch.post)
-    asked, recipe = recipe, with_precisions(recipe, watch)
+            CheckpointStore(phase).rescue(reporter.emit)
+    asked, recipe = recipe, with_precisions(recipe, reporter)
     if recipe != asked:
         directory.decide(recipe)
-    pairs = _pairs(recipe, directory.path, watch)
+    pairs = _pairs(recipe, directory.path, reporter)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
-    ledger = Ledger(directory.path, claim)
+    ledger = Ledger(directory.path, lease)
     ledger.begin(pairs.fingerprint)
-    benches = [Bench(recipe, number, directory.path, claim) for number in at_work]
+    benches = [Bench(recipe, number, directory.path, lease) for number in at_work]
     best, evaluation = [], None
-    with tracking(recipe, directory.path, watch.post) as tracked:
-        with _groups(recipe, benches, tracked.heard(watch)) as (groups, heard):
+    with tracking(recipe, directory.path, reporter.emit) as tracked:
+        with _groups(recipe, benches, tracked.heard(reporter)) as (groups, heard):
             exchange = Exchange(recipe, ledger, ending, wished)
             interrupted = _side_by_side(recipe, groups, ledger, exchange, heard)
         if not interrupted:
             best = _best(recipe, benches, ledger)
             models = [(one.group, one.kind, one.model) for one in best]
-            evaluation = final_scores(recipe, tasks, pairs, models, watch.post)
+            evaluation = final_scores(recipe, tasks, pairs, models, reporter.emit)
         tracked.end(interrupted, evaluation)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
@@ -134,7 +134,7 @@ def data_before(recipe: MutualRecipe) -> dict[str, str]:
     return {name: mark for name, mark in found.items() if not (mined and name == "pairs")}
 
 
-def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
+def _pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
     file = run / "pairs.parquet"
     if not fetch(file):
         if recipe.pairs.mine is None:
@@ -142,44 +142,46 @@ def _pairs(recipe: MutualRecipe, run: Path, watch: Watch) -> Pairs:
         else:
             from distcse.mutual.mining import mine_pairs
 
-            pairs = mine_pairs(recipe, watch.post)
+            pairs = mine_pairs(recipe, reporter.emit)
         pairs.write(file)
     pairs = Pairs.read(file)
-    watch.post(Stage("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs"))
+    reporter.emit(
+        Stage("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
+    )
     return pairs
 
 
 @contextmanager
-def _groups(recipe: MutualRecipe, benches: list[Bench], watch: Watch) -> Iterator[tuple[list[Group], Watch]]:
-    """The groups, and the watch that hears what becomes of them."""
+def _groups(recipe: MutualRecipe, benches: list[Bench], reporter: Reporter) -> Iterator[tuple[list[Group], Reporter]]:
+    """The groups, and the reporter of their events."""
     if not recipe.ray:
         turn = threading.Lock()
         yield (
             [
-                InTurns(GroupHere(bench, _in_group(watch, bench.group.name)), turn, watch.stop_wished)
+                InTurns(GroupHere(bench, _in_group(reporter, bench.group.name)), turn, reporter.stop_requested)
                 for bench in benches
             ],
-            watch,
+            reporter,
         )
         return
     with cluster():
         from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
         from distcse.mutual.gpus import lost_gpus_of_groups
-        from distcse.nodes import alive
-        from distcse.training.metrics import metered
-        from distcse.training.shared_storage import require_shared
+        from distcse.ray_backend.metrics import metered
+        from distcse.ray_backend.nodes import alive
+        from distcse.ray_backend.shared_storage import require_shared
 
         at_work = [bench.group for bench in benches]
         wants = resources_of(at_work)
         for warning in lost_gpus_of_groups(recipe, at_work, wants, alive()):
-            watch.post(Note(warning, warning=True))
+            reporter.emit(Note(warning, warning=True))
         require_shared({"storage.runs": benches[0].run}, read_by_groups(recipe), [group.nodes for group in at_work])
-        watch = metered(watch, benches[0].run.name)
+        reporter = metered(reporter, benches[0].run.name)
         groups: list[Group] = []
         try:
             for bench, want in zip(benches, wants, strict=True):
-                groups.append(GroupOnRay(bench, _in_group(watch, bench.group.name), want))
-            yield groups, watch
+                groups.append(GroupOnRay(bench, _in_group(reporter, bench.group.name), want))
+            yield groups, reporter
         finally:
             for group in groups:
                 group.close()
@@ -194,13 +196,15 @@ def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
     return {**read, **{f"groups.{n}.cross_backbone": Path(name) for n, name in crossed.items()}, **data, **dev}
 
 
-def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exchange: Exchange, watch: Watch) -> bool:
+def _side_by_side(
+    recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exchange: Exchange, reporter: Reporter
+) -> bool:
     """A thread a group, until all are through; whether they were asked to stop before."""
     stops = [False] * len(groups)
 
     def follow(number: int) -> None:
         group = groups[number]
-        own = _in_group(watch, group.name)
+        own = _in_group(reporter, group.name)
         try:
             stops[number] = not _through(recipe, group, ledger, exchange, own)
             if stops[number]:
@@ -212,8 +216,8 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
             if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, str(failed)):
                 raise
             group.close()
-            own.post(Note(f"dropped: {failed}", warning=True))
-            own.post(Doing("", "dropped"))
+            own.emit(Note(f"dropped: {failed}", warning=True))
+            own.emit(Doing("", "dropped"))
 
     def follow_or_end(number: int) -> None:
         try:
@@ -237,7 +241,7 @@ def _side_by_side(recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exc
     return any(stops)
 
 
-def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Exchange, watch: Watch) -> bool:
+def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Exchange, reporter: Reporter) -> bool:
     """Take a group through all phases that it has not been through; False when the run was asked to stop."""
     last = last_phase(recipe.mutual.cycles)
     for number in range(last.number + 1):
@@ -246,21 +250,21 @@ def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Excha
             continue
         trained: Trained | None = None
         if number:
-            watch.post(Doing(phase.name, "preparing", number=number))
+            reporter.emit(Doing(phase.name, "preparing", number=number))
             group.prepare(phase)
             before = Phase(number - 1)
             if missing := exchange.missing(before):
-                watch.post(Doing(phase.name, "waiting", missing, number))
+                reporter.emit(Doing(phase.name, "waiting", missing, number))
             labels = exchange.labels(before)
             if labels is None:
                 break
-            watch.post(Doing(phase.name, "training", number=number))
+            reporter.emit(Doing(phase.name, "training", number=number))
             trained = group.train(phase, labels)
             if trained is None:
                 return False
-        watch.post(Doing(phase.name, "scoring", number=number))
+        reporter.emit(Doing(phase.name, "scoring", number=number))
         exchange.post(group.name, phase, group.score(phase), trained)
-    watch.post(Doing("", "finished"))
+    reporter.emit(Doing("", "finished"))
     return True
 
 
@@ -289,8 +293,8 @@ def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Be
     return found
 
 
-def _in_group(watch: Watch, name: str) -> Watch:
+def _in_group(reporter: Reporter, name: str) -> Reporter:
     def post(event: Event) -> None:
-        watch.post(event if isinstance(event, InGroup) else InGroup(name, event))
+        reporter.emit(event if isinstance(event, InGroup) else InGroup(name, event))
 
-    return Watch(post, watch.stop_wished)
+    return Reporter(post, reporter.stop_requested)

@@ -15,19 +15,19 @@ from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.laid_out import lay_out
 from distcse.errors import EncoderError, RunError
 from distcse.evaluation.models import Progress
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.files import sealed, unsealed
 from distcse.mutual.dev import DevPairs
-from distcse.mutual.lesson import BiTokens, CrossTokens, PairLesson, pair_model
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
+from distcse.mutual.task import BiTokens, CrossTokens, PairTask, pair_model
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
+from distcse.runs.lease import Lease
 from distcse.storage import fetch, put, remove
-from distcse.training.checkpoint import Checkpoints, load_position, load_state
-from distcse.training.claim import Claim
-from distcse.training.loop import learn
-from distcse.training.noise import noise_seed
-from distcse.training.workers import rank, wait_for_all, world_size
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_trainer_state
+from distcse.trainer.distributed import barrier, rank, world_size
+from distcse.trainer.dropout_rng import dropout_seed
+from distcse.trainer.trainer import train
 
 _SLICE = 200_000
 """Pairs whose vectors are held at a time; sentences of several pairs are encoded once in each slice."""
@@ -54,7 +54,7 @@ class Bench:
     number: int
     """Of the group, in the recipe."""
     run: Path
-    claim: Claim
+    lease: Lease
     """The right to write in `run`."""
 
     @property
@@ -77,7 +77,7 @@ class Bench:
 
     def seed(self, phase: Phase) -> int:
         """Of fresh weights, order and noise in a phase: another for every group and phase."""
-        return noise_seed(self.recipe.seed, phase.number, self.number) % 2**31
+        return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31
 
 
 class Worker:
@@ -98,7 +98,7 @@ class Worker:
             )
         _ = self._dev
 
-    def train(self, phase: Phase, labels: NDArray[np.float32], watch: Watch) -> Trained | None:
+    def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> Trained | None:
         """Train a formulation from its start, or go on from its last checkpoint; None when the run was asked to stop.
 
         The phase's best model is left in its folder, beside what is told of it; checkpoints go when it is there.
@@ -112,7 +112,7 @@ class Worker:
             return done
         self.prepare(phase)
         encoder = self._start(phase)
-        lesson = PairLesson(
+        task = PairTask(
             encoder,
             self._tokens[kind],
             labels,
@@ -124,14 +124,14 @@ class Worker:
             world_size(),
             decided(bench.recipe.evaluation.precision),
         )
-        checkpoints = Checkpoints(folder, bench.claim)
-        outcome = learn(lesson, bench.section(kind), checkpoints, watch)
+        checkpoints = CheckpointStore(folder, bench.lease)
+        outcome = train(task, bench.section(kind), checkpoints, reporter)
         if outcome.interrupted:
             return None
         if rank() == 0:
-            bench.claim.check()
+            bench.lease.check()
             _keep_best(self._start(phase), checkpoints, folder, outcome.steps)
-        wait_for_all()
+        barrier()
         return _told(folder)
 
     @cached_property
@@ -163,7 +163,7 @@ class Worker:
         return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
 
 
-class Scorer:
+class PairScorer:
     """Scores pairs with the best model of a phase."""
 
     def __init__(self, bench: Bench) -> None:
@@ -209,12 +209,12 @@ class Scorer:
         return Encoder.load(folder, trust_remote_code=group.trust_remote_code)
 
 
-def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: Checkpoints, folder: Path, steps: int) -> None:
+def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
     best = checkpoints.best() or checkpoints.latest()
     if best is None:
         raise RunError(f"{folder} has no checkpoint")
-    position = load_position(best)
-    weights = load_state(best).weights
+    position = load_trainer_state(best)
+    weights = load_model_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
     dev = dict(position.scores).get(position.step)

@@ -23,7 +23,7 @@ from distcse.files import put
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, sheet_of
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
-from distcse.training import allocator
+from distcse.trainer import allocator
 
 _FORMAT = 1
 _FOLDER = "calibration"

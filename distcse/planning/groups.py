@@ -15,7 +15,7 @@ from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import Problem
 from distcse.planning.shapes import Shape, read_shape
 from distcse.recipe import EncoderSection, GroupSection, LoopSection, MutualRecipe
-from distcse.training.schedule import total_steps
+from distcse.trainer.schedule import total_steps
 
 _ADAMW_BYTES = 40.0
 _FILLED = 1.1

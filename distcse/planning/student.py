@@ -16,8 +16,8 @@ from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
 from distcse.planning.terms import Lists, ObjectiveWork, list_seconds, objective_work
 from distcse.recipe import EncoderSection, Recipe, TeacherSection
 from distcse.student.plan import AT_A_TIME
-from distcse.training.engines.plain import MANY
-from distcse.training.schedule import total_steps
+from distcse.trainer.engines.torch_engine import MANY
+from distcse.trainer.schedule import total_steps
 
 STSB_SENTENCES = 3000
 STSB_TOKENS = 15.1

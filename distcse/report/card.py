@@ -69,7 +69,7 @@ def base_model(start: str) -> dict[str, str]:
 
 
 def _summary(result: Result) -> str:
-    student, position = result.recipe.student, result.outcome.position
+    student, position = result.recipe.student, result.outcome.state
     layers = f", layers {student.layers}" if student.layers else ""
     best = position.best
     dev = f" The best dev score was {best[1]:.2f}, at step {best[0]}; this is that checkpoint." if best else ""

@@ -13,7 +13,7 @@ import yaml
 
 from distcse.errors import RunError
 from distcse.report.cycles import Cycles, read_cycles
-from distcse.training.directory import recorded
+from distcse.runs.directory import recorded
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from distcse.device import device_here
 from distcse.errors import DistcseError, RunError
-from distcse.events import Watch
-from distcse.nodes import Demand
+from distcse.events import Reporter
+from distcse.ray_backend.event_channel import unique_name
+from distcse.ray_backend.nodes import ResourceRequest
 from distcse.recipe import Recipe
-from distcse.student.lists import ListLesson
+from distcse.student.lists import DistillationTask
 from distcse.student.plan import Job, Plan
 from distcse.teachers.actors import RemoteSource, guarded, use_assigned_gpus, use_assigned_threads
 from distcse.teachers.pulse import OUTLIVES, Pulse
-from distcse.training.board import own_name
-from distcse.training.checkpoint import TrainingState
+from distcse.trainer.checkpoints import ModelState
 
 _INSTEAD = "evaluation.beside=null scores in the workers"
 
@@ -41,33 +41,33 @@ class DevJudge(Pulse):
         self._job, self._servers = job, servers
 
     @cached_property
-    def _lesson(self) -> ListLesson:
+    def _task(self) -> DistillationTask:
         # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
         sources = [RemoteSource(server, lambda _: None) for server in self._servers.values()]
-        lesson = ListLesson(self._job, Plan(self._job, 0, 1), sources)
-        lesson.model.to(device_here()).eval()
-        return lesson
+        task = DistillationTask(self._job, Plan(self._job, 0, 1), sources)
+        task.model.to(device_here()).eval()
+        return task
 
     def score(self, weights: Mapping[str, NDArray[Any]]) -> float:
         """Dev score of the student with these weights."""
-        self._lesson.model.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in weights.items()})
-        return self._lesson.score()
+        self._task.model.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in weights.items()})
+        return self._task.evaluate()
 
 
 class Beside:
-    """The first worker's `Scorer`: an actor that is started for the first score, and ends with the worker.
+    """The first worker's `AsyncEvaluator`: an actor that is started for the first score, and ends with the worker.
 
     One that hangs is replaced while this is entered, and its score made again.
 
     Args:
         job: The run.
         servers: The worker's server of each teacher, by the teacher's number.
-        watch: Told of an actor that hangs.
+        reporter: Receives a warning when the actor is unresponsive.
     """
 
-    def __init__(self, job: Job, servers: Mapping[int, Any], watch: Watch) -> None:
+    def __init__(self, job: Job, servers: Mapping[int, Any], reporter: Reporter) -> None:
         self._job, self._servers = job, servers
-        self._guard = guarded(job.recipe.teachers, watch)
+        self._guard = guarded(job.recipe.teachers, reporter)
         self._judge: Any = None
         self._answer: Any = None
 
@@ -78,13 +78,13 @@ class Beside:
     def __exit__(self, *raised: object) -> None:
         self._guard.__exit__(*raised)
 
-    def begin(self, state: TrainingState) -> None:
+    def begin(self, state: ModelState) -> None:
         if self._judge is None:
             (demand,) = beside_demands(self._job.recipe)
             self._judge = (
                 ray.remote(**OUTLIVES)(DevJudge)
                 .options(
-                    name=f"dev-scores-{own_name(self._job.run.name)}",
+                    name=f"dev-scores-{unique_name(self._job.run.name)}",
                     num_cpus=demand.each["CPU"],
                     num_gpus=demand.each["GPU"],
                     label_selector=demand.labels,
@@ -110,11 +110,11 @@ class Beside:
             raise RunError(f"the process of the dev scores was lost again and again: {told}; {_INSTEAD}") from lost
 
 
-def beside_demands(recipe: Recipe) -> list[Demand]:
+def beside_demands(recipe: Recipe) -> list[ResourceRequest]:
     """What dev scores beside the training take; nothing where the workers make them."""
     section = recipe.evaluation.beside
     if section is None:
         return []
     smaller = {"CPU": "evaluation.beside.cpus", "GPU": "evaluation.beside.gpus"}
     each = {"CPU": section.cpus, "GPU": section.gpus or 0.0}
-    return [Demand("evaluation.beside", 1, each, recipe.training.nodes, "training.workers", smaller, _INSTEAD)]
+    return [ResourceRequest("evaluation.beside", 1, each, recipe.training.nodes, "training.workers", smaller, _INSTEAD)]

@@ -9,9 +9,10 @@ import numpy as np
 from distcse.corpus import BatchSampler, Corpus
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
-from distcse.events import Note, Stage, Watch
+from distcse.events import Note, Reporter, Stage
 from distcse.objectives import build_objective
 from distcse.recipe import Recipe
+from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import place
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import labelled_tasks
@@ -26,9 +27,8 @@ from distcse.teachers.comparison import comparable
 from distcse.teachers.nearest import require_faiss
 from distcse.teachers.opening import live, uses_table
 from distcse.tracking import require_packages
-from distcse.training.directory import check_storage, require_lasting
-from distcse.training.engines import uses_deepspeed
-from distcse.training.schedule import total_steps
+from distcse.trainer.engines import uses_deepspeed
+from distcse.trainer.schedule import total_steps
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -46,74 +46,74 @@ def check_recipe(recipe: Recipe) -> None:
     check_labelled_data(recipe)
 
 
-def check_run(recipe: Recipe, watch: Watch, lost_gpus: Callable[[], list[str]] | None = None) -> None:
+def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[str]] | None = None) -> None:
     """Read the text and the labelled sets, load the student, ask each teacher once, join the cluster; train nothing.
 
     The corpus that was read stays in the cache, for the run. Raises a `DistcseError` that names what to mend.
 
     Args:
         recipe: What would be run.
-        watch: Hears what was found.
+        reporter: Receives what was found.
         lost_gpus: Makes the warnings of a sweep, whose trials are placed in another way than a single run; None warns of the run.
     """
     require_lasting(recipe.storage)
     check_recipe(recipe)
-    recipe = with_precisions(recipe, watch)
+    recipe = with_precisions(recipe, reporter)
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
-        _told(watch, "labelled", f"{len(tasks.tasks)} sets to measure on")
+        _told(reporter, "labelled", f"{len(tasks.tasks)} sets to measure on")
     for line in tasks.missing:
-        watch.post(Note(f"missing: {line}", warning=True))
-    corpus = read_corpus(recipe, watch)
+        reporter.emit(Note(f"missing: {line}", warning=True))
+    corpus = read_corpus(recipe, reporter)
     Alphas(recipe.teachers.encoders, corpus)
     require_vectors(recipe, len(corpus))
     training = recipe.training
     rows, _, _ = rows_of(recipe, len(corpus))
     epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-    _told(watch, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
+    _told(reporter, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
     encoder = build_student(_with_all_layers(recipe)).encoder
-    _told(watch, "student", _described(encoder))
+    _told(reporter, "student", _described(encoder))
     for number in range(len(recipe.teachers.encoders)):
-        _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
+        _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))
     runs = place(recipe.storage.runs)
-    _, surroundings = house_of(recipe, runs, watch if lost_gpus is None else None)
+    _, surroundings = house_of(recipe, runs, reporter if lost_gpus is None else None)
     with surroundings:
         for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
-            watch.post(Note(warning, warning=True))
-        _told(watch, "cluster", room_for(recipe))
+            reporter.emit(Note(warning, warning=True))
+        _told(reporter, "cluster", room_for(recipe))
 
 
-def check_embedding(recipe: Recipe, watch: Watch) -> None:
+def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
     """Read the text, ask each teacher once, count the rows that its table lacks, join the cluster; embed nothing.
 
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, watch)
-    corpus = read_corpus(recipe, watch)
+    recipe = with_precisions(recipe, reporter)
+    corpus = read_corpus(recipe, reporter)
     for number, teacher in enumerate(recipe.teachers.encoders):
         answers = _asked(recipe, corpus, number)
         if uses_table(recipe.teachers, teacher):
             table = table_of(teacher, corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
-        _told(watch, f"teacher {number}", answers)
+        _told(reporter, f"teacher {number}", answers)
     _, surroundings = house_of(recipe)
     with surroundings:
         pass  # it refuses nodes that do not see the cache
 
 
-def check_comparison(recipe: Recipe, watch: Watch) -> None:
+def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
     """Read the text and ask each teacher once that could be compared with another; embed nothing.
 
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, watch)
-    corpus = read_corpus(recipe, watch)
+    recipe = with_precisions(recipe, reporter)
+    corpus = read_corpus(recipe, reporter)
     for number in numbers:
-        _told(watch, f"teacher {number}", _asked(recipe, corpus, number))
+        _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))
 
 
 def _asked(recipe: Recipe, corpus: Corpus, number: int) -> str:
@@ -137,5 +137,5 @@ def _described(encoder: Encoder) -> str:
     return f"{encoder.dimension} numbers a vector, {weights / 1e6:.1f} M weights, {encoder.max_length} tokens at most"
 
 
-def _told(watch: Watch, what: str, note: str) -> None:
-    watch.post(Stage(what, 1, 1, "", finished=True, note=note))
+def _told(reporter: Reporter, what: str, note: str) -> None:
+    reporter.emit(Stage(what, 1, 1, "", finished=True, note=note))

@@ -7,7 +7,7 @@ from pathlib import Path
 from distcse.corpus import Corpus
 from distcse.encoder import model_fingerprint, resolve_model
 from distcse.evaluation import Tasks, labelled_dev
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import Recipe
 from distcse.student.finals import labelled_tasks
 from distcse.student.material import read_corpus
@@ -32,4 +32,4 @@ def data_of(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
 
 def data_before(recipe: Recipe) -> dict[str, str]:
     """The same before a run: its corpus is read, or found in the cache."""
-    return data_of(recipe, read_corpus(recipe, Watch()), labelled_tasks(recipe))
+    return data_of(recipe, read_corpus(recipe, Reporter()), labelled_tasks(recipe))

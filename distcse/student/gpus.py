@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.gpu_shortfall import GpuRole, lost_gpus
-from distcse.nodes import Demand, Node, Resources
+from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
+from distcse.ray_backend.nodes import Node, ResourceRequest, Resources
 from distcse.recipe import Recipe
 from distcse.student.beside import beside_demands
 from distcse.teachers.gpus import builder_roles, server_roles
@@ -30,7 +30,7 @@ def _workers(recipe: Recipe, each: Resources) -> GpuRole:
     counts = training.model_copy(update={"least_workers": 1}).worker_counts[:-1]
     return GpuRole(
         name="the training workers",
-        demand=Demand(
+        demand=ResourceRequest(
             f"training.workers={number}",
             number,
             each,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distcse.corpus import Corpus
-from distcse.events import Note, Watch
+from distcse.events import Note, Reporter
 from distcse.recipe import Recipe, TeacherSection, TeachersSection
 from distcse.storage import place
 from distcse.student.lists import fit
@@ -18,14 +18,14 @@ from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.opening import live, open_embedder
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.loop import Outcome
+from distcse.trainer.trainer import TrainResult
 
 
 class House(Protocol):
     """Builds tables, hosts teachers, trains the student."""
 
-    def metered(self, watch: Watch, run: str) -> Watch:
-        """A watch whose events become metrics too, where there is something that serves them."""
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        """A reporter whose events become metrics too, where there is something that serves them."""
         ...
 
     def build(
@@ -36,12 +36,14 @@ class House(Protocol):
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
-        watch: Watch,
+        reporter: Reporter,
     ) -> None:
-        """Embed the missing shards of a table; `on_rows` hears how many rows are done, `watch` of what hangs or is lost."""
+        """Embed the missing shards of a table; `on_rows` hears how many rows are done, `reporter` of what hangs or is lost."""
         ...
 
-    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+    def train(
+        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
         """Serve the teachers (from their table, or live where there is None) and train the student."""
         ...
 
@@ -49,8 +51,8 @@ class House(Protocol):
 class InProcess:
     """Everything here, one after the other: no Ray, no other process."""
 
-    def metered(self, watch: Watch, run: str) -> Watch:
-        return watch
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        return reporter
 
     def build(
         self,
@@ -60,7 +62,7 @@ class InProcess:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
-        watch: Watch,
+        reporter: Reporter,
     ) -> None:
         encoder = open_embedder(teacher)
         done = 0
@@ -68,7 +70,9 @@ class InProcess:
             done += embed_shard(encoder, teacher, corpus, table, shard, section.tokens_per_batch)
             on_rows(done)
 
-    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+    def train(
+        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
         section = job.recipe.teachers
         sources = [
             LocalSource(
@@ -76,16 +80,16 @@ class InProcess:
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]
-        return fit(job, sources, watch)
+        return fit(job, sources, reporter)
 
 
 class OnRay:
-    """Actors build and serve, Ray Train workers train. Wants `distcse.training.cluster.cluster()` entered."""
+    """Actors build and serve, Ray Train workers train. Wants `distcse.ray_backend.cluster.cluster()` entered."""
 
-    def metered(self, watch: Watch, run: str) -> Watch:
-        from distcse.training.metrics import metered
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        from distcse.ray_backend.metrics import metered
 
-        return metered(watch, run)
+        return metered(reporter, run)
 
     def build(
         self,
@@ -95,42 +99,44 @@ class OnRay:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
-        watch: Watch,
+        reporter: Reporter,
     ) -> None:
         from distcse.teachers.builders import build_shards
 
-        build_shards(teacher, section, corpus, table, missing, on_rows, watch)
+        build_shards(teacher, section, corpus, table, missing, on_rows, reporter)
 
-    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+    def train(
+        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
         from distcse.student.ray_train import fit_on_ray
         from distcse.teachers.actors import served
 
-        with served(job.recipe.teachers, corpus, tables, watch) as servers:
-            return fit_on_ray(job, servers, watch)
+        with served(job.recipe.teachers, corpus, tables, reporter) as servers:
+            return fit_on_ray(job, servers, reporter)
 
 
 def house_of(
-    recipe: Recipe, run: Path | None = None, watch: Watch | None = None
+    recipe: Recipe, run: Path | None = None, reporter: Reporter | None = None
 ) -> tuple[House, AbstractContextManager[None]]:
     """The house that `training.workers` asks for, and what must be entered around its work.
 
     Args:
         recipe: What to do.
         run: The run's folder, or the folder of runs before there is one; it exists. None embeds and does not train.
-        watch: Hears of GPUs that the training would not use; None where no training follows.
+        reporter: Receives of GPUs that the training would not use; None where no training follows.
     """
     if recipe.training.workers == 0:
         return InProcess(), nullcontext()
-    return OnRay(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, watch)
+    return OnRay(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, reporter)
 
 
 @contextmanager
 def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
     """A cluster whose nodes for teachers see the cache. Embedding needs no folder of runs and no training workers."""
-    from distcse.training.cluster import bring_up, cluster
+    from distcse.ray_backend.cluster import cluster, start_ray
 
-    bring_up()
-    from distcse.training.shared_storage import require_shared
+    start_ray()
+    from distcse.ray_backend.shared_storage import require_shared
 
     with cluster():
         require_shared(
@@ -140,21 +146,21 @@ def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def _cluster_fit_for(recipe: Recipe, run: Path, watch: Watch | None) -> Iterator[None]:
+def _cluster_fit_for(recipe: Recipe, run: Path, reporter: Reporter | None) -> Iterator[None]:
     """A cluster that can give a run its workers, and whose nodes see its folders; any other is refused before any work."""
-    from distcse.training.cluster import bring_up, cluster
+    from distcse.ray_backend.cluster import cluster, start_ray
 
-    bring_up()
-    from distcse.nodes import alive
+    start_ray()
+    from distcse.ray_backend.nodes import alive
+    from distcse.ray_backend.shared_storage import require_shared
     from distcse.student.gpus import lost_gpus_of_run  # Ray reads its settings when it is imported
     from distcse.student.ray_train import resources_per_worker
-    from distcse.training.shared_storage import require_shared
 
     with cluster():
         each = resources_per_worker(recipe)
-        if watch is not None:
+        if reporter is not None:
             for warning in lost_gpus_of_run(recipe, each, alive()):
-                watch.post(Note(warning, warning=True))
+                reporter.emit(Note(warning, warning=True))
         written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
         require_shared(written, read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
         yield

@@ -21,14 +21,14 @@ from distcse.device import device_here
 from distcse.encoder import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
 from distcse.errors import EncoderError, TeacherError
 from distcse.evaluation import agreement
-from distcse.events import Stage, Watch
+from distcse.events import Reporter, Stage
 from distcse.files import sealed, text_checksum, unsealed, writing
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import fetch, place, put
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.opening import fingerprint, open_embedder, scores_pairs
-from distcse.training import allocator
+from distcse.trainer import allocator
 
 _FORMAT = 1
 _SENTENCES = 512
@@ -41,7 +41,7 @@ _STREAM = 2**32 - 3
 Score = Callable[[Sequence[int]], float]
 
 
-def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
+def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Recipe:
     """The recipe with its student's layers named, where it says `auto`: those that order 512 sentences most as teachers do.
 
     Raises:
@@ -54,14 +54,14 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, watch: Watch) -> Recipe:
     fetch(kept)
     with suppress(OSError, ValueError):  # absent or damaged: chosen anew, and alike
         chosen: list[int] = unsealed(kept)["layers"]
-        _told(watch, chosen, "as an earlier run chose")
+        _told(reporter, chosen, "as an earlier run chose")
         return with_layers(recipe, chosen)
-    layers, score, tried = _search(recipe, corpus, watch)
-    allocator.give_back()  # its models; the workers may be on the same GPU
+    layers, score, tried = _search(recipe, corpus, reporter)
+    allocator.release_memory()  # its models; the workers may be on the same GPU
     with writing(kept):
         kept.parent.mkdir(parents=True, exist_ok=True)
     put(kept, sealed({"layers": layers, "agreement": score, "tried": tried}))
-    _told(watch, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
+    _told(reporter, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
     return with_layers(recipe, layers)
 
 
@@ -85,7 +85,9 @@ def best_layers(depth: int, wanted: int, score: Score, with_first: bool = False)
     return tried
 
 
-def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], float, list[tuple[list[int], float]]]:
+def _search(
+    recipe: Recipe, corpus: Corpus, reporter: Reporter
+) -> tuple[list[int], float, list[tuple[list[int], float]]]:
     section, wanted = recipe.student, recipe.student.depth
     assert wanted is not None
     whole = section.model_copy(update={"layers": None, "depth": None, "word_dimension": None})
@@ -105,7 +107,7 @@ def _search(recipe: Recipe, corpus: Corpus, watch: Watch) -> tuple[list[int], fl
         with only_layers(encoder.backbone, layers):
             found = agreement(encoder.encode(texts, normalize=True), lists)
         done += 1
-        watch.post(Stage("layers", done, None, "choices tried"))
+        reporter.emit(Stage("layers", done, None, "choices tried"))
         return found
 
     tried = best_layers(depth, wanted, score, first_stays(encoder.backbone))
@@ -154,5 +156,5 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
     return text_checksum(json.dumps(described))
 
 
-def _told(watch: Watch, layers: Sequence[int], why: str) -> None:
-    watch.post(Stage("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}"))
+def _told(reporter: Reporter, layers: Sequence[int], why: str) -> None:
+    reporter.emit(Stage("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}"))

@@ -13,32 +13,32 @@ from torch import Tensor
 from distcse.device import sent
 from distcse.encoder.attention import takes_it_made
 from distcse.errors import RunError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.objectives import Taught, build_objective, gather_views
 from distcse.student.averaging import Start
 from distcse.student.dev import DevSet
-from distcse.student.model import Passed, build_student
+from distcse.student.model import StudentOutput, build_student
 from distcse.student.plan import Job, Plan
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.ensemble import ListSource, TeacherEnsemble
-from distcse.training.checkpoint import Checkpoints
-from distcse.training.lesson import Inputs, told_rows
-from distcse.training.loop import Outcome, finished, learn
-from distcse.training.scorer import Scorer
-from distcse.training.workers import by_all, rank, world_size
+from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.distributed import on_all_ranks, rank, world_size
+from distcse.trainer.task import StepInputs, describe_rows
+from distcse.trainer.trainer import TrainResult, finished_state, train
 
 
-class Told(NamedTuple):
-    """What the loss of a step takes beside the views."""
+class LossContext(NamedTuple):
+    """What a step's loss takes beside the views."""
 
-    taught: Taught
-    """What the teachers say of this worker's rows."""
-    met_again: Tensor | None
-    """(R, K) whether a sentence in the memory is one of the rows; None without a memory."""
+    teachers: Taught
+    """The teachers' lists and vectors of this worker's rows."""
+    duplicate_mask: Tensor | None
+    """(R, K) whether a sentence of the queue is one of the rows; None without a queue."""
 
 
-class ListLesson:
-    """A recipe's terms on a recipe's text (see `Lesson`).
+class DistillationTask:
+    """A recipe's terms on a recipe's text (see `TrainingTask`).
 
     Args:
         job: The run.
@@ -46,7 +46,7 @@ class ListLesson:
         sources: The teachers, in the recipe's order.
     """
 
-    scores_start = True
+    evaluates_initial_model = True
 
     def __init__(self, job: Job, plan: Plan, sources: Sequence[ListSource]) -> None:
         self._recipe = job.recipe
@@ -62,7 +62,7 @@ class ListLesson:
         self.rows = plan.rows
         self.patience = job.recipe.evaluation.patience
 
-    def begin(self, first: int) -> None:
+    def on_start(self, first_step: int) -> None:
         if not self._sources or not self._objective.needs_lists:
             return
         section, plan = self._recipe.teachers, self._plan
@@ -71,19 +71,21 @@ class ListLesson:
             Alphas(section.encoders, plan.corpus).of,
             plan.block,
             plan.places,
-            range(first, plan.steps),
+            range(first_step, plan.steps),
             section.block_steps,
             plan.shuffle,
             section.trust,
         )
 
-    def inputs(self, step: int, device: torch.device) -> Inputs:
-        return Inputs(self._plan.batch(step, device), Told(self._taught(step, device), self._met_again(step, device)))
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        return StepInputs(
+            self._plan.batch(step, device), LossContext(self._taught(step, device), self._duplicate_mask(step, device))
+        )
 
-    def loss(self, told: Told, answer: Passed) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
         memory = self.model.memory
-        views = gather_views(answer.z1, answer.z2, memory.vectors if memory else None, told.met_again)
-        share, parts = self._objective(views, told.taught, answer.found)
+        views = gather_views(output.z1, output.z2, memory.vectors if memory else None, inputs.duplicate_mask)
+        share, parts = self._objective(views, inputs.teachers, output.found)
         if memory is not None:
             memory.push(views.all_z1)
         return share, parts
@@ -95,14 +97,14 @@ class ListLesson:
         rows = self._plan.sampler.batch(step)[self._plan.places]
         return replace(taught, targets=sent(torch.from_numpy(self._targets.vectors(rows)), device))
 
-    def _met_again(self, step: int, device: torch.device) -> Tensor | None:
+    def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
         met = self._plan.met_again(step)
         return None if met is None else sent(torch.from_numpy(met), device)
 
-    def rows_of(self, step: int) -> str:
-        return told_rows(self._plan.sampler.batch(step).tolist(), "the corpus")
+    def describe_batch(self, step: int) -> str:
+        return describe_rows(self._plan.sampler.batch(step).tolist(), "the corpus")
 
-    def is_scored(self, done: int) -> bool:
+    def should_evaluate(self, done: int) -> bool:
         return done % self._recipe.evaluation.every == 0
 
     @cached_property
@@ -110,45 +112,45 @@ class ListLesson:
         return DevSet.of(self._recipe, self._plan.corpus, self._plan.held_out, self._sources)
 
     @property
-    def score_name(self) -> str | None:
+    def metric_name(self) -> str | None:
         return self._dev.name if self._dev else None
 
-    def score(self) -> float:
+    def evaluate(self) -> float:
         assert self._dev is not None
         with self._start.mixed_into(self.model.encoder):
             return self._dev.score(self.model.encoder)
 
     @property
-    def waited(self) -> float:
+    def teacher_wait_s(self) -> float:
         return self._teachers.waited if self._teachers else 0.0
 
 
 def fit(
     job: Job,
     sources: Sequence[ListSource],
-    watch: Watch,
+    reporter: Reporter,
     report: Callable[[dict[str, float]], None] | None = None,
-    scorer: Scorer | None = None,
-) -> Outcome:
-    """Train the student of `job` to its end, from its latest checkpoint where it has one; see `learn`.
+    scorer: AsyncEvaluator | None = None,
+) -> TrainResult:
+    """Train the student of `job` to its end, from its latest checkpoint where it has one; see `train`.
 
     Args:
         job: The run.
         sources: The teachers, in the recipe's order.
-        watch: Hears events from the first worker, and may wish the run to stop at the next report.
+        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
         report: Called by every worker after every dev score.
         scorer: Makes dev scores beside the training; None makes them here.
     """
-    plan = by_all(lambda: Plan(job, rank(), world_size()))
-    checkpoints = Checkpoints(job.run, job.claim)
-    position = by_all(lambda: finished(checkpoints))
-    if position is not None:
-        return Outcome(position, plan.steps, 0.0, 0.0)
+    plan = on_all_ranks(lambda: Plan(job, rank(), world_size()))
+    checkpoints = CheckpointStore(job.run, job.lease)
+    state = on_all_ranks(lambda: finished_state(checkpoints))
+    if state is not None:
+        return TrainResult(state, plan.steps, 0.0, 0.0)
     training = job.recipe.training
-    lesson = ListLesson(job, plan, sources)
-    if training.cuda_graphs and not takes_it_made(lesson.model.encoder.backbone):
+    task = DistillationTask(job, plan, sources)
+    if training.cuda_graphs and not takes_it_made(task.model.encoder.backbone):
         raise RunError(
             f"training.cuda_graphs: {job.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
             "recording can; write training.cuda_graphs=false"
         )
-    return learn(lesson, training, checkpoints, watch, report, scorer, training.cuda_graphs)
+    return train(task, training, checkpoints, reporter, report, scorer, training.cuda_graphs)

@@ -14,8 +14,10 @@ from distcse.device import use_available_cpus
 from distcse.encoder import Encoder, TextReading
 from distcse.errors import CorpusError, TeacherError
 from distcse.evaluation import excluded_from
-from distcse.events import Stage, Watch
+from distcse.events import Reporter, Stage
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory, check_storage, require_lasting
+from distcse.runs.lease import Lease
 from distcse.storage import fetch, place
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
@@ -27,8 +29,6 @@ from distcse.teachers.graph import graph_checksum, joined_vectors, prepare_graph
 from distcse.teachers.opening import uses_table
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetsAt, fit_projection, projection_of, write_projection
-from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory, check_storage, require_lasting
 
 _FITTED_ON = 20_000
 """Rows that a projection's components are fitted on."""
@@ -51,51 +51,53 @@ class Text:
         return Encoder.from_section(self.recipe.student)
 
     @classmethod
-    def prepare(cls, recipe: Recipe, watch: Watch) -> Text:
+    def prepare(cls, recipe: Recipe, reporter: Reporter) -> Text:
         """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
-        corpus = read_corpus(recipe, watch)
+        corpus = read_corpus(recipe, reporter)
         Alphas(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
         require_vectors(recipe, len(corpus))
-        recipe = with_chosen_layers(recipe, corpus, watch)
+        recipe = with_chosen_layers(recipe, corpus, reporter)
         reading = TextReading.of(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
             reading.tokenizer,
             reading.max_length,
             place(recipe.storage.cache),
-            _progress(watch, "tokens", len(corpus)),
+            _progress(reporter, "tokens", len(corpus)),
             prompt=reading.prompt,
         )
-        _ended(watch, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
+        _ended(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
         Plan(Job(recipe, Path(), corpus.directory, tokens.directory), rank=0, workers=max(1, recipe.training.workers))
         return cls(corpus, tokens, recipe)
 
-    def tables(self, house: House, watch: Watch) -> list[EmbeddingTable | None]:
+    def tables(self, house: House, reporter: Reporter) -> list[EmbeddingTable | None]:
         """The teachers' tables, whole; see `prepare_tables`. A student that does not load is told before rows are embedded."""
-        return prepare_tables(self.recipe, self.corpus, house, watch, before=lambda: self.start)
+        return prepare_tables(self.recipe, self.corpus, house, reporter, before=lambda: self.start)
 
-    def job(self, run: Path, tables: Sequence[EmbeddingTable | None], watch: Watch, claim: Claim | None = None) -> Job:
+    def job(
+        self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
+    ) -> Job:
         """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        neighbours = self.neighbours(tables, watch)
+        neighbours = self.neighbours(tables, reporter)
         if neighbours is not None:
             RunDirectory(run).hold_to("neighbours", graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
             targets = self._targets(_of(tables, chosen), [alphas[number] for number in chosen], run)
-        return Job(recipe, run, self.corpus.directory, self.tokens.directory, claim, neighbours, targets)
+        return Job(recipe, run, self.corpus.directory, self.tokens.directory, lease, neighbours, targets)
 
-    def neighbours(self, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Path | None:
+    def neighbours(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
         """The folder of the neighbour graph that the recipe wants, made or found; None where it wants none."""
         section, teachers = self.recipe.training.neighbours, self.recipe.teachers.encoders
         if section is None:
             return None
         having = [number for number, table in enumerate(tables) if table is not None]
-        watch.post(Stage("neighbours", 0, len(self.corpus), "sentences"))
+        reporter.emit(Stage("neighbours", 0, len(self.corpus), "sentences"))
         alphas = [teachers[number].alpha for number in having]
         folder = prepare_graph(_of(tables, having), alphas, section.farthest, place(self.recipe.storage.cache))
-        _ended(watch, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
+        _ended(reporter, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
         return folder
 
     def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
@@ -140,33 +142,33 @@ def _of(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list
     return [table for number in numbers if (table := tables[number]) is not None]
 
 
-def embed_corpus(recipe: Recipe, watch: Watch) -> list[EmbeddingTable | None]:
+def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | None]:
     """The teachers' pass of a recipe alone: what a run would do before it trains."""
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, watch)
-    corpus = read_corpus(recipe, watch)
+    recipe = with_precisions(recipe, reporter)
+    corpus = read_corpus(recipe, reporter)
     house, surroundings = house_of(recipe)
     with surroundings:
-        return prepare_tables(recipe, corpus, house, watch)
+        return prepare_tables(recipe, corpus, house, reporter)
 
 
-def read_corpus(recipe: Recipe, watch: Watch) -> Corpus:
+def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """The recipe's sentences, read or found in the cache."""
     require_lasting(recipe.storage, ["cache"])
     cache = place(recipe.storage.cache)
     excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
-    corpus = Corpus.prepare(recipe.corpus, cache, _progress(watch, "corpus", recipe.corpus.limit), excluded)
+    corpus = Corpus.prepare(recipe.corpus, cache, _progress(reporter, "corpus", recipe.corpus.limit), excluded)
     blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
         blank += f", {corpus.excluded_rows:,} left out that the evaluation holds"
-    _ended(watch, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
+    _ended(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
     return corpus
 
 
 def prepare_tables(
-    recipe: Recipe, corpus: Corpus, house: House, watch: Watch, before: Callable[[], object] = lambda: None
+    recipe: Recipe, corpus: Corpus, house: House, reporter: Reporter, before: Callable[[], object] = lambda: None
 ) -> list[EmbeddingTable | None]:
     """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live.
 
@@ -174,7 +176,7 @@ def prepare_tables(
         recipe: Whose teachers.
         corpus: Its sentences.
         house: Where they are embedded.
-        watch: Told how far.
+        reporter: Receives progress.
         before: Called before rows are embedded, which may take hours: what would fail after them shall fail now.
     """
     section = recipe.teachers
@@ -188,21 +190,21 @@ def prepare_tables(
         missing = table.missing_shards()
         rows = sum(len(table.shard_range(shard)) for shard in missing)
         if missing:
-            with Claim.held(table.directory, watch, waits_for="embeds the same sentences by the same teacher"):
+            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences by the same teacher"):
                 missing = table.missing_shards()  # less where we waited for another run
                 rows = sum(len(table.shard_range(shard)) for shard in missing)
                 if missing:
                     before()
-                    house.build(teacher, section, corpus, table, missing, _progress(watch, stage, rows), watch)
+                    house.build(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
         reused = len(corpus) - rows
-        _ended(watch, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
+        _ended(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)
     return tables
 
 
-def _ended(watch: Watch, stage: str, done: int, note: str, reused: int | None = None) -> None:
-    watch.post(Stage(stage, done, done, "sentences", finished=True, note=note, reused=reused))
+def _ended(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
+    reporter.emit(Stage(stage, done, done, "sentences", finished=True, note=note, reused=reused))
 
 
-def _progress(watch: Watch, stage: str, total: int | None) -> Callable[[int], None]:
-    return lambda done: watch.post(Stage(stage, done, total, "sentences"))
+def _progress(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
+    return lambda done: reporter.emit(Stage(stage, done, total, "sentences"))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.training.workers import rank, world_size
+from distcse.trainer.distributed import rank, world_size
 
 
 class Memory(nn.Module):

@@ -17,8 +17,8 @@ from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
 from distcse.recipe import Recipe, StudentSection, decided
 from distcse.student.memory import Memory, gather_parts
-from distcse.training.allocator import trim
-from distcse.training.noise import noise
+from distcse.trainer.allocator import trim
+from distcse.trainer.dropout_rng import dropout_rng
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """This worker's part of the sentences that fill the queue before the first step."""
 
 
-class Passed(NamedTuple):
+class StudentOutput(NamedTuple):
     """One pass over this worker's rows."""
 
     z1: Tensor
@@ -76,7 +76,7 @@ class StudentModel(nn.Module):
         self.memory = memory
         self.forgets = forgets
 
-    def forward(self, batch: Batch) -> Passed:
+    def forward(self, batch: Batch) -> StudentOutput:
         """A batch -> views, and detection where there is a discriminator.
 
         A stream is a part of the batch with dropout noise of its own, drawn from its seed alone. A run that goes on with
@@ -98,7 +98,7 @@ class StudentModel(nn.Module):
         projected = self.projection(pooled)
         z1, z2 = projected.float().chunk(2)
         told = projected if self.condition == "projected" else pooled
-        return Passed(z1, z2, None if self.detector is None else self._detect(batch.streams, told))
+        return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch.streams, told))
 
     def _detect(self, streams: Sequence[tuple[Tokens, int]], told: Tensor) -> Detection:
         """Both views of each stream have edits of their own, drawn from the stream's seed."""
@@ -115,7 +115,7 @@ class StudentModel(nn.Module):
 
     def _found(self, tokens: Tokens, seed: int, told: Tensor) -> Detection:
         assert self.detector is not None
-        with noise(seed + 1, tokens.ids.device):
+        with dropout_rng(seed + 1, tokens.ids.device):
             found: Detection = self.detector(tokens.twice(), told)
         return found
 
@@ -148,7 +148,7 @@ class StudentModel(nn.Module):
             return torch.cat(
                 [pooled, pooled]
             )  # without noise the second view is the first: half the work, same gradient
-        with noise(seed, device):
+        with dropout_rng(seed, device):
             both = tokens.twice()
             views: Tensor = self.encoder(both.ids, both.mask, both.places)
         return views

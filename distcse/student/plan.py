@@ -14,13 +14,13 @@ from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, c
 from distcse.encoder.packing import worth_packing
 from distcse.errors import CorpusError
 from distcse.recipe import Recipe
+from distcse.runs.lease import Lease
 from distcse.student.memory import own_part
 from distcse.student.model import Batch
 from distcse.teachers.graph import open_graph
 from distcse.teachers.targets import TargetsAt
-from distcse.training.claim import Claim
-from distcse.training.noise import noise_seed
-from distcse.training.schedule import total_steps
+from distcse.trainer.dropout_rng import dropout_seed
+from distcse.trainer.schedule import total_steps
 
 _LISTS = -1
 """Stream of the noise on lists, beside those of the views."""
@@ -38,7 +38,7 @@ class Job:
     run: Path
     corpus: Path
     tokens: Path
-    claim: Claim | None = None
+    lease: Lease | None = None
     """The right to write in `run`."""
     neighbours: Path | None = None
     """The corpus's neighbour graph, where batches are grouped."""
@@ -76,7 +76,7 @@ class Plan:
     def shuffle(self) -> tuple[int, Callable[[int], int]] | None:
         """Group and seeds of the noise on teachers' lists, the same for all workers; None without noise."""
         group = self._shuffle_group
-        return None if group is None else (group, lambda step: noise_seed(self._seed, step, _LISTS))
+        return None if group is None else (group, lambda step: dropout_seed(self._seed, step, _LISTS))
 
     @property
     def rows(self) -> int:
@@ -102,7 +102,7 @@ class Plan:
         everybody: NDArray[np.int64] = self.sampler.batch(step)
         packs = worth_packing(self._tokens.lengths(everybody).reshape(self._all_streams, -1))
         streams = [
-            (self._collated(part, device, packs), noise_seed(self._seed, step, self._first_stream + number))
+            (self._collated(part, device, packs), dropout_seed(self._seed, step, self._first_stream + number))
             for number, part in enumerate(np.split(everybody[self.places], self._streams))
         ]
         if self._memory is None:

@@ -19,26 +19,26 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
 from distcse.errors import DistcseError, EncoderError, RunError, StoppedEarlyError
-from distcse.events import Note, Watch
+from distcse.events import Note, Reporter
 from distcse.importing import importing
-from distcse.nodes import (
-    WAIT_STOPPED,
-    Demand,
-    Patience,
+from distcse.ray_backend.cluster import worker_environment
+from distcse.ray_backend.event_channel import EventChannel, announce_worker, reporter_of
+from distcse.ray_backend.network import use_interface_of
+from distcse.ray_backend.nodes import (
+    STOPPED_WAIT_S,
+    ResourceRequest,
     Resources,
+    ResourceWatchdog,
     alive,
     answering,
     even_share,
     fitting,
+    format_resources,
     nodes_with,
     refuse_impossible,
-    told_resources,
 )
 from distcse.recipe import Recipe
 from distcse.storage import address
-from distcse.training.board import DriverBoard, begin, watch_of
-from distcse.training.cluster import worker_environment
-from distcse.training.network import use_interface_of
 
 with importing():  # of PyTorch
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -46,53 +46,55 @@ with importing():  # of PyTorch
 
 if TYPE_CHECKING:
     from distcse.student.plan import Job
-    from distcse.training.loop import Outcome
+    from distcse.trainer.trainer import TrainResult
 
 _TOLD_AFTER = 60.0
 """Seconds without a worker after which the run says so."""
 
 
-def fit_on_ray(job: Job, servers: Any, watch: Watch) -> Outcome:
+def fit_on_ray(job: Job, servers: Any, reporter: Reporter) -> TrainResult:
     """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
 
     Args:
         job: The run.
         servers: The teachers' `Servers`, an actor.
-        watch: Hears the first worker's events in this process; its wish to stop is carried to the workers.
+        reporter: Receives rank 0's events in this process; its stop request is passed on to the workers.
 
     Raises:
         RunError: The workers failed too often, or nodes that were lost did not come back.
     """
     training, resources = job.recipe.training, resources_per_worker(job.recipe)
     if training.least_workers is None:
-        return _train(job, servers, watch, training.workers, resources, training.max_failures)
+        return _train(job, servers, reporter, training.workers, resources, training.max_failures)
     failures = 0
     while True:
         workers = _workers_now(job.recipe, resources)
         if workers < training.workers:
-            watch.post(
+            reporter.emit(
                 Note(f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True)
             )
         try:
-            return _train(job, servers, watch, workers, resources, max_failures=0)
+            return _train(job, servers, reporter, workers, resources, max_failures=0)
         except _Lost as lost:
             failures += 1
             if failures > training.max_failures:
                 raise
-            watch.post(Note(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True))
+            reporter.emit(Note(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True))
 
 
 class _Lost(RunError):
     """Workers that ended by no mistake of the user's."""
 
 
-def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resources, max_failures: int) -> Outcome:
+def _train(
+    job: Job, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
+) -> TrainResult:
     # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
     get_or_create_autoscaling_coordinator()
-    board = DriverBoard(job.run.name)
+    channel = EventChannel(job.run.name)
     trainer = _Trainer(
         _worker,
-        train_loop_config={"job": job, "servers": servers, "board": board.actor},
+        train_loop_config={"job": job, "servers": servers, "events": channel.actor},
         # NCCL refuses two workers on one GPU.
         torch_config=_OverOwnNetwork(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
@@ -112,25 +114,27 @@ def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resour
     # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
-    patience = Patience(_demands(job.recipe, resources, workers), lambda told: watch.post(Note(told, warning=True)))
+    patience = ResourceWatchdog(
+        _demands(job.recipe, resources, workers), lambda told: reporter.emit(Note(told, warning=True))
+    )
     late, told = time.monotonic() + _TOLD_AFTER, False
     try:
         while not running.done():
-            board.relay(watch)
+            channel.relay(reporter)
             # Not at once: Ray Train ends its workers when they are done too, a moment before `fit` returns.
-            if watch.stop_wished() and board.idle_s() > WAIT_STOPPED and not running.done():
+            if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
                 raise StoppedEarlyError(
-                    f"stopped while no worker trained. Go on from the last checkpoint: --resume {address(job.run)}"
+                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {address(job.run)}"
                 )
             patience.look()
             if not told and time.monotonic() > late:
                 told = True
-                if not board.begun:
-                    wants = f"{workers} workers of {told_resources(resources)} each"
+                if not channel.has_started:
+                    wants = f"{workers} workers of {format_resources(resources)} each"
                     waits = f"no worker has begun for {_TOLD_AFTER:g} s: waits for room for {wants}; `ray status` says who has it"
-                    watch.post(Note(waits, warning=True))
+                    reporter.emit(Note(waits, warning=True))
             time.sleep(0.2)
-        board.relay(watch)
+        channel.relay(reporter)
         returned = running.result().return_value
     except ray.train.TrainingFailedError as failed:
         raise _explained(failed) from failed
@@ -138,10 +142,10 @@ def _train(job: Job, servers: Any, watch: Watch, workers: int, resources: Resour
         raise _without(lost, job) from lost
     finally:
         thread.shutdown(wait=False)  # a second Ctrl-C does not wait for the trainer; the cluster's end ends it
-        board.close()
+        channel.close()
     if isinstance(returned, DistcseError):
         raise returned
-    outcome: Outcome = returned
+    outcome: TrainResult = returned
     return outcome
 
 
@@ -182,33 +186,33 @@ def _use_own_network() -> None:
     use_interface_of(ray.util.get_node_ip_address())
 
 
-def _worker(config: dict[str, Any]) -> Outcome | DistcseError:
+def _worker(config: dict[str, Any]) -> TrainResult | DistcseError:
     """Ray Train's loop function."""
     rank = ray.train.get_context().get_world_rank()
-    if not begin(config["board"], rank):
-        # Returned by all workers, not raised: Ray Train would start them again.
-        return RunError("the driver ended before its workers began; go on with --resume")
+    if not announce_worker(config["events"], rank):
+        # Returned by all workers, not raised: Ray Train would restart them.
+        return RunError("the driver ended before its workers started; resume with --resume")
     with importing():
+        from distcse.ray_backend.metrics import Queue
         from distcse.student.beside import Beside
         from distcse.student.lists import fit
         from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
-        from distcse.training.metrics import Queue
-        from distcse.training.workers import by_all
+        from distcse.trainer.distributed import on_all_ranks
 
     _quiet()
     use_assigned_threads()
     job: Job = config["job"]
     try:
-        mine = by_all(lambda: servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank))
+        mine = on_all_ranks(lambda: servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank))
     except DistcseError as mistake:
         return mistake
-    sources = [RemoteSource(server, Queue(job.run.name, number, rank).watch) for number, server in mine.items()]
-    watch = watch_of(config["board"])
+    sources = [RemoteSource(server, Queue(job.run.name, number, rank).track) for number, server in mine.items()]
+    reporter = reporter_of(config["events"])
     apart = job.recipe.evaluation.beside is not None
-    scorers = Beside(job, mine, watch) if apart else nullcontext()
+    scorers = Beside(job, mine, reporter) if apart else nullcontext()
     try:
         with scorers as scorer:
-            return fit(job, sources, watch, ray.train.report, scorer)
+            return fit(job, sources, reporter, ray.train.report, scorer)
     except (EncoderError, RunError) as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
@@ -233,15 +237,15 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     return each
 
 
-def _demands(recipe: Recipe, each: Resources, workers: int) -> list[Demand]:
+def _demands(recipe: Recipe, each: Resources, workers: int) -> list[ResourceRequest]:
     """What must run at the same time: so many workers, and what runs beside them."""
     fewer = "training.workers" if recipe.training.least_workers is None else "training.least_workers"
     smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
-    training = Demand(f"{fewer}={workers}", workers, each, recipe.training.nodes, fewer, smaller)
+    training = ResourceRequest(f"{fewer}={workers}", workers, each, recipe.training.nodes, fewer, smaller)
     return [training, *_others(recipe)]
 
 
-def _others(recipe: Recipe) -> list[Demand]:
+def _others(recipe: Recipe) -> list[ResourceRequest]:
     """Teachers' servers that take something, and who makes dev scores beside the workers."""
     from distcse.student.beside import beside_demands
     from distcse.teachers.actors import server_demands
@@ -249,7 +253,7 @@ def _others(recipe: Recipe) -> list[Demand]:
     return [*server_demands(recipe.teachers), *beside_demands(recipe)]
 
 
-def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[Demand]) -> list[float]:
+def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[ResourceRequest]) -> list[float]:
     """What each node has of a kind, less what demands take, one by one from where most is left."""
     there = [node.get(kind, 0.0) for node in nodes]
     for demand in demands:
@@ -277,7 +281,7 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
 def _without(lost: RayActorError, job: Job) -> RunError:
     """The loss of an actor that is there once for a run and is not started again, in one line."""
     told = str(lost).strip()
-    actor = "event board" if "class_name: Board" in told else "Ray Train controller"
+    actor = "event channel" if "class_name: EventActor" in told else "Ray Train controller"
     reason = told.splitlines()[-1].partition(". ")[0].rstrip(".")  # what follows is Ray's advice, 500 characters of it
     return RunError(
         f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {address(job.run)}"

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.precision import Role, decide_precisions
+from distcse.ray_backend.node_speeds import cluster_speeds, needs_no_cluster
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers.opening import uses_table
-from distcse.training.node_speeds import cluster_speeds, needs_no_cluster
 
 
-def with_precisions(recipe: Recipe, watch: Watch, trial_gpus: float | None = None) -> Recipe:
+def with_precisions(recipe: Recipe, reporter: Reporter, trial_gpus: float | None = None) -> Recipe:
     """The recipe with every `precision: auto` decided, and the choice reported.
 
     Devices are asked only where it matters: a recipe that says fp32 everywhere measures nothing.
 
     Args:
         recipe: What will be run.
-        watch: Hears the choice, and warnings of half precisions that a device is slow at.
+        reporter: Receives the choice, and warnings of half precisions that a device is slow at.
         trial_gpus: GPUs of a training worker in a sweep's trials, which are put on any node; None for a single run.
     """
     asked = {recipe.training.precision, recipe.evaluation.precision, *(t.precision for t in _models(recipe).values())}
-    return recipe if asked == {"fp32"} else decide_precisions(recipe, _roles_of(recipe, trial_gpus), watch.post)
+    return recipe if asked == {"fp32"} else decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
 
 
 def _roles_of(recipe: Recipe, trial_gpus: float | None) -> list[Role]:
@@ -40,7 +40,7 @@ def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
 
 def _roles_on_cluster(recipe: Recipe, trial_gpus: float | None = None) -> list[Role]:
     speeds = cluster_speeds()
-    from distcse.nodes import nodes_with
+    from distcse.ray_backend.nodes import nodes_with
     from distcse.student.beside import beside_demands
     from distcse.student.ray_train import resources_per_worker
     from distcse.teachers.builders import builder_resources

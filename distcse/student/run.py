@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from distcse.encoder import Encoder
 from distcse.errors import RunError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Note, Watch, one_by_one
+from distcse.events import Note, Reporter, one_by_one
+from distcse.ray_backend.cluster import coming_up
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
 from distcse.storage import address
 from distcse.student.averaging import Start
 from distcse.student.check import check_recipe
@@ -20,11 +23,8 @@ from distcse.student.material import Text
 from distcse.student.model import encoder_weights
 from distcse.student.roles import with_precisions
 from distcse.tracking import tracking
-from distcse.training.checkpoint import Checkpoints, load_state
-from distcse.training.claim import Claim
-from distcse.training.cluster import coming_up
-from distcse.training.directory import RunDirectory
-from distcse.training.loop import Outcome
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.trainer import TrainResult
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,21 @@ class Result:
 
     recipe: Recipe
     directory: RunDirectory
-    outcome: Outcome
+    outcome: TrainResult
     evaluation: Evaluation | None
     """Start, student and teachers; None when the run was interrupted or nothing was to be measured."""
     rows: int
     """Sentences in the corpus."""
 
 
-def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, house: House | None = None) -> Result:
+def run(
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None, house: House | None = None
+) -> Result:
     """Carry out a recipe, or go on with an interrupted run.
 
     Args:
         recipe: What to do.
-        watch: Hears events, and may wish the run to stop at the next report.
+        reporter: Receives events; its stop request ends the run, with a checkpoint, at the next report.
         directory: The run's folder, empty or of a run that was begun; None makes a new one.
         house: Where the work is done; None lets `training.workers` say.
 
@@ -54,38 +56,40 @@ def run(recipe: Recipe, watch: Watch, directory: RunDirectory | None = None, hou
     check_recipe(recipe)
     labelled = labelled_tasks(recipe)
     directory = directory or RunDirectory.create(recipe)
-    with directory.claimed(watch) as claim:
-        watch = Watch(one_by_one(directory.log, watch.post), watch.stop_wished)
-        watch.post(Note(f"run directory {address(directory.path)}"))
+    with directory.leased(reporter) as lease:
+        reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
+        reporter.emit(Note(f"run directory {address(directory.path)}"))
         with coming_up(house is None and recipe.training.workers > 0):
-            return _run(recipe, watch, directory, claim, labelled, house)
+            return _run(recipe, reporter, directory, lease, labelled, house)
 
 
 def _run(
-    recipe: Recipe, watch: Watch, directory: RunDirectory, claim: Claim, labelled: Tasks, house: House | None
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory, lease: Lease, labelled: Tasks, house: House | None
 ) -> Result:
-    if claim.left_here:
-        Checkpoints(directory.path).rescue(watch.post)
+    if lease.left_here:
+        CheckpointStore(directory.path).rescue(reporter.emit)
     asked = recipe
     if house is None:  # trials of a sweep have their precisions from it
-        recipe = with_precisions(recipe, watch)
-    text = Text.prepare(recipe, watch)
+        recipe = with_precisions(recipe, reporter)
+    text = Text.prepare(recipe, reporter)
     recipe = text.recipe
     if recipe != asked:
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
-    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path, watch)
-    with tracking(recipe, directory.path, watch.post) as tracked:
-        watch = tracked.heard(watch)
+    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path, reporter)
+    with tracking(recipe, directory.path, reporter.emit) as tracked:
+        reporter = tracked.heard(reporter)
         with surroundings:
-            watch = house.metered(watch, directory.path.name)
-            tables = text.tables(house, watch)
-            job = text.job(directory.path, tables, watch, claim)
-            outcome = house.train(job, text.corpus, tables, watch)
+            reporter = house.metered(reporter, directory.path.name)
+            tables = text.tables(house, reporter)
+            job = text.job(directory.path, tables, reporter, lease)
+            outcome = house.train(job, text.corpus, tables, reporter)
         student = _export(recipe, directory)
         evaluation = None
         if not outcome.interrupted:
-            evaluation = final_scores(recipe, text.corpus, labelled, text.start, student, directory.model, watch.post)
+            evaluation = final_scores(
+                recipe, text.corpus, labelled, text.start, student, directory.model, reporter.emit
+            )
         tracked.end(outcome.interrupted, evaluation)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
@@ -98,7 +102,7 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
 
     What trained it stays behind.
     """
-    checkpoints = Checkpoints(directory.path)
+    checkpoints = CheckpointStore(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
         raise RunError(
@@ -106,6 +110,6 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
         )
     encoder = Encoder.from_section(recipe.student)
     start = Start(encoder, recipe.student.start_share)
-    encoder.load_state_dict(start.mixed(encoder_weights(load_state(folder).weights)))
+    encoder.load_state_dict(start.mixed(encoder_weights(load_model_state(folder).weights)))
     encoder.eval().save(directory.model)
     return encoder

@@ -24,8 +24,8 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import DistcseError, TeacherError
-from distcse.events import Note, Watch
-from distcse.nodes import Demand, alive
+from distcse.events import Note, Reporter
+from distcse.ray_backend.nodes import ResourceRequest, alive
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.pulse import OUTLIVES, Guard, Pulse
 from distcse.teachers.serving import serving
@@ -150,7 +150,7 @@ def served(
     section: TeachersSection,
     corpus: Corpus,
     tables: Sequence[EmbeddingTable | None],
-    watch: Watch,
+    reporter: Reporter,
     asked: Sequence[int] | None = None,
 ) -> Iterator[Any]:
     """The `Servers` of a run, for as long as this is entered; a server that hangs is replaced.
@@ -159,7 +159,7 @@ def served(
         section: The teachers.
         corpus: What they are asked about.
         tables: The table of each; one that has none answers live.
-        watch: Told of what hangs.
+        reporter: Receives warnings of unresponsive actors.
         asked: Numbers of the teachers that have servers; None are all.
     """
     makes: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
@@ -180,15 +180,15 @@ def served(
     if section.servers == 1 and len(nodes := alive()) == 1:
         running.start.remote(0, nodes[0].id)
     try:
-        with guarded(section, watch, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
+        with guarded(section, reporter, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
             yield running
     finally:
         ray.kill(running)
 
 
-def guarded(section: TeachersSection, watch: Watch, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
-    """A `Guard` by `teachers.deadline` that warns the watch."""
-    return Guard(section.deadline, lambda told: watch.post(Note(told, warning=True)), find)
+def guarded(section: TeachersSection, reporter: Reporter, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
+    """A `Guard` by `teachers.deadline` that warns the reporter."""
+    return Guard(section.deadline, lambda told: reporter.emit(Note(told, warning=True)), find)
 
 
 def servers_beside(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
@@ -224,7 +224,7 @@ def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) 
     return partial(live_at, teacher, corpus, tokens_per_batch)
 
 
-def server_demands(section: TeachersSection) -> list[Demand]:
+def server_demands(section: TeachersSection) -> list[ResourceRequest]:
     """What servers of live teachers take, and those that rank on a GPU; those that read cosines from a table take nothing."""
     from distcse.teachers.opening import uses_table
 
@@ -239,7 +239,9 @@ def server_demands(section: TeachersSection) -> list[Demand]:
             number, resources = section.servers * len(teachers), _server_resources(section, teachers[0])
             each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
             smaller = {"GPU": "teachers.builder_gpus"}
-            found.append(Demand(f"{number} {kind}", number, each, section.nodes, "teachers.servers", smaller, instead))
+            found.append(
+                ResourceRequest(f"{number} {kind}", number, each, section.nodes, "teachers.servers", smaller, instead)
+            )
     return found
 
 

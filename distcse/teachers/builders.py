@@ -13,8 +13,17 @@ from ray.util import ActorPool
 
 from distcse.corpus import Corpus
 from distcse.errors import StoppedEarlyError, TeacherError
-from distcse.events import Note, Watch
-from distcse.nodes import WAIT_STOPPED, Demand, Patience, Resources, alive, fitting, nodes_with, refuse_impossible
+from distcse.events import Note, Reporter
+from distcse.ray_backend.nodes import (
+    STOPPED_WAIT_S,
+    ResourceRequest,
+    Resources,
+    ResourceWatchdog,
+    alive,
+    fitting,
+    nodes_with,
+    refuse_impossible,
+)
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.actors import cause_of, guarded, use_assigned_gpus, use_assigned_threads
 from distcse.teachers.build import embed_shard
@@ -56,12 +65,12 @@ def build_shards(
     table: EmbeddingTable,
     missing: Sequence[int],
     on_rows: Callable[[int], None],
-    watch: Watch,
+    reporter: Reporter,
 ) -> None:
     """Embed the missing shards of a table by a pool of actors; `on_rows` is told the rows done as shards come in.
 
     Raises:
-        StoppedEarlyError: The watch wished it, and no builder has room. A pass under way goes on to its end.
+        StoppedEarlyError: A stop was requested, and no builder has room. A running pass ends first.
     """
     nodes = nodes_with(section.nodes, "teachers.nodes")
     each = builder_resources(section, nodes)
@@ -74,17 +83,17 @@ def build_shards(
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
         for number in range(count)
     ]
-    patience = Patience([_builders(section, 1, each)], lambda told: watch.post(Note(told, warning=True)))
-    pulses, late = [builder.pulse.remote() for builder in builders], time.monotonic() + WAIT_STOPPED
+    patience = ResourceWatchdog([_builders(section, 1, each)], lambda told: reporter.emit(Note(told, warning=True)))
+    pulses, late = [builder.pulse.remote() for builder in builders], time.monotonic() + STOPPED_WAIT_S
     pool, done = ActorPool(builders), 0
     for shard in missing:
         pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
     try:
-        with guarded(section, watch) as guard:
+        with guarded(section, reporter) as guard:
             for number, builder in enumerate(builders):
                 guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
             while pool.has_next():
-                if watch.stop_wished() and time.monotonic() > late and not ray.wait(pulses, timeout=0)[0]:
+                if reporter.stop_requested() and time.monotonic() > late and not ray.wait(pulses, timeout=0)[0]:
                     raise StoppedEarlyError(f"stopped while teacher {teacher.backbone} waited for room; start it again")
                 patience.look()
                 try:
@@ -111,6 +120,6 @@ def builder_resources(section: TeachersSection, nodes: Sequence[Resources]) -> d
     return {"CPU": 1.0, "GPU": float(has_one) if section.builder_gpus is None else section.builder_gpus}
 
 
-def _builders(section: TeachersSection, count: int, each: Resources) -> Demand:
+def _builders(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
     told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
-    return Demand(told, count, each, section.nodes, "teachers.builders", smaller)
+    return ResourceRequest(told, count, each, section.nodes, "teachers.builders", smaller)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.gpu_shortfall import GpuRole
-from distcse.nodes import Demand, Node
+from distcse.ray_backend.gpu_shortfall import GpuRole
+from distcse.ray_backend.nodes import Node, ResourceRequest
 from distcse.recipe import TeachersSection
 from distcse.teachers.builders import builder_resources
 from distcse.teachers.opening import uses_table
@@ -30,7 +30,7 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
     return [
         GpuRole(
             name="the servers of live or rank-space teachers",
-            demand=Demand(told, number, {"GPU": gpus or 0.0}, section.nodes, "teachers.servers", _GPUS),
+            demand=ResourceRequest(told, number, {"GPU": gpus or 0.0}, section.nodes, "teachers.servers", _GPUS),
             is_decided=gpus is not None,
             takes_whole=False,
             rule="teachers.builder_gpus is null, which gives servers none",
@@ -47,7 +47,7 @@ def builder_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[GpuRo
     return [
         GpuRole(
             name="the actors that embed the corpus",
-            demand=Demand(told, 1, each, section.nodes, "teachers.builders", _GPUS),
+            demand=ResourceRequest(told, 1, each, section.nodes, "teachers.builders", _GPUS),
             is_decided=section.builder_gpus is not None,
             takes_whole=True,
             rule="each needs a node with 1 free GPU",

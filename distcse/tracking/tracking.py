@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.evaluation import Evaluation
-from distcse.events import DevScore, Doing, Event, InGroup, Listener, Note, Steps, Watch
+from distcse.events import DevScore, Doing, Event, InGroup, Listener, Note, Reporter, Steps
 from distcse.recipe import MLflowSection, MutualRecipe, Recipe, TrackSection, WandbSection, recipe_yaml
 from distcse.tracking.tracker import Ending, Line, Tracked, Tracker
 
@@ -34,16 +34,16 @@ class Tracking:
         self._last = 0
         self._ending: Ending = "failed"  # until the run says otherwise
 
-    def heard(self, watch: Watch) -> Watch:
-        """A watch whose events trackers hear too."""
+    def heard(self, reporter: Reporter) -> Reporter:
+        """A reporter whose events trackers hear too."""
         if not self._lines:
-            return watch
+            return reporter
 
         def post(event: Event) -> None:
             self.hear(event)
-            watch.post(event)
+            reporter.emit(event)
 
-        return Watch(post, watch.stop_wished)
+        return Reporter(post, reporter.stop_requested)
 
     def hear(self, event: Event) -> None:
         """Pass on what an event says in figures; each phase of each group has its own, as its steps begin at 0."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distcse.device import device_here
 from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe, Recipe, TrainedSection, decided
@@ -28,20 +28,22 @@ def check_labels(recipe: Recipe | MutualRecipe) -> None:
         labelled_tasks(recipe)
 
 
-def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, watch: Watch) -> Evaluation | None:
+def measure(
+    recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, reporter: Reporter
+) -> Evaluation | None:
     """The models of runs, and which test sentences they were trained on; None where there is nothing to measure.
 
     Args:
         recipe: The sweep's recipe.
         runs: The runs at the end.
         folder: Where their folders are.
-        watch: Told what is at work.
+        reporter: Receives progress.
     """
     tasks = _tasks(recipe)
     if not tasks.tasks:
         return None
     device, precision = device_here(), decided(recipe.evaluation.precision)
-    of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, watch)
+    of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, reporter)
     found: list[tuple[str, Path, bool]] = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
         name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
@@ -59,7 +61,7 @@ def measure(recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, 
         for name, model, trusted in found
     )
     settings = {"STS": "all", "device": device, "precision": precision}
-    return evaluate(candidates, tasks, settings=settings, post=watch.post)
+    return evaluate(candidates, tasks, settings=settings, post=reporter.emit)
 
 
 def _models(recipe: Recipe | MutualRecipe, name: str, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
@@ -77,8 +79,8 @@ def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
     return wanted_tasks(recipe) if isinstance(recipe, MutualRecipe) else labelled_tasks(recipe)
 
 
-def _of_the_corpus(recipe: Recipe, tasks: Tasks, watch: Watch) -> Exposure:
-    return exposure_of(recipe, read_corpus(recipe, watch), tasks, watch.post)
+def _of_the_corpus(recipe: Recipe, tasks: Tasks, reporter: Reporter) -> Exposure:
+    return exposure_of(recipe, read_corpus(recipe, reporter), tasks, reporter.emit)
 
 
 def _of_pairs(run: Path, tasks: Tasks) -> Exposure:

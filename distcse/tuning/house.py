@@ -7,7 +7,7 @@ from typing import Any
 
 from distcse.corpus import Corpus
 from distcse.errors import RunError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.storage import address
 from distcse.student.lists import fit
@@ -15,7 +15,7 @@ from distcse.student.plan import Job
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.loop import Outcome
+from distcse.trainer.trainer import TrainResult
 
 
 class Shared:
@@ -30,10 +30,10 @@ class Shared:
         self._servers = servers
         self._in_own_process = in_own_process
 
-    def metered(self, watch: Watch, run: str) -> Watch:
-        from distcse.training.metrics import metered
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        from distcse.ray_backend.metrics import metered
 
-        return metered(watch, run)
+        return metered(reporter, run)
 
     def build(
         self,
@@ -43,28 +43,30 @@ class Shared:
         table: EmbeddingTable,
         missing: Sequence[int],
         on_rows: Callable[[int], None],
-        watch: Watch,
+        reporter: Reporter,
     ) -> None:
         """No trial embeds anything."""
         raise RunError(
             f"shards {', '.join(map(str, missing))} of {address(table.directory)} were removed during the sweep; resume it"
         )
 
-    def train(self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], watch: Watch) -> Outcome:
+    def train(
+        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
         """Train the student with the shared teachers."""
         if not self._in_own_process:
             from distcse.student.ray_train import fit_on_ray
 
-            return fit_on_ray(job, self._servers, watch)
+            return fit_on_ray(job, self._servers, reporter)
+        from distcse.ray_backend.metrics import Queue
         from distcse.teachers.actors import RemoteSource, servers_beside
-        from distcse.training.metrics import Queue
 
         section = job.recipe.teachers
         mine = servers_beside(self._servers, section, job.run.name, 0) if self._servers is not None else {}
         sources = [
             LocalSource(serving(teacher, table))
             if table is not None
-            else RemoteSource(mine[number], Queue(job.run.name, number, worker=0).watch)
+            else RemoteSource(mine[number], Queue(job.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
-        return fit(job, sources, watch)
+        return fit(job, sources, reporter)

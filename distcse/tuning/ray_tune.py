@@ -22,12 +22,12 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
 from distcse.errors import RecipeError
-from distcse.events import TrialNews, Watch
+from distcse.events import Reporter, TrialNews
 from distcse.recipe import MutualRecipe, Sweep
 from distcse.storage import Mirror, address, names
 from distcse.teachers.actors import use_assigned_gpus, use_assigned_threads
 from distcse.tracking import require_mlflow_server
-from distcse.training import allocator
+from distcse.trainer import allocator
 from distcse.tuning.records import Status, Trial, enlist, read_trial, read_trials
 from distcse.tuning.room import Room
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
@@ -53,36 +53,36 @@ class StoppedError(Exception):
     """The sweep was asked to stop. Trials under way are left as they are, to be gone on with."""
 
 
-def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, watch: Watch) -> None:
+def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, reporter: Reporter) -> None:
     """Carry out a search, or go on with the one whose state is in `folder`. What it finds is in the trials' records.
 
     Raises:
-        StoppedError: `watch` wished it.
+        StoppedError: `reporter` wished it.
     """
     if sweep.schedule.kind == "pbt":
         config = _config(
             desk, sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
         )
-        _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, watch)
+        _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, reporter)
     elif sweep.search.algorithm == "tpe":
         config = _config(desk, sweep, room, sweep.search.trials, tpe(space, sweep))
-        _fit(desk, space.values, {}, config, sweep, folder, room, watch)
+        _fit(desk, space.values, {}, config, sweep, folder, room, reporter)
     else:
         drawn = sweep.search.algorithm == "random"
         points = space.draws(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
         config = _config(desk, sweep, room, 1, None)
-        _fit(desk, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, watch)
+        _fit(desk, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, reporter)
 
 
 def train_all(
-    desk: Desk, points: Sequence[dict[str, Any]], sweep: Sweep, folder: Path, room: Room, watch: Watch
+    desk: Desk, points: Sequence[dict[str, Any]], sweep: Sweep, folder: Path, room: Room, reporter: Reporter
 ) -> None:
     """Train a recipe with each of some sets of values, to the end."""
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     to_the_end = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
     config = _config(desk, to_the_end, room, 1, None)
-    _fit(desk, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, watch)
+    _fit(desk, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, reporter)
 
 
 def _fit(
@@ -93,7 +93,7 @@ def _fit(
     sweep: Sweep,
     folder: Path,
     room: Room,
-    watch: Watch,
+    reporter: Reporter,
 ) -> None:
     os.environ.update(_SETTINGS)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
@@ -109,10 +109,10 @@ def _fit(
             with given.as_directory() if given else nullcontext() as donor:
                 run_trial(desk, name, chosen, _report, Path(donor) if donor else None)
         finally:
-            allocator.give_back()
+            allocator.release_memory()
 
     trainable = tune.with_resources(trial, room.reserved)
-    listener = _Listener(desk, watch)
+    listener = _Listener(desk, reporter)
     if _goes_on(folder):
         tuner = tune.Tuner.restore(address(folder), trainable, resume_errored=False, param_space=space)
         # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
@@ -261,11 +261,11 @@ def loggers(sweep: Sweep) -> list[Any]:
 
 
 class _Listener(tune.Callback):  # type: ignore[misc]
-    """In the sweep's process: notes how trials ended, tells the watch, carries its wish to stop."""
+    """In the sweep's process: notes how trials ended, reports them, and passes on the stop request."""
 
-    def __init__(self, desk: Desk, watch: Watch) -> None:
+    def __init__(self, desk: Desk, reporter: Reporter) -> None:
         self._desk = desk
-        self._watch = watch
+        self._reporter = reporter
 
     def __getstate__(self) -> dict[str, Any]:
         """Ray Tune pickles its settings; a sweep that goes on is given a listener of its own."""
@@ -288,7 +288,7 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         self.note_end(trial.trial_id, "failed", why or "its process was lost")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if self._watch.stop_wished():
+        if self._reporter.stop_requested():
             raise StoppedError
 
     def note_end(self, name: str, status: Status, why: str = "") -> None:
@@ -306,7 +306,7 @@ class _Listener(tune.Callback):  # type: ignore[misc]
     def _tell(self, name: str) -> None:
         known = read_trial(self._desk.trials / name)
         if known is not None:
-            self._watch.post(news_of(known))
+            self._reporter.emit(news_of(known))
 
 
 def news_of(trial: Trial) -> TrialNews:

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcse.errors import RunError
-from distcse.gpu_shortfall import GpuRole, lost_gpus
-from distcse.nodes import Demand, Node, Resources, even_share, fitting, nodes_with, told_nodes, told_resources
+from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
+from distcse.ray_backend.nodes import (
+    Node,
+    ResourceRequest,
+    Resources,
+    even_share,
+    fitting,
+    format_nodes,
+    format_resources,
+    nodes_with,
+)
 from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
 from distcse.teachers.actors import server_demands
 from distcse.teachers.gpus import builder_roles, server_roles
@@ -70,8 +79,8 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resourc
     one = {"CPU": cpu, "GPU": gpu}
     if fitting(left, one) < together:
         raise RunError(
-            f"{concurrent} trials at a time want room for {together} training workers of {told_resources(one)} each, and none "
-            f"lies on two nodes: {told_nodes(left)} left for them, room for {fitting(left, one)}; lower search.concurrent, "
+            f"{concurrent} trials at a time want room for {together} training workers of {format_resources(one)} each, and none "
+            f"lies on two nodes: {format_nodes(left)} left for them, room for {fitting(left, one)}; lower search.concurrent, "
             "training.workers or training.cpus_per_worker and gpus_per_worker"
         )
     return Room(concurrent, cpu, gpu, workers)
@@ -85,7 +94,7 @@ def lost_gpus_of_trials(recipe: Recipe | MutualRecipe, sweep: Sweep, room: Room,
     each, keys = {"CPU": room.cpus, "GPU": room.gpus}, {"GPU": "training.gpus_per_worker"}
     trials = GpuRole(
         name="the trials",
-        demand=Demand("the trials", number, each, None, "sweep.search.concurrent", keys),
+        demand=ResourceRequest("the trials", number, each, None, "sweep.search.concurrent", keys),
         is_decided=recipe.training.gpus_per_worker is not None,
         takes_whole=True,
         rule="a trial needs a node with 1 free GPU",

@@ -19,18 +19,18 @@ from typing import Any
 
 from distcse.errors import RecipeError, RunError
 from distcse.evaluation import Evaluation
-from distcse.events import Note, Watch, one_by_one
+from distcse.events import Note, Reporter, one_by_one
 from distcse.mutual import roles as mutual_roles
 from distcse.mutual.run import read_by_groups
-from distcse.nodes import alive
+from distcse.ray_backend.cluster import cluster
+from distcse.ray_backend.nodes import alive
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
+from distcse.runs.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
+from distcse.runs.lease import Lease
 from distcse.storage import address, fetch, place, put
 from distcse.student import roles as student_roles
 from distcse.student.houses import OnRay, read_by_workers
 from distcse.student.material import Text
-from distcse.training.claim import Claim
-from distcse.training.cluster import cluster
-from distcse.training.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
 from distcse.tuning.finals import check_labels, measure
 from distcse.tuning.house import Shared
 from distcse.tuning.records import Trial, read_trials, winner_of
@@ -110,19 +110,19 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
     return space
 
 
-def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, watch: Watch) -> SweepResult:
+def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, reporter: Reporter) -> SweepResult:
     """Carry out a sweep in its folder, or go on with it. Test sets are read by nothing before the winner is known.
 
     Raises:
         DistcseError: It names what to mend; trials that ended stay ended.
     """
     space = check(recipe, sweep)
-    with Claim.held(directory, watch):
-        return _run(recipe, sweep, space, directory, Watch(one_by_one(watch.post), watch.stop_wished))
+    with Lease.held(directory, reporter):
+        return _run(recipe, sweep, space, directory, Reporter(one_by_one(reporter.emit), reporter.stop_requested))
 
 
-def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: Path, watch: Watch) -> SweepResult:
-    watch.post(Note(f"sweep directory {address(directory)}"))
+def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: Path, reporter: Reporter) -> SweepResult:
+    reporter.emit(Note(f"sweep directory {address(directory)}"))
     winners: list[Trial] = []
     evaluation = None
     interrupted = False
@@ -133,38 +133,38 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
         loggers(sweep)  # refused now rather than after the teachers' pass
         room = room_of(recipe, sweep)
         for warning in lost_gpus_of_trials(recipe, sweep, room, alive()):
-            watch.post(Note(warning, warning=True))
-        recipe = _with_precisions(recipe, directory, room.gpus, watch)
+            reporter.emit(Note(warning, warning=True))
+        recipe = _with_precisions(recipe, directory, room.gpus, reporter)
         _require_shared(recipe, directory)
-        with _teachers(recipe, room.in_own_process, watch) as house:
+        with _teachers(recipe, room.in_own_process, reporter) as house:
             try:
                 trained = given(recipe, room)
-                search(Desk(trained, directory / _TRIALS, house), space, sweep, directory / "search", room, watch)
+                search(Desk(trained, directory / _TRIALS, house), space, sweep, directory / "search", room, reporter)
                 winner = _note_winner(recipe, directory)
                 if winner is not None and sweep.winner.seeds:
                     desk = Desk(trained, directory / _WINNERS, house, keep_models=True)
-                    train_all(desk, _with_seeds(winner, sweep), sweep, directory / "finals", room, watch)
+                    train_all(desk, _with_seeds(winner, sweep), sweep, directory / "finals", room, reporter)
             except StoppedError:
                 interrupted = True
     trials, winner = read_trials(directory / _TRIALS), _note_winner(recipe, directory)
     write_tables(trials, directory)
     if winner is not None and not interrupted:
         winners = read_trials(directory / _WINNERS)
-        evaluation = measure(recipe, winners, directory / _WINNERS, watch)
+        evaluation = measure(recipe, winners, directory / _WINNERS, reporter)
         if evaluation is not None:
             evaluation.write(directory / "evaluation.json")
     return SweepResult(recipe, sweep, directory, trials, winner, winners, evaluation, interrupted)
 
 
 def _with_precisions(
-    recipe: Recipe | MutualRecipe, directory: Path, gpus: float, watch: Watch
+    recipe: Recipe | MutualRecipe, directory: Path, gpus: float, reporter: Reporter
 ) -> Recipe | MutualRecipe:
     """The recipe with the precisions that all trials share, kept for a resumed sweep."""
     asked = recipe
     if isinstance(recipe, MutualRecipe):
-        recipe = mutual_roles.with_precisions(recipe, watch, gpus)
+        recipe = mutual_roles.with_precisions(recipe, reporter, gpus)
     else:
-        recipe = student_roles.with_precisions(recipe, watch, gpus)
+        recipe = student_roles.with_precisions(recipe, reporter, gpus)
     if recipe != asked:
         write_recipe(directory / "recipe.yaml", recipe)
     return recipe
@@ -172,7 +172,7 @@ def _with_precisions(
 
 def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:
     """Trials are put on any node: one that does not see the sweep's folders is refused before any work."""
-    from distcse.training.shared_storage import require_shared
+    from distcse.ray_backend.shared_storage import require_shared
 
     written = {"storage.runs": directory}
     if isinstance(recipe, Recipe):
@@ -183,20 +183,20 @@ def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:
 
 
 @contextmanager
-def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, watch: Watch) -> Iterator[Shared | None]:
+def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, reporter: Reporter) -> Iterator[Shared | None]:
     """Tables built once and servers, as trials ask for them, started once, for all trials."""
     if isinstance(recipe, MutualRecipe):
         yield None
         return
     from distcse.teachers.actors import served
 
-    text = Text.prepare(recipe, watch)
+    text = Text.prepare(recipe, reporter)
     _ = text.start  # a student that does not load is told once, not by every trial
-    tables = text.tables(OnRay(), watch)
-    text.neighbours(tables, watch)  # found here once rather than by all trials at a time
+    tables = text.tables(OnRay(), reporter)
+    text.neighbours(tables, reporter)  # found here once rather than by all trials at a time
     section = recipe.teachers
     asked = [number for number, table in enumerate(tables) if table is None or not in_own_process]
-    with served(section, text.corpus, tables, watch, asked) as servers:
+    with served(section, text.corpus, tables, reporter, asked) as servers:
         yield Shared(servers, in_own_process)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import DivergedError
-from distcse.events import DevScore, Doing, Event, InGroup, Saved, Watch
+from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Saved
 from distcse.recipe import MutualRecipe, Recipe, with_values
+from distcse.runs.directory import RunDirectory
 from distcse.storage import remove
 from distcse.student.houses import House
-from distcse.training.checkpoint import Checkpoints, load_position
-from distcse.training.directory import RunDirectory
+from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from distcse.tuning.records import Reported, Trial, read_trial, readable_trials
 
 Report = Callable[[dict[str, Any]], None]
@@ -69,14 +69,14 @@ def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, 
         trial = replace(trial, values=dict(values), starts=trial.starts + 1)
     worked = trial.seconds
     if donor is not None:
-        Checkpoints(folder).adopt(donor)
+        CheckpointStore(folder).adopt(donor)
         trial = replace(trial, reported=_of_lineage(trial, donor))
     trial.write(folder)
 
     recipe = with_values(desk.recipe, values)
     notebook = _Notebook(folder, trial, worked, recipe, report, desk.exchanges)
     try:
-        _train(recipe, RunDirectory.begin(folder, recipe), Watch(notebook.hear), desk.house)
+        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.hear), desk.house)
     except DivergedError as mistake:
         trial = replace(notebook.trial, status="diverged", why=str(mistake))
     else:
@@ -117,7 +117,7 @@ def _told(trial: Trial, report: Report) -> Trial:
 
 def _of_lineage(trial: Trial, donor: Path) -> list[Reported]:
     """A trial's scores that a checkpoint has too: those of weights that were given up for another's say nothing of it now."""
-    scored = {(step, score) for step, score in load_position(donor).scores}
+    scored = {(step, score) for step, score in load_trainer_state(donor).scores}
     return [entry for entry in trial.reported if (entry.step, entry.score) in scored]
 
 
@@ -129,15 +129,15 @@ def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
     return next(alike, None)
 
 
-def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, watch: Watch, house: House | None) -> None:
+def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, house: House | None) -> None:
     if isinstance(recipe, MutualRecipe):
         from distcse.mutual import run_mutual
 
-        run_mutual(recipe, watch, directory)
+        run_mutual(recipe, reporter, directory)
     else:
         from distcse.student.run import run
 
-        run(recipe, watch, directory, house)
+        run(recipe, reporter, directory, house)
 
 
 class _Notebook:

@@ -227,7 +227,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
 def test_a_cluster_of_its_own_is_reached_from_this_machine_only() -> None:
     script = """
 import psutil
-from distcse.training.cluster import cluster
+from distcse.ray_backend.cluster import cluster
 with cluster(cpus=1):
     here = psutil.Process()
     for process in (here, *here.children(recursive=True)):
@@ -246,9 +246,9 @@ def test_a_cluster_that_comes_up_ahead_is_the_one_that_is_wanted_and_leaves_sign
     script = """
 import os, signal, sys, threading, time
 import psutil
-from distcse.training.cluster import bring_up, cluster
+from distcse.ray_backend.cluster import start_ray, cluster
 signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
-bring_up(cpus=1)
+start_ray(cpus=1)
 while "ray" not in sys.modules or not getattr(sys.modules["ray"], "is_initialized", bool)():
     time.sleep(0.1)
 time.sleep(1)
@@ -258,14 +258,14 @@ with cluster(cpus=1):
     print(ray.cluster_resources()["CPU"])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
-bring_up(cpus=1)
+start_ray(cpus=1)
 with cluster(cpus=2):
     print(ray.cluster_resources()["CPU"])
-    bring_up(cpus=3)
+    start_ray(cpus=3)
     with cluster(cpus=3):
         print(ray.cluster_resources()["CPU"])
 print(len(psutil.Process().children()), [t.name for t in threading.enumerate() if t.name == "cluster"])
-bring_up(cpus=1)
+start_ray(cpus=1)
 raise SystemExit(7)
 """
     done = finish([sys.executable, "-c", script])

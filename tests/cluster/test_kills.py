@@ -16,17 +16,17 @@ import yaml
 
 from benchmarks.material import sentences as wiki
 from benchmarks.soak import ROWS, Soak
-from distcse import nodes
 from distcse.errors import RunError
-from distcse.events import Event, Note, Stage, Steps, Watch
-from distcse.nodes import Demand, Patience
+from distcse.events import Event, Note, Reporter, Stage, Steps
+from distcse.ray_backend import nodes
+from distcse.ray_backend.nodes import ResourceRequest, ResourceWatchdog
 from distcse.recipe import Recipe, with_values
+from distcse.runs.directory import RunDirectory
 from distcse.student.houses import OnRay
 from distcse.student.material import prepare_tables, read_corpus
 from distcse.student.run import run
 from distcse.teachers.actors import RemoteSource, served, servers_beside
 from distcse.teachers.serving import serving
-from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
 from tests.kills import Nodes, kill_actor, processes_of
 from tests.weights import assert_equal_weights, weights_of
@@ -72,12 +72,12 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
             stop("ShardBuilder")
 
     teachers, (teacher,) = recipe.teachers, recipe.teachers.encoders
-    corpus = read_corpus(recipe, Watch())
-    (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, OnRay(), Watch(listen))
+    corpus = read_corpus(recipe, Reporter())
+    (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, OnRay(), Reporter(listen))
     assert stopped and table is not None and table.missing_shards() == []
     asked = np.arange(64).reshape(2, 32)
     expected = serving(teacher, table).similarities(asked, slice(None))
-    with served(teachers, corpus, [table], Watch(heard.append)) as servers:
+    with served(teachers, corpus, [table], Reporter(heard.append)) as servers:
         source = RemoteSource(servers_beside(servers, teachers, "run", 0)[0], lambda answer: None)
         before = source.request(asked, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)
@@ -94,23 +94,23 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
 def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(recipe: Recipe) -> None:
     """Killed twice, before and after the wish: the first run ends with a checkpoint, and resumes to the same weights."""
     knobs = ("training.log_every=1", "training.epochs=20", "evaluation.every=100", "evaluation.final=[]")
-    undisturbed = run(with_values(recipe, _values(*knobs)), Watch())
+    undisturbed = run(with_values(recipe, _values(*knobs)), Reporter())
     heard: list[int] = []
     killed: list[int] = []
 
     def kill(event: Event) -> None:
         if isinstance(event, Steps):
             heard.append(event.step)
-            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("Board"):
+            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
                 killed.append(event.step)
 
     one_worker = ("training.workers=1", "training.cpus_per_worker=1")
-    first = run(with_values(recipe, _values(*knobs, *one_worker)), Watch(kill, lambda: len(killed) == 2))
-    assert len(killed) == 2 and first.outcome.interrupted and first.outcome.position.step < first.outcome.steps
+    first = run(with_values(recipe, _values(*knobs, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
+    assert len(killed) == 2 and first.outcome.interrupted and first.outcome.state.step < first.outcome.steps
     directory, resumed = RunDirectory.reopen(first.directory.path, [])
     assert isinstance(resumed, Recipe)
-    second = run(resumed, Watch(kill), directory)
-    assert second.outcome.position.finished and heard[-1] == second.outcome.steps
+    second = run(resumed, Reporter(kill), directory)
+    assert second.outcome.state.finished and heard[-1] == second.outcome.steps
     assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
 
 
@@ -121,7 +121,7 @@ def _values(*overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("Board", "the run lost its event board: The actor is dead because it was killed by `ray.kill`"),
+        ("EventActor", "the run lost its event channel: The actor is dead because it was killed by `ray.kill`"),
         (
             "TrainController",
             "the run lost its Ray Train controller: The actor is dead because its worker process has died",
@@ -137,7 +137,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
 
     def kill(event: Event) -> None:
         if isinstance(event, Steps) and not killed:
-            if kind == "Board":
+            if kind == "EventActor":
                 (board,) = (
                     actor for actor in list_actors(filters=[("class_name", "=", kind), ("state", "=", "ALIVE")])
                 )
@@ -154,7 +154,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
         "training.max_failures=0",
     )
     with pytest.raises(RunError, match=rf"^{told}\. The last checkpoint is kept; go on from it: --resume /\S*$"):
-        run(with_values(recipe, _values(*knobs)), Watch(kill))
+        run(with_values(recipe, _values(*knobs)), Reporter(kill))
     deadline = time.monotonic() + 60
     while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
         assert time.monotonic() < deadline, "workers of a run that nobody drives go on"
@@ -166,30 +166,30 @@ def test_nodes_that_do_not_come_back_are_named(cluster: None, monkeypatch: pytes
     monkeypatch.setattr(nodes, "_LOOK", 0.1)
     told: list[str] = []
     there = [wanted("training.workers=2", 2, {"CPU": 2.0}), wanted("3 servers", 3, {})]
-    patience = Patience(there, told.append)
+    patience = ResourceWatchdog(there, told.append)
     for _ in range(5):
         patience.look()
         time.sleep(0.11)
     assert not told
     more = [*there, wanted("2 live servers", 2, {"CPU": 2.0, "GPU": 0.0})]
-    whole = Patience(more, told.append)  # as it is from the start: what runs runs
+    whole = ResourceWatchdog(more, told.append)  # as it is from the start: what runs runs
     _look_for_a_while(whole)
     assert not told
     before = [*nodes.alive(), nodes.Node("gone", {"CPU": 4.0}, {})]
-    lost = Patience(more, told.append, before)
+    lost = ResourceWatchdog(more, told.append, before)
     with pytest.raises(RunError, match=r"no room for 1 of 2 live servers \(2 CPUs each\) for 0.3 s: a node was lost"):
         _look_for_a_while(lost)
-    labelled = Patience([wanted("training.workers=2", 2, {"CPU": 1.0}, {"role": "gone"})], told.append, before)
+    labelled = ResourceWatchdog([wanted("training.workers=2", 2, {"CPU": 1.0}, {"role": "gone"})], told.append, before)
     with pytest.raises(RunError, match=r"2 of training.workers=2 \(1 CPU each\) on a node with role=gone"):
         _look_for_a_while(labelled)
     assert len(told) == 2 and all("waiting up to 0.3 s for a new node" in line for line in told)
 
 
-def wanted(told: str, number: int, each: dict[str, float], labels: dict[str, str] | None = None) -> Demand:
-    return Demand(told, number, each, labels, "fewer", {})
+def wanted(told: str, number: int, each: dict[str, float], labels: dict[str, str] | None = None) -> ResourceRequest:
+    return ResourceRequest(told, number, each, labels, "fewer", {})
 
 
-def _look_for_a_while(patience: Patience) -> None:
+def _look_for_a_while(patience: ResourceWatchdog) -> None:
     for _ in range(50):
         patience.look()
         time.sleep(0.02)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.events import DevScore, Doing, Event, InGroup, Saved, Stage, Steps, Watch
+from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Saved, Stage, Steps
 from distcse.student.run import run
 from tests.jobs import make_recipe
 
@@ -53,7 +53,7 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     import ray
     from ray.util.state import list_actors, list_tasks
 
-    from distcse.training.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
+    from distcse.ray_backend.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
 
     endings = ("_bucket", "_sum", "_count")
     ours = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
@@ -84,13 +84,13 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     recipe = make_recipe(
         tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *knobs, "evaluation.final=[]"
     )
-    done = run(recipe, Watch(look))
+    done = run(recipe, Reporter(look))
     assert ours == {metric for metric, _ in found}
 
     def value(metric: str, group: str = "student", **tags: str) -> float:
         return found[f"distcse_{metric}", frozenset({"run": done.directory.path.name, "group": group, **tags}.items())]
 
-    last, position = steps[-1], done.outcome.position
+    last, position = steps[-1], done.outcome.state
     assert value("step") == last.step == done.outcome.steps
     assert value("steps_per_second") == pytest.approx(1 / last.seconds)
     assert value("learning_rate") == pytest.approx(last.lr)
@@ -108,10 +108,10 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
         assert 0 <= value("teacher_queue_depth", teacher=teacher, worker="0") <= 2
     assert value("table_hit_rate", teacher="7") == 0.75 and value("phase", group="bert") == 2
 
-    for kind in ("teacher-0-0-", "teacher-1-0-", f"board-{done.directory.path.name}-"):
+    for kind in ("teacher-0-0-", "teacher-1-0-", f"events-{done.directory.path.name}-"):
         assert any(actor.startswith(kind) for actor in actors), actors
     tasks = {task.name for task in list_tasks(limit=10_000)}
-    assert {"embed shard 0", "TeacherServer.similarities", "Board.post"} <= tasks
+    assert {"embed shard 0", "TeacherServer.similarities", "EventActor.emit"} <= tasks
 
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     files = [*done.directory.path.rglob("*"), *(session / "logs").rglob("*")]

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from distcse.errors import RunError
-from distcse.events import Doing, Event, InGroup, Note, Steps, Watch
+from distcse.events import Doing, Event, InGroup, Note, Reporter, Steps
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
 from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
-from distcse.training.directory import RunDirectory
+from distcse.runs.directory import RunDirectory
 from tests.conftest import ROOT
 from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
@@ -55,8 +55,8 @@ def assert_same_labels(one: MutualResult, other: MutualResult) -> None:
 def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
     recipe_with: MakeRecipe, cluster: None
 ) -> None:
-    """A killed event board is started again by Ray: it costs no restart of the group."""
-    undisturbed = run_mutual(recipe_with(), Watch())
+    """A killed event channel is started again by Ray: it costs no restart of the group."""
+    undisturbed = run_mutual(recipe_with(), Reporter())
     killed: list[str] = []
     lost: list[str] = []
 
@@ -65,7 +65,7 @@ def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
             return
         if isinstance(event.event, Note) and event.event.text.startswith("lost a worker"):
             lost.append(event.event.text)
-        if isinstance(event.event, Steps) and not killed and kill_actor("Board"):
+        if isinstance(event.event, Steps) and not killed and kill_actor("EventActor"):
             killed.append("board")
         elif isinstance(event.event, Steps) and event.event.step >= 30 and killed == ["board"]:
             assert not lost and kill_actor("TrainingActor")
@@ -74,7 +74,7 @@ def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
         if scoring and killed == ["board", "trainer"] and kill_actor("ScoringActor"):
             killed.append("scorer")
 
-    disturbed = run_mutual(recipe_with(*ON_RAY), Watch(kill))
+    disturbed = run_mutual(recipe_with(*ON_RAY), Reporter(kill))
     assert killed == ["board", "trainer", "scorer"] and len(lost) == 2
     assert_same_labels(undisturbed, disturbed)
     cycles = read_run(disturbed.directory.path).cycles
@@ -91,14 +91,14 @@ def test_drivers_that_are_stopped_and_killed_are_followed_by_ones_that_go_on(
     recipe_with: MakeRecipe, tmp_path: Path
 ) -> None:
     """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders do; the last one comes to the end."""
-    undisturbed = run_mutual(recipe_with(), Watch())
+    undisturbed = run_mutual(recipe_with(), Reporter())
     recipe_with(*ON_RAY)
     arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
     run = _until(arguments, "cycle-1-cross", signal.SIGTERM)
     assert _until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
     directory, recipe = RunDirectory.reopen(run, ["ray=false"])
     assert isinstance(recipe, MutualRecipe)
-    resumed = run_mutual(recipe, Watch(), directory)
+    resumed = run_mutual(recipe, Reporter(), directory)
     assert resumed.best and not resumed.interrupted
     assert_same_labels(undisturbed, resumed)
 
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
             wished.append(time.monotonic())
 
     try:
-        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Watch(hear, lambda: bool(wished)))
+        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Reporter(hear, lambda: bool(wished)))
     finally:
         ray.kill(holder)
     assert stopped.interrupted and not stopped.best
@@ -184,8 +184,8 @@ def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> N
 
     alone = (*SHORT, *ON_RAY, "mutual.max_failures=0")
     with pytest.raises(RunError, match=r"group (bert|roberta) lost a worker 1 times, the last time in cycle-1-cross"):
-        run_mutual(recipe_with(*alone), Watch(kill))
-    dropped = run_mutual(recipe_with(*alone, "mutual.on_failure=drop"), Watch(_once(kill)))
+        run_mutual(recipe_with(*alone), Reporter(kill))
+    dropped = run_mutual(recipe_with(*alone, "mutual.on_failure=drop"), Reporter(_once(kill)))
     assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
 
 
@@ -211,9 +211,9 @@ def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, clu
 
     killed: list[bool] = []
     still = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
-    one = run_mutual(recipe_with(*still), Watch())
+    one = run_mutual(recipe_with(*still), Reporter())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
-    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Watch(kill))
+    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Reporter(kill))
     lost = [event.event.text for event in told if isinstance(event, InGroup) and isinstance(event.event, Note)]
     assert killed == [True] and lost == ["lost a worker in cycle-1-cross; started again from its last checkpoint"]
     for a, b in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
@@ -224,4 +224,4 @@ def test_more_than_the_cluster_has_is_refused_at_once(recipe_with: MakeRecipe, c
     with pytest.raises(
         RunError, match=r"the run needs 65 CPUs at the same time .*, the cluster has 6; lower groups\.N"
     ):
-        run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Watch())
+        run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Reporter())

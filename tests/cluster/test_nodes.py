@@ -13,14 +13,14 @@ import pytest
 
 from distcse.device import cpu_speed
 from distcse.errors import RunError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.mutual import run_mutual
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
 from distcse.student.ray_train import resources_per_worker
 from distcse.student.run import run
-from distcse.training.checkpoint import Checkpoints, load_position
+from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, refused
 from tests.pairs import make_mutual_recipe
@@ -95,9 +95,9 @@ print(json.dumps([(actor.class_name, nodes[actor.node_id]) for actor in actors i
 
 
 def scores_of(run: Path) -> list[tuple[int, float]]:
-    latest = Checkpoints(run).latest()
+    latest = CheckpointStore(run).latest()
     assert latest is not None
-    return load_position(latest).scores
+    return load_trainer_state(latest).scores
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
 ) -> None:
     """Byte for byte the same file. That a server stands beside its worker is wished for, and on a busy machine not always so."""
     head = three[0]
-    here = run(load_recipe(str(recipe_file)), Watch()).directory.path
+    here = run(load_recipe(str(recipe_file)), Reporter()).directory.path
     sent = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
     assert sent.returncode == 0, sent.stdout[-4000:] + sent.stderr[-4000:]
     actors = last_actors(head)
@@ -137,7 +137,7 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     """A group of two workers on two machines, and one of one on the third; no dropout, whose noise is drawn by worker."""
     knobs = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *knobs)
-    here = run_mutual(recipe, Watch()).directory.path
+    here = run_mutual(recipe, Reporter()).directory.path
     places = ("groups.0.workers=2", "groups.0.nodes={role: students}", "groups.1.nodes={role: teachers}")
     there = trained(three[0], tmp_path / "recipe.yaml", *knobs, *places, "ray=true")
     actors = last_actors(three[0])
@@ -199,7 +199,7 @@ def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
 ) -> None:
     """The last test here: a machine loses its power in the middle of a run whose parts lie where the recipe says."""
     knobs = ("training.epochs=12", "training.log_every=2", "evaluation.every=20")
-    here = run(load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_streams=2"]), Watch())
+    here = run(load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_streams=2"]), Reporter())
     elastic = ("training.least_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
     process = three[0].start(*TRAIN, recipe_file, *knobs, *elastic, RAY_ADDRESS=joined(three[0]))
     deadline = time.monotonic() + 200

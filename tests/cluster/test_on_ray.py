@@ -11,10 +11,10 @@ import pytest
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RunError, StoppedEarlyError
-from distcse.events import DevScore, Event, Note, Stage, Steps, Watch
+from distcse.events import DevScore, Event, Note, Reporter, Stage, Steps
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.student.run import run
-from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
 from tests.kills import kill_actor
 from tests.models import make_cross_encoder, make_masked_lm
@@ -54,21 +54,21 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
             steps.append(event.step)
 
     knobs = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.servers=2")
-    first = run(recipe_with(*knobs, "training.log_every=1"), Watch(note, lambda: len(steps) >= 2))
-    assert first.outcome.interrupted and 0 < first.outcome.position.step < first.outcome.steps
+    first = run(recipe_with(*knobs, "training.log_every=1"), Reporter(note, lambda: len(steps) >= 2))
+    assert first.outcome.interrupted and 0 < first.outcome.state.step < first.outcome.steps
     assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
     assert rows_embedded(events) == [first.rows, first.rows]
     directory, recipe = RunDirectory.reopen(first.directory.path, ["training.workers=1"])
-    on_ray = run(recipe, Watch(note), directory)
-    assert on_ray.outcome.position.finished and not on_ray.outcome.interrupted
+    on_ray = run(recipe, Reporter(note), directory)
+    assert on_ray.outcome.state.finished and not on_ray.outcome.interrupted
     assert steps == list(range(1, on_ray.outcome.steps + 1))
     assert [event.step for event in events if isinstance(event, DevScore)] == [0, 6, 12, 18, 22]
 
     here_events: list[Event] = []
-    here = run(recipe_with("training.workers=0"), Watch(here_events.append))
+    here = run(recipe_with("training.workers=0"), Reporter(here_events.append))
     assert rows_embedded(here_events) == [0, 0]
     assert_same_learning(weights_of(here.directory.path), weights_of(on_ray.directory.path))
-    pairs = list(zip(here.outcome.position.scores, on_ray.outcome.position.scores, strict=True))
+    pairs = list(zip(here.outcome.state.scores, on_ray.outcome.state.scores, strict=True))
     assert all(a == b for (a, _), (b, _) in pairs)
     assert all(a == pytest.approx(b, abs=0.1) for (_, a), (_, b) in pairs)  # two pairs that are near may change places
     saved = Encoder.load(on_ray.directory.model)
@@ -81,7 +81,7 @@ def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training
 ) -> None:
     import ray
 
-    undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Watch())
+    undisturbed = run(recipe_with("training.workers=0", "training.epochs=2"), Reporter())
     to_kill = ["RayTrainWorker", "TeacherServer"]
     stopped: list[int] = []
     told: list[str] = []
@@ -96,12 +96,12 @@ def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training
             to_kill.pop(0)
 
     knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2")
-    disturbed = run(recipe_with(*knobs, "evaluation.beside={}", "teachers.deadline=3"), Watch(disturb))
+    disturbed = run(recipe_with(*knobs, "evaluation.beside={}", "teachers.deadline=3"), Reporter(disturb))
     assert not to_kill and stopped
     assert any("has not answered for 3 s" in text for text in told)
-    assert disturbed.outcome.position.finished
+    assert disturbed.outcome.state.finished
     assert_same_learning(weights_of(undisturbed.directory.path), weights_of(disturbed.directory.path))
-    one, other = undisturbed.outcome.position.scores, disturbed.outcome.position.scores
+    one, other = undisturbed.outcome.state.scores, disturbed.outcome.state.scores
     assert [step for step, _ in one] == [step for step, _ in other]
     assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=0.1)
     assert ray.is_initialized()
@@ -109,9 +109,9 @@ def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training
 
 @pytest.mark.slow
 def test_live_teachers_give_what_tables_give(recipe_with: MakeRecipe) -> None:
-    live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Watch())
-    table = run(recipe_with("training.workers=0", "training.max_steps=6"), Watch())
-    pairs = zip(live.outcome.position.scores, table.outcome.position.scores, strict=True)
+    live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Reporter())
+    table = run(recipe_with("training.workers=0", "training.max_steps=6"), Reporter())
+    pairs = zip(live.outcome.state.scores, table.outcome.state.scores, strict=True)
     assert all(a == pytest.approx(b, abs=0.5) for (_, a), (_, b) in pairs)
 
 
@@ -137,9 +137,9 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     )
     events: list[Event] = []
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*knobs, *workers), Watch(events.append))
+    on_ray = run(recipe_with(*knobs, *workers), Reporter(events.append))
     assert rows_embedded(events) == [on_ray.rows]  # a cross-encoder has no table
-    here = run(recipe_with(*knobs, "training.workers=0"), Watch())
+    here = run(recipe_with(*knobs, "training.workers=0"), Reporter())
     # Batch norm takes the constant out of what reaches it: that bias moves by rounding alone.
     one, other = (weights_of(done.directory.path) for done in (here, on_ray))
     assert_same_learning(one, other, but=("LayerNorm.bias", "running_mean"))
@@ -160,17 +160,17 @@ def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> 
         "training.dropout_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*knobs, *workers), Watch())
-    here = run(recipe_with(*knobs, "training.workers=0"), Watch())
+    on_ray = run(recipe_with(*knobs, *workers), Reporter())
+    here = run(recipe_with(*knobs, "training.workers=0"), Reporter())
     assert on_ray.recipe.student.layers == here.recipe.student.layers
     assert_same_learning(weights_of(here.directory.path), weights_of(on_ray.directory.path))
 
 
 def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RunError, match=r"the run needs 64 CPUs .* the cluster has 6; lower training\.workers"):
-        run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Watch())
+        run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Reporter())
     with pytest.raises(RunError, match=r"the run needs 1 GPUs .* the cluster has 0"):
-        run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Watch())
+        run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
 
 
 def test_ctrl_c_ends_a_run_that_waits_for_room(recipe_with: MakeRecipe) -> None:
@@ -183,9 +183,9 @@ def test_ctrl_c_ends_a_run_that_waits_for_room(recipe_with: MakeRecipe) -> None:
         for told in (r"stopped while teacher \S+ waited for room", "stopped while no worker trained"):
             begun = time.monotonic()
             with pytest.raises(StoppedEarlyError, match=told):
-                run(recipe_with("training.workers=1"), Watch(stop_wished=lambda: True))
+                run(recipe_with("training.workers=1"), Reporter(stop_requested=lambda: True))
             assert time.monotonic() - begun < 45
-            run(recipe_with("training.workers=0", "training.max_steps=1"), Watch())  # embeds the corpus here
+            run(recipe_with("training.workers=0", "training.max_steps=1"), Reporter())  # embeds the corpus here
     finally:
         ray.kill(holder)
 
@@ -200,30 +200,30 @@ class Holder:
 def test_the_driver_knows_whether_its_worker_is_there(cluster: None) -> None:
     import ray
 
-    from distcse.training.board import DriverBoard
+    from distcse.ray_backend.event_channel import EventChannel
 
-    board, worker = DriverBoard("run"), ray.remote(Holder).options(num_cpus=0).remote()
+    channel, worker = EventChannel("run"), ray.remote(Holder).options(num_cpus=0).remote()
     ray.get(worker.holds.remote())
     try:
-        board.relay(Watch())
-        assert not board.begun and 0 < board.idle_s() < 60
-        ray.get(board.actor.begin.remote(0, worker))
-        board.relay(Watch())
-        assert board.begun and board.idle_s() == 0
+        channel.relay(Reporter())
+        assert not channel.has_started and 0 < channel.idle_s() < 60
+        ray.get(channel.actor.start.remote(0, worker))
+        channel.relay(Reporter())
+        assert channel.has_started and channel.idle_s() == 0
         ray.kill(worker)
-        while board.idle_s() == 0:
+        while channel.idle_s() == 0:
             time.sleep(0.1)
         time.sleep(0.5)
-        board.relay(Watch())
-        assert board.begun and 0.5 <= board.idle_s() < 60
-        ray.get(board.actor.begin.remote(0, (later := ray.remote(Holder).options(num_cpus=0).remote())))
+        channel.relay(Reporter())
+        assert channel.has_started and 0.5 <= channel.idle_s() < 60
+        ray.get(channel.actor.start.remote(0, (later := ray.remote(Holder).options(num_cpus=0).remote())))
         ray.get(later.holds.remote())
-        board.relay(Watch())
-        assert board.idle_s() == 0
+        channel.relay(Reporter())
+        assert channel.idle_s() == 0
     finally:
-        board.close()
+        channel.close()
 
 
 def test_a_mistake_inside_an_actor_comes_back_as_it_is(recipe_with: MakeRecipe) -> None:
     with pytest.raises(EncoderError, match="no model folder"):
-        run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Watch())
+        run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Reporter())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import DivergedError, TeacherError
-from distcse.events import Note, Watch
+from distcse.events import Note, Reporter
 from distcse.recipe import Recipe, with_values
 from distcse.student.run import run
 from distcse.teachers import builders
@@ -30,9 +30,9 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
 @pytest.mark.slow
 def test_a_loss_that_overflows_is_told_once(cluster: None, recipe: Recipe) -> None:
     told: list[str] = []
-    watch = Watch(lambda event: told.append(event.text) if isinstance(event, Note) else None)
+    reporter = Reporter(lambda event: told.append(event.text) if isinstance(event, Note) else None)
     with pytest.raises(DivergedError, match=r"^loss is not finite at step 0 \(rows .* of the corpus \(16\)\)"):
-        run(with_values(recipe, {"objective.info_nce.weight": 1e39}), watch)
+        run(with_values(recipe, {"objective.info_nce.weight": 1e39}), reporter)
     assert len(told) == 1 and told[0].startswith("run directory")
 
 
@@ -40,7 +40,7 @@ def test_a_teacher_that_gives_no_number_is_told_in_a_line(cluster: None, recipe:
     with answering(lambda text: [float("nan"), 1.0]) as url:
         one = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
         with pytest.raises(TeacherError) as ended:
-            run(with_values(recipe, {"teachers.encoders": [one]}), Watch())
+            run(with_values(recipe, {"teachers.encoders": [one]}), Reporter())
     assert "gives a vector that is not finite for row" in str(ended.value) and "\n" not in str(ended.value)
 
 
@@ -58,5 +58,5 @@ def test_a_builder_that_always_dies_is_not_started_for_ever(
 ) -> None:
     monkeypatch.setattr(builders, "ShardBuilder", Dying)
     with pytest.raises(TeacherError, match="was started again and again and lost its process each time") as ended:
-        run(recipe, Watch())
+        run(recipe, Reporter())
     assert "\n" not in str(ended.value)

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from distcse import evaluate, train, tune
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.storage import address, fetch_folder, place
 from distcse.student.run import run
@@ -72,7 +72,7 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     assert train.main(["--resume", where, "--quiet"]) == 0
     assert f"run     {where}" in capsys.readouterr().out
     assert not list(place(CACHE).glob("tables/*/*.npy"))  # served where the servers are
-    expected = run(recipe, Watch()).directory.model
+    expected = run(recipe, Reporter()).directory.model
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     assert evaluate.main([f"student={where}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0

@@ -19,7 +19,7 @@ import yaml
 
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, Stage, TrialNews, Watch
+from distcse.events import Event, Reporter, Stage, TrialNews
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.student.run import run
@@ -57,8 +57,8 @@ def make_sweep(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
     return read_sweep(str(file))
 
 
-def carried_out(recipe: Recipe | MutualRecipe, sweep: Sweep, watch: Watch | None = None) -> SweepResult:
-    return run_sweep(recipe, sweep, begin(recipe, sweep), watch or Watch())
+def carried_out(recipe: Recipe | MutualRecipe, sweep: Sweep, reporter: Reporter | None = None) -> SweepResult:
+    return run_sweep(recipe, sweep, begin(recipe, sweep), reporter or Reporter())
 
 
 def embedded(events: list[Event]) -> list[int]:
@@ -82,7 +82,7 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
         trackers=["tensorboard"],
     )
     events: list[Event] = []
-    result = carried_out(recipe, sweep, Watch(events.append))
+    result = carried_out(recipe, sweep, Reporter(events.append))
     rows = next(
         event.done for event in events if isinstance(event, Stage) and event.name == "corpus" and event.finished
     )
@@ -118,7 +118,7 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
 
     later: list[Event] = []
     again = make_sweep(tmp_path, {TAU2: {"values": [0.05, 0.05, 0.2]}}, search={"algorithm": "grid", "concurrent": 1})
-    second = carried_out(recipe, again, Watch(later.append))
+    second = carried_out(recipe, again, Reporter(later.append))
     assert embedded(later) == [0, 0]
     assert [bool(trial.recalled_from) for trial in second.trials] == [False, True, False]
     assert second.trials[1].reported == second.trials[0].reported
@@ -148,11 +148,11 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     )
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
     directory = begin(longer, sweep)
-    interrupted = run_sweep(longer, sweep, directory, Watch(hear, lambda: max(heard, default=0) > 10))
+    interrupted = run_sweep(longer, sweep, directory, Reporter(hear, lambda: max(heard, default=0) > 10))
     assert interrupted.interrupted and not interrupted.winners and interrupted.evaluation is None
     assert [trial.status for trial in interrupted.trials] == ["running"]
     assert (directory / "trials.csv").exists()
-    result = run_sweep(longer, sweep, directory, Watch(kill))
+    result = run_sweep(longer, sweep, directory, Reporter(kill))
     found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
     assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e39} == {"diverged"}
     assert "not finite at step" in found[1e-3, 1e39].why
@@ -180,10 +180,10 @@ def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -
 def test_state_that_was_torn_is_not_gone_on_with(recipe: Recipe, tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3, 1e-4]}}, search={"algorithm": "grid", "concurrent": 1})
     directory = begin(recipe, sweep)
-    first = run_sweep(recipe, sweep, directory, Watch())
+    first = run_sweep(recipe, sweep, directory, Reporter())
     (state,) = (directory / "search").glob("experiment_state-*.json")
     state.write_text(state.read_text()[:100])
-    again = run_sweep(recipe, sweep, directory, Watch())
+    again = run_sweep(recipe, sweep, directory, Reporter())
     assert [trial.recalled_from for trial in again.trials[2:]] == [trial.name for trial in first.trials]
     assert again.winner == first.winner
 
@@ -230,7 +230,7 @@ def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> N
             drawn.setdefault(event.trial, set()).add(event.values[LR])
 
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
-    result = carried_out(longer, sweep, Watch(note))
+    result = carried_out(longer, sweep, Reporter(note))
     assert [trial.status for trial in result.trials] == ["finished"] * 4
     assert all(1e-6 <= rate <= 1e-3 for rates in drawn.values() for rate in rates)
     assert any(
@@ -255,7 +255,7 @@ def test_a_trial_that_is_given_no_gpu_sees_none(
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.gpus_per_worker=0")
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3]}}, search={"algorithm": "grid", "concurrent": 1})
     desk, room = Desk(recipe, tmp_path / "trials"), room_of(recipe, sweep)
-    search(desk, Space(sweep, recipe), sweep, tmp_path / "search", room, Watch())
+    search(desk, Space(sweep, recipe), sweep, tmp_path / "search", room, Reporter())
     (seen,) = (tmp_path / "trials").glob("*/seen")
     assert seen.read_text() == "''"
 
@@ -290,7 +290,7 @@ def test_a_final_run_that_fails_after_its_last_score_is_no_finished_one(tmp_path
         (folder / "one").mkdir(parents=True)
         Trial("one", {}, reported=scored).write(folder / "one")
         desk = Desk(load_recipe("minilm-3layer", ["evaluation.data=data"]), folder, keep_models=keep_models)
-        _Listener(desk, Watch()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
+        _Listener(desk, Reporter()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
         (known,) = read_trials(folder)
         assert known.status == noted
 
@@ -318,7 +318,7 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_repeats_nothing(recipe:
     undisturbed = {}
     for rate in rates:
         alone = recipe.training.model_copy(update={"workers": 0, "lr": rate})
-        best = run(recipe.model_copy(update={"training": alone}), Watch()).outcome.position.best
+        best = run(recipe.model_copy(update={"training": alone}), Reporter()).outcome.state.best
         assert best is not None
         undisturbed[rate] = best[1]
 

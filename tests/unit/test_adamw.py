@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distcse.recipe import LoopSection
-from distcse.training.engines.adamw import MOMENTS, OneCallAdamW
+from distcse.trainer.engines.fused_adamw import MOMENTS, FusedAdamW
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -26,7 +26,7 @@ def give_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab",
 @pytest.mark.parametrize(("longest", "size"), [(0.0, 1.0), (1.0, 10.0), (1.0, 1e-3)])
 def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, size: float) -> None:
     mine, theirs = parameters(), parameters()
-    ours = OneCallAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=longest))
+    ours = FusedAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=longest))
     groups = [{"params": [theirs["a"]], "weight_decay": decay}, {"params": [theirs["b"]], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=1.0, foreach=False)
     for step in range(10):
@@ -49,13 +49,13 @@ def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, 
 
 def test_a_run_that_goes_on_ends_where_it_would_have() -> None:
     section, whole, begun = LoopSection(gradient_clipping=1.0), parameters(), parameters()
-    through, first = OneCallAdamW(whole, section), OneCallAdamW(begun, section)
+    through, first = FusedAdamW(whole, section), FusedAdamW(begun, section)
     for step in range(3):
         for named, optimiser in ((whole, through), (begun, first)):
             give_gradients(named, step)
             optimiser.step(0.1)
     moments = {name: {kind: tensor.clone() for kind, tensor in kinds.items()} for name, kinds in first.moments.items()}
-    second = OneCallAdamW(begun, section, 3, moments)
+    second = FusedAdamW(begun, section, 3, moments)
     for step in range(3, 6):
         for named, optimiser in ((whole, through), (begun, second)):
             give_gradients(named, step)
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_ends_where_it_would_have() -> None:
 def test_a_parameter_without_a_gradient_stays() -> None:
     named = parameters()
     before = named["b"].detach().clone()
-    optimiser = OneCallAdamW(named, LoopSection(weight_decay=0.1))
+    optimiser = FusedAdamW(named, LoopSection(weight_decay=0.1))
     give_gradients(named, 0, names="a")
     optimiser.step(0.1)
     assert torch.equal(named["b"], before) and set(optimiser.moments) == {"a"}
@@ -83,5 +83,5 @@ def test_a_norm_that_is_no_number_is_seen_in_the_weights(wrong: float) -> None:
     give_gradients(named, 0)
     assert named["a"].grad is not None
     named["a"].grad[0, 0] = wrong
-    OneCallAdamW(named, LoopSection(gradient_clipping=1.0)).step(0.1)
+    FusedAdamW(named, LoopSection(gradient_clipping=1.0)).step(0.1)
     assert all(p.isnan().all() for p in named.values())

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from distcse.training import allocator
+from distcse.trainer import allocator
 from tests.conftest import ROOT
 
 _PROGRAM = """
 from pathlib import Path
-from distcse.training.allocator import give_back
+from distcse.trainer.allocator import release_memory
 
 def megabytes():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
@@ -24,7 +24,7 @@ held = [b"x" * 2**20 for _ in range(400)]
 last = held[-1]  # what lies on top keeps the heap from shrinking by itself
 del held
 kept = megabytes()
-give_back()
+release_memory()
 print(kept - megabytes())
 """
 

@@ -20,13 +20,13 @@ from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.errors import CorpusError, DistcseError, EncoderError, RecipeError, RunError, TeacherError
 from distcse.evaluation import Reading, open_candidate
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.files import checksum, sealed
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
+from distcse.runs.directory import RunDirectory
 from distcse.student.run import run
 from distcse.teachers.graph import open_graph
-from distcse.training.checkpoint import Checkpoints, load_state
-from distcse.training.directory import RunDirectory
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 from tests.jobs import make_job, train
 from tests.models import make_cross_encoder
 from tests.pairs import make_mutual_recipe
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_no_pickle(tmp_path: Path, marker: Path) -> None:
     told = {"step": 1, "scores": [], "finished": False, "updates": 1, "state": checksum(state)}
     (tmp_path / "position.json").write_text(sealed(told))
     with pytest.raises(RunError, match="cannot be read"):
-        load_state(tmp_path)
+        load_model_state(tmp_path)
     assert not marker.exists()
 
 
@@ -320,7 +320,7 @@ def test_a_checkpoint_pointer_names_a_checkpoint(tmp_path: Path, pointer: str) -
     checkpoints.mkdir(parents=True)
     for name in ("latest", "best"):
         (checkpoints / name).write_text(pointer)
-    found = Checkpoints(tmp_path / "run")
+    found = CheckpointStore(tmp_path / "run")
     assert found.latest() is None and found.best() is None and found.restore() is None
 
 
@@ -337,7 +337,7 @@ def test_what_links_lead_to_is_not_removed(recipe_with: MakeRecipe, tmp_path: Pa
     (directory.path / "model").symlink_to(victim)
     for name in ("evaluation.json", "claim"):
         (directory.path / name).symlink_to(victim / f"made by {name}")
-    result = run(recipe, Watch(), directory)
+    result = run(recipe, Reporter(), directory)
     assert [file.name for file in victim.iterdir()] == ["precious"]
     assert (victim / "precious").read_text() == "kept"
     assert not result.directory.model.is_symlink() and (result.directory.model / "model.safetensors").is_file()

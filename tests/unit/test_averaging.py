@@ -11,7 +11,7 @@ import torch
 
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import Recipe
 from distcse.student.averaging import Start
 from distcse.student.dev import DevSet
@@ -19,7 +19,7 @@ from distcse.student.plan import Plan
 from distcse.student.run import run
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
-from distcse.training.checkpoint import Checkpoints, load_state
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 from tests.jobs import make_job, make_recipe
 from tests.weights import assert_equal_weights, weights_of
 
@@ -46,12 +46,12 @@ def test_a_weight_with_two_names_is_averaged_under_both(tiny: Callable[..., Path
 
 
 def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(recipe_with: MakeRecipe) -> None:
-    plain = run(recipe_with(), Watch())
-    mixed = run(recipe_with(MIXED), Watch())
+    plain = run(recipe_with(), Reporter())
+    mixed = run(recipe_with(MIXED), Reporter())
     assert_equal_weights(weights_of(plain.directory.path), weights_of(mixed.directory.path))
-    best = Checkpoints(mixed.directory.path).best()
+    best = CheckpointStore(mixed.directory.path).best()
     assert best is not None
-    learned, start = load_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
+    learned, start = load_model_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
     saved = Encoder.load(mixed.directory.model).state_dict()
     parameters = dict(Encoder.load(mixed.directory.model).named_parameters())
     for name in parameters:
@@ -59,13 +59,13 @@ def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(r
 
 
 def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRecipe) -> None:
-    result = run(recipe_with(MIXED), Watch())
+    result = run(recipe_with(MIXED), Reporter())
     job, tables = make_job(result.recipe, result.directory)
     plan = Plan(job, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
     sources = [LocalSource(serving(teacher, table)) for table in tables]
     dev = DevSet.of(result.recipe, plan.corpus, plan.held_out, sources)
-    best = result.outcome.position.best
+    best = result.outcome.state.best
     assert dev is not None and best is not None
     assert dev.score(Encoder.load(result.directory.model)) == pytest.approx(best[1], abs=1e-9)
 

@@ -47,13 +47,13 @@ def test_who_keeps_more_than_one_answer_in_a_hundred_is_named() -> None:
 
 def test_a_process_that_keeps_what_it_is_given_is_seen() -> None:
     kept, given = [], [0.0]
-    with MemoryWatch({"this": os.getpid()}, {"gauge": lambda: given[0]}, period=0.02) as watch:
+    with MemoryWatch({"this": os.getpid()}, {"gauge": lambda: given[0]}, period=0.02) as reporter:
         for _ in range(40):
             kept.append(mmap.mmap(-1, MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))  # new pages, none that were freed
             kept[-1].write(b"1" * MIB)
             given[0] += MIB
             time.sleep(0.02)
-    for grown in (watch.courses["this"]["private"], watch.courses["gauge"]["used"]):
+    for grown in (reporter.courses["this"]["private"], reporter.courses["gauge"]["used"]):
         assert 10 * MIB < grown.growth() < 30 * MIB
         assert max(grown.amounts) - grown.amounts[0] > 30 * MIB
     assert len(kept) == 40

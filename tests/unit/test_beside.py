@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import DevScore, Event, Note, Watch
+from distcse.events import DevScore, Event, Note, Reporter
 from distcse.planning.lengths import assumed_lengths
 from distcse.planning.machines import GPUS
 from distcse.planning.student import StudentRun
 from distcse.recipe import Recipe
 from distcse.student.beside import beside_demands
-from distcse.student.lists import ListLesson, fit
+from distcse.student.lists import DistillationTask, fit
 from distcse.student.plan import Job, Plan
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.checkpoint import Checkpoints, TrainingState, load_position
-from distcse.training.loop import Outcome
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
+from distcse.trainer.trainer import TrainResult
 from distcse.tuning.room import Room, given
 from tests.jobs import make_job, train
 from tests.weights import assert_equal_weights, weights_of
@@ -32,20 +32,20 @@ class Later:
     """Scores with a student of its own when it is asked for the score; says to be ready, or not, as it is told."""
 
     def __init__(self, job: Job, tables: list[EmbeddingTable], ready: bool) -> None:
-        self._lesson = ListLesson(job, Plan(job, 0, 1), sources_of(job, tables))
-        self._lesson.model.eval()
+        self._task = DistillationTask(job, Plan(job, 0, 1), sources_of(job, tables))
+        self._task.model.eval()
         self._ready = ready
         self.begun = 0
 
-    def begin(self, state: TrainingState) -> None:
-        self._lesson.model.load_state_dict({name: weight.clone() for name, weight in state.weights.items()})
+    def begin(self, state: ModelState) -> None:
+        self._task.model.load_state_dict({name: weight.clone() for name, weight in state.weights.items()})
         self.begun += 1
 
     def is_ready(self) -> bool:
         return self._ready
 
     def take(self) -> float:
-        return self._lesson.score()
+        return self._task.evaluate()
 
 
 class Refusing(Later):
@@ -62,8 +62,8 @@ def sources_of(job: Job, tables: list[EmbeddingTable]) -> list[LocalSource]:
 
 def train_beside(
     job: Job, tables: list[EmbeddingTable], scorer: Later, events: list[Event], stop: Callable[[], bool] = lambda: False
-) -> Outcome:
-    return fit(job, sources_of(job, tables), Watch(events.append, stop), scorer=scorer)
+) -> TrainResult:
+    return fit(job, sources_of(job, tables), Reporter(events.append, stop), scorer=scorer)
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -75,13 +75,13 @@ def test_scores_beside_the_training_are_those_made_in_it(ready: bool, recipe_wit
     beside, tables = make_job(recipe)
     heard: list[Event] = []
     later = train_beside(beside, tables, scorer := Later(beside, tables, ready), heard)
-    assert later.position == outcome.position and scorer.begun == len(outcome.position.scores) == 5
+    assert later.state == outcome.state and scorer.begun == len(outcome.state.scores) == 5
     one, other = ([replace(e, stood=0.0) for e in events if isinstance(e, DevScore)] for events in (told, heard))
     assert one == other
     assert_equal_weights(weights_of(here.run), weights_of(beside.run))
-    best, also = Checkpoints(here.run).best(), Checkpoints(beside.run).best()
+    best, also = CheckpointStore(here.run).best(), CheckpointStore(beside.run).best()
     assert best is not None and also is not None and best.name == also.name
-    assert best != Checkpoints(here.run).latest()
+    assert best != CheckpointStore(here.run).latest()
 
 
 def test_a_checkpoint_has_all_scores_but_its_own_and_a_run_that_goes_on_has_it_made(recipe_with: MakeRecipe) -> None:
@@ -91,12 +91,12 @@ def test_a_checkpoint_has_all_scores_but_its_own_and_a_run_that_goes_on_has_it_m
     job, tables = make_job(recipe)
     scorer, events = Later(job, tables, ready=False), []  # type: ignore[var-annotated]
     first = train_beside(job, tables, scorer, events, stop=lambda: scorer.begun == 2)
-    latest = Checkpoints(job.run).latest()
+    latest = CheckpointStore(job.run).latest()
     assert first.interrupted and latest is not None
-    assert [step for step, _ in load_position(latest).scores] == [0, 6] and latest.name == "step-000012"
+    assert [step for step, _ in load_trainer_state(latest).scores] == [0, 6] and latest.name == "step-000012"
     again = Later(job, tables, ready=False)
     last = train_beside(job, tables, again, [])
-    assert [step for step, _ in last.position.scores] == [0, 6, 12, 18, 22] and again.begun == 3
+    assert [step for step, _ in last.state.scores] == [0, 6, 12, 18, 22] and again.begun == 3
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
 
 
@@ -107,9 +107,9 @@ def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
     beside, tables = make_job(recipe)
     events: list[Event] = []
     later = train_beside(beside, tables, Later(beside, tables, ready=False), events)
-    assert outcome.position.finished and later.position.finished
-    assert later.position.step == outcome.position.step + 2 < later.steps
-    assert later.position.scores[:-1] == outcome.position.scores
+    assert outcome.state.finished and later.state.finished
+    assert later.state.step == outcome.state.step + 2 < later.steps
+    assert later.state.scores[:-1] == outcome.state.scores
     assert any("stopped early" in event.text for event in events if isinstance(event, Note))
 
 
@@ -117,14 +117,14 @@ def test_a_score_that_fails_ends_the_run_and_leaves_its_checkpoints(recipe_with:
     job, tables = make_job(recipe_with())
     with pytest.raises(RunError, match="no reason"):
         train_beside(job, tables, Refusing(job, tables, ready=False), [])
-    latest = Checkpoints(job.run).latest()
+    latest = CheckpointStore(job.run).latest()
     assert latest is not None and latest.name == "step-000000"
 
 
 def test_nothing_to_score_asks_nobody(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with("evaluation.dev=none"))
     scorer = Later(job, tables, ready=True)
-    assert train_beside(job, tables, scorer, []).position.scores == [] and scorer.begun == 0
+    assert train_beside(job, tables, scorer, []).state.scores == [] and scorer.begun == 0
 
 
 def test_it_wants_a_worker_and_takes_room(recipe_with: MakeRecipe) -> None:

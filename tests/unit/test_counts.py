@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from distcse.mutual.task import BiTokens, CrossTokens
 
 import distcse.corpus.tokens
 from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
@@ -19,8 +20,7 @@ from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.batching import by_length
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
-from distcse.events import Watch
-from distcse.mutual.lesson import BiTokens, CrossTokens
+from distcse.events import Reporter
 from distcse.mutual.pairs import Pairs
 from distcse.ranks import RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, Recipe, TeachersSection
@@ -42,7 +42,7 @@ def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
     assert first.rows == 2 * len(sentences)
     teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
     with passes_of() as training:
-        fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], Watch())
+        fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], Reporter())
     steps = 2 * (len(sentences) // 64)
     assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # the student's two views, and nobody else
     with passes_of() as other_trial:
@@ -55,7 +55,7 @@ def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Rec
     job, tables = make_job(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
     sources = [CountedSource(LocalSource(serving(teacher, table))) for teacher, table in teachers]
-    fit(job, sources, Watch())
+    fit(job, sources, Reporter())
     steps = 3 * (len(sentences) // 64)
     for source in sources:
         assert len(source.requests) == math.ceil(steps / 4)
@@ -70,7 +70,7 @@ def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
     job, tables = make_job(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
     step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    assert sum(p.requires_grad for p in step.lesson.model.parameters()) == 199
+    assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
 

@@ -11,7 +11,7 @@ import pytest
 from distcse.encoder import CrossEncoder, is_cross_encoder
 from distcse.errors import EncoderError
 from distcse.evaluation import PairScores
-from distcse.mutual.lesson import pair_model
+from distcse.mutual.task import pair_model
 from tests.models import make_cross_encoder
 
 

@@ -16,7 +16,7 @@ from distcse.corpus.collate import Tokens, collate
 from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
-from distcse.events import Steps, Watch
+from distcse.events import Reporter, Steps
 from distcse.recipe import DetectionSection
 from distcse.student.model import build_encoder
 from distcse.student.run import run
@@ -211,7 +211,7 @@ def test_diffcse_trains_and_leaves_the_encoder_alone(
 ) -> None:
     events: list[Any] = []
     knobs = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
-    result = run(diffcse(tmp_path, tiny, sentences, *knobs), Watch(events.append))
+    result = run(diffcse(tmp_path, tiny, sentences, *knobs), Reporter(events.append))
     steps = [event for event in events if isinstance(event, Steps)]
     assert {"detection", "info_nce", "edited_found", "kept_found"} <= steps[0].losses.keys()
     assert steps[-1].losses["detection"] < 0.8 * steps[0].losses["detection"]

@@ -14,7 +14,7 @@ from distcse.corpus import Corpus
 from distcse.errors import CorpusError, RecipeError, TeacherError
 from distcse.objectives import info_nce, list_mle, list_net, mix_lists, negative_weights, trust_of
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
-from distcse.student.lists import ListLesson
+from distcse.student.lists import DistillationTask
 from distcse.student.plan import Plan
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.ensemble import LocalSource
@@ -165,9 +165,9 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     sources = [
         LocalSource(serving(teacher, table)) for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
     ]
-    lesson = ListLesson(job, plan, sources)
-    lesson.begin(0)
-    taught = lesson._taught(0, torch.device("cpu"))
+    task = DistillationTask(job, plan, sources)
+    task.on_start(0)
+    taught = task._taught(0, torch.device("cpu"))
     batch = plan.sampler.batch(0)
     legal = plan.corpus.domain_ids(batch) == plan.corpus.domains.index("legal")
     units = [table.vectors(batch) for table in tables]
@@ -176,7 +176,7 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     assert taught.lists is not None and taught.trust is not None and 0 < legal.sum() < len(batch)
     np.testing.assert_allclose(taught.lists.numpy(), expected, atol=1e-6)
     assert float(taught.trust.min()) < 0.9
-    assert train(job, tables).position.finished
+    assert train(job, tables).state.finished
 
 
 @pytest.mark.parametrize("tau1", [1e-4, 1e-3, 0.05])
@@ -226,9 +226,9 @@ def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> No
     job, tables = make_job(recipe_with("teachers.shuffle_groups=4", "objective.rank.memory={batches: 30}"))
     plan = Plan(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    lesson.begin(plan.sampler.steps_per_epoch - 1)
-    taught = lesson._taught(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
+    task = DistillationTask(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    task.on_start(plan.sampler.steps_per_epoch - 1)
+    taught = task._taught(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
     met = plan.met_again(plan.sampler.steps_per_epoch - 1)
     assert met is not None and met.any() and taught.lists is not None and taught.quiet is not None
     assert not torch.equal(taught.lists, taught.quiet)

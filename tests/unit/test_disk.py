@@ -17,18 +17,18 @@ from distcse import train
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RunError, TeacherError
-from distcse.events import Event, Note, Watch
+from distcse.events import Event, Note, Reporter
 from distcse.files import put, sealed, unsealed
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
 from distcse.recipe import CorpusSection, Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.student.layers import with_chosen_layers
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
-from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
-from distcse.training.directory import RunDirectory
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.tuning.records import Reported, Trial, read_trial
 from tests.disks import KINDS, Disk, disk
 from tests.jobs import make_job
@@ -129,49 +129,49 @@ def test_a_damaged_shard_is_named_and_embedded_again(tmp_path: Path, damage: Dam
 def test_a_choice_of_layers_that_was_damaged_is_made_again(recipe_with: MakeRecipe, damage: Damage) -> None:
     recipe = recipe_with("student.layers=auto", "student.depth=1")
     corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
-    chosen = with_chosen_layers(recipe, corpus, Watch())
+    chosen = with_chosen_layers(recipe, corpus, Reporter())
     (kept,) = (Path(recipe.storage.cache) / "layers").iterdir()
     damage(kept)
-    assert with_chosen_layers(recipe, corpus, Watch()) == chosen
+    assert with_chosen_layers(recipe, corpus, Reporter()) == chosen
     assert unsealed(kept)["layers"] == chosen.student.layers
 
 
 # -- what cannot is refused, and the one before is taken ------------------------------------------------------------------
 
 
-def state_of(value: float) -> TrainingState:
-    return TrainingState({"w": torch.full((500,), value)}, {"w": {"exp_avg": torch.ones(500)}}, int(value))
+def state_of(value: float) -> ModelState:
+    return ModelState({"w": torch.full((500,), value)}, {"w": {"exp_avg": torch.ones(500)}}, int(value))
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "position.json"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: Damage, name: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        checkpoints.save(state_of(step), Position(step, [(s, float(s)) for s in range(1, step + 1)]))
+        checkpoints.save(state_of(step), TrainerState(step, [(s, float(s)) for s in range(1, step + 1)]))
     latest = checkpoints.latest()
     assert latest is not None and latest == checkpoints.best()
     damage(latest / name)
     with pytest.raises(RunError, match=rf"checkpoint {latest} cannot be read"):
-        load_state(latest)
-        load_position(latest)
+        load_model_state(latest)
+        load_trainer_state(latest)
     events: list[Event] = []
-    restored = Checkpoints(tmp_path).restore(events.append)
+    restored = CheckpointStore(tmp_path).restore(events.append)
     assert restored is not None and restored[0].step == 2 and restored[1].weights["w"][0] == 2.0
     (told,) = events
     assert isinstance(told, Note) and told.warning and f"{latest} cannot be read" in told.text
     assert told.text.endswith("going on from step-000002")
     damage(tmp_path / "checkpoints" / "step-000002" / name)
     with pytest.raises(RunError, match=r"no other is whole\. Remove .* to start from the beginning"):
-        Checkpoints(tmp_path).restore()
+        CheckpointStore(tmp_path).restore()
 
 
 @pytest.mark.parametrize("pointer", ["latest", "best"])
 def test_a_damaged_pointer_costs_nothing(tmp_path: Path, damage: Damage, pointer: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2):
-        checkpoints.save(state_of(step), Position(step, [(step, 1.0)]))
+        checkpoints.save(state_of(step), TrainerState(step, [(step, 1.0)]))
     damage(tmp_path / "checkpoints" / pointer)
-    restored = Checkpoints(tmp_path).restore()
+    restored = CheckpointStore(tmp_path).restore()
     assert restored is not None and restored[0].step in (1, 2)
     assert restored[0].step == 2 or damage is flip  # one bit makes 2 of 3 and of 1: a name may still be one
 
@@ -184,8 +184,8 @@ def test_a_run_whose_checkpoint_was_damaged_ends_at_the_same_weights(recipe_with
     learn(undisturbed, tables)
     job, tables = make_job(recipe)
     assert learn(job, tables, stop_after=8).interrupted
-    latest = Checkpoints(job.run).latest()
-    assert latest is not None and load_position(latest).step > 3
+    latest = CheckpointStore(job.run).latest()
+    assert latest is not None and load_trainer_state(latest).step > 3
     flip(latest / "state.safetensors")
     events: list[Event] = []
     learn(job, tables, events)
@@ -299,8 +299,8 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 def save_checkpoint(folder: Path, step: int) -> None:
-    state = TrainingState({"w": torch.full((5000,), float(step))}, {}, step)
-    Checkpoints(folder).save(state, Position(step, [(step, float(step))]))
+    state = ModelState({"w": torch.full((5000,), float(step))}, {}, step)
+    CheckpointStore(folder).save(state, TrainerState(step, [(step, float(step))]))
 
 
 def write_shards(folder: Path, step: int) -> None:
@@ -365,7 +365,7 @@ def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_i
     storage: Disk, recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     knobs = ["training.max_steps=4", "evaluation.every=2", "evaluation.final=[]", f"storage.runs={storage.path}"]
-    run(recipe_with(*knobs, f"storage.runs={tmp_path / 'elsewhere'}"), Watch())  # the cache is filled
+    run(recipe_with(*knobs, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # the cache is filled
     with storage.refusing():
         assert train.main([str(tmp_path / "recipe.yaml"), *knobs]) in (1, 2)
     told = capsys.readouterr().err
@@ -379,9 +379,9 @@ def test_a_teacher_that_cannot_store_is_told_once(storage: Disk, recipe_with: Ma
     recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final=[]", "training.max_steps=1")
     Corpus.prepare(recipe.corpus, storage.path)
     with storage.refusing(), pytest.raises(DistcseError, match=r"cannot be written|cannot write in"):
-        run(recipe, Watch())
+        run(recipe, Reporter())
     assert not [path for path in storage.path.rglob("*") if path.name.startswith(".")]
-    assert run(recipe, Watch()).outcome.position.finished
+    assert run(recipe, Reporter()).outcome.state.finished
 
 
 def test_a_damaged_table_is_told_by_whoever_opens_it(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from distcse.evaluation import Collection, Exposure, PairTask, ScoredPairs, read
 from distcse.mutual.ledger import Ledger
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
-from distcse.training.checkpoint import Checkpoints
-from distcse.training.directory import RunDirectory
+from distcse.runs.directory import RunDirectory
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import read_trial
 
 TIMES = int(os.environ.get("DISTCSE_FUZZ", "1"))
@@ -496,7 +496,7 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         lambda: Ledger(run),
         lambda: read_trial(run),
         lambda: read_run(run),
-        lambda: Checkpoints(run).restore(),
+        lambda: CheckpointStore(run).restore(),
         lambda: Exposure.read(run / "model"),
     ):
         ours(work)

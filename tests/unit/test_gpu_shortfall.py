@@ -11,7 +11,7 @@ import pytest
 from distcse.errors import RecipeError
 from distcse.mutual.actors import resources_of
 from distcse.mutual.gpus import lost_gpus_of_groups
-from distcse.nodes import Node
+from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
 from distcse.student.gpus import lost_gpus_of_run
 from distcse.student.ray_train import resources_per_worker
@@ -31,7 +31,7 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Node]], list[Nod
     """Lets placement see some nodes in place of a cluster's."""
 
     def set_nodes(nodes: list[Node]) -> list[Node]:
-        for module in ("distcse.nodes", "distcse.student.ray_train", "distcse.mutual.actors"):
+        for module in ("distcse.ray_backend.nodes", "distcse.student.ray_train", "distcse.mutual.actors"):
             monkeypatch.setattr(f"{module}.alive", lambda: nodes)
         return nodes
 

@@ -31,10 +31,10 @@ def gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     job, tables = make_job(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
     step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    step.lesson.model.train()
+    step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)
-    named = step.lesson.model.named_parameters()
+    named = step.task.model.named_parameters()
     return share.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
@@ -86,7 +86,7 @@ def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> N
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            step.engine.forward(step.lesson.inputs(0, step.engine.device).model)
+            step.engine.forward(step.task.prepare_batch(0, step.engine.device).model)
         with passes_of() as passed:
             step()
         return sum(sizes), passed.calls

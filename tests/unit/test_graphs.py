@@ -14,9 +14,10 @@ from torch import Tensor
 from distcse.errors import RecipeError, RunError
 from distcse.events import Event, Note, Steps
 from distcse.recipe import Recipe
-from distcse.training import graphs, loop
-from distcse.training.directory import RunDirectory
-from distcse.training.graphs import RecordedStep
+from distcse.runs.directory import RunDirectory
+from distcse.trainer import cuda_graphs as graphs
+from distcse.trainer import trainer
+from distcse.trainer.cuda_graphs import CudaGraphStep
 from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
@@ -52,12 +53,9 @@ class Again:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Again:
     """What records in place of a GPU, where the recipe wants its steps recorded."""
-    found, usual = Again(), loop._step_of
+    found = Again()
 
-    def step_of(engine: Any, lesson: Any, cuda_graphs: bool, watch: Any) -> Any:
-        return RecordedStep(engine, lesson, found) if cuda_graphs else usual(engine, lesson, cuda_graphs, watch)
-
-    monkeypatch.setattr(loop, "_step_of", step_of)
+    monkeypatch.setattr(trainer, "_graph_step", lambda engine, reporter: CudaGraphStep(trainer.training_step, found))
     return found
 
 
@@ -81,7 +79,7 @@ def test_recorded_steps_learn_what_plain_ones_do(
     The kernel takes a rate that is a tensor in float32, so rates are such as that has all bits of.
     """
     monkeypatch.setattr(graphs, "MOST", most)
-    monkeypatch.setattr(loop, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    monkeypatch.setattr(trainer, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
     runs, told = [], []
     for more in ((), (GRAPHS,)):
         events: list[Event] = []
@@ -117,7 +115,7 @@ def test_a_step_that_cannot_be_recorded_says_so(
         train(job, tables)
     _, recipe = RunDirectory.reopen(job.run, ["training.cuda_graphs=false"])
     assert isinstance(recipe, Recipe)
-    assert train(replace(job, recipe=recipe), tables).position.finished
+    assert train(replace(job, recipe=recipe), tables).state.finished
 
 
 def test_the_reason_is_what_is_told() -> None:
@@ -130,7 +128,7 @@ def test_the_reason_is_what_is_told() -> None:
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graphs.reason_told(recording()):
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graphs.first_error(recording()):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -145,7 +143,7 @@ def test_attention_that_asks_what_is_padded_is_refused(
 def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
     """A score of a student mixed with its start and a checkpoint put numbers into tensors, not other tensors."""
     places: list[set[int]] = []
-    made = loop.make_engine
+    made = trainer.make_engine
 
     def noted(*told: Any) -> Any:
         engine = made(*told)
@@ -162,11 +160,11 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
         return engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_engine", noted)
+        patch.setattr(trainer, "make_engine", noted)
         knobs = ("training.epochs=2", "student.start_share=0.2", "student.projection=batch_norm_mlp")
         job, tables = make_job(recipe_with(GRAPHS, *knobs))
         outcome = train(job, tables)
-    assert len(places) == outcome.steps and len(outcome.position.scores) > 2
+    assert len(places) == outcome.steps and len(outcome.state.scores) > 2
     assert all(place == places[0] for place in places)
 
 
@@ -175,7 +173,7 @@ def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_wi
         pytest.skip("there is a GPU here")
     job, tables = make_job(recipe_with(GRAPHS, "training.max_steps=2"))
     events: list[Event] = []
-    assert train(job, tables, events).position.finished
+    assert train(job, tables, events).state.finished
     (told,) = [event.text for event in events if isinstance(event, Note) and "cuda_graphs" in event.text]
     assert told == "training.cuda_graphs: there is no GPU here, so steps are taken call by call"
 

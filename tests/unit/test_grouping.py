@@ -13,11 +13,11 @@ import pytest
 from distcse.corpus import BatchSampler, Grouping
 from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.student.material import require_vectors
 from distcse.student.plan import Plan
 from distcse.teachers.graph import open_graph, prepare_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.training.directory import RunDirectory
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 

@@ -17,7 +17,7 @@ from torch import nn
 from distcse.detection import build_detector
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from distcse.student.run import run
@@ -114,7 +114,7 @@ def test_a_head_learns_with_its_encoder_and_is_saved(
     student = with_head(dense(32, 16))
     recipe = make_recipe(tmp_path, student, [tiny("minilm")], sentences, "student.pooling=null", "student.layers=null")
     before = Encoder.load(student)
-    model = run(recipe, Watch()).directory.model
+    model = run(recipe, Reporter()).directory.model
     saved = Encoder.load(model)
     assert saved.dimension == 16
     assert not torch.equal(saved.head[0].linear.weight, before.head[0].linear.weight)  # type: ignore[union-attr, arg-type]

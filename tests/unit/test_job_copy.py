@@ -16,9 +16,9 @@ from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
 from distcse.errors import RecipeError
 from distcse.recipe import Recipe, recipe_yaml
+from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, place
 from distcse.tracking import require_mlflow_server, require_packages
-from distcse.training.directory import write_recipe
 
 SPACE = "name: mine\nknobs: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
 

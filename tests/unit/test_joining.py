@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from distcse.errors import RunError
-from distcse.training.cluster import bring_up, cluster, coming_up
+from distcse.ray_backend.cluster import cluster, coming_up, start_ray
 from tests.ports import free_port
 
 
@@ -33,8 +33,8 @@ def test_an_address_that_no_cluster_has_is_one_clear_error(
 def test_what_went_wrong_ahead_is_told_where_the_cluster_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    bring_up()
-    bring_up()
+    start_ray()
+    start_ray()
     with pytest.raises(RunError, match=f"cannot join the Ray cluster at {address}: nobody answers there"), cluster():
         pass
     other = f"127.0.0.1:{free_port()}"
@@ -49,7 +49,7 @@ def test_a_run_that_fails_before_its_cluster_is_entered_leaves_none_behind(monke
         raise KeyError("something else")
     assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
     with coming_up(wanted=False):
-        assert bring_up() is True
+        assert start_ray() is True
         monkeypatch.setenv("RAY_ADDRESS", "nowhere")
         with pytest.raises(RunError, match="at nowhere"), cluster():
             pass

@@ -14,7 +14,7 @@ import yaml
 from distcse.encoder import Encoder, only_layers
 from distcse.errors import EncoderError, RecipeError, TeacherError
 from distcse.evaluation import agreement
-from distcse.events import Event, Stage, Watch
+from distcse.events import Event, Reporter, Stage
 from distcse.recipe import EncoderSection, Recipe, StudentSection
 from distcse.student.layers import best_layers
 from distcse.student.run import run
@@ -32,7 +32,7 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 
 def test_the_chosen_layers_agree_best_and_are_written_down(recipe_with: MakeRecipe) -> None:
     events: list[Event] = []
-    result = run(recipe_with(*AUTO), Watch(events.append))
+    result = run(recipe_with(*AUTO), Reporter(events.append))
     layers = result.recipe.student.layers
     assert isinstance(layers, list) and len(layers) == 2
     stored = yaml.safe_load((result.directory.path / "recipe.yaml").read_text())["student"]
@@ -48,7 +48,7 @@ def test_the_chosen_layers_agree_best_and_are_written_down(recipe_with: MakeReci
     told = [event for event in events if isinstance(event, Stage) and event.name == "layers"]
     assert [event.done for event in told if not event.finished] == [1, 2, 3] and "best of 3" in told[-1].note
     again: list[Event] = []
-    assert run(recipe_with(*AUTO), Watch(again.append)).recipe.student.layers == layers
+    assert run(recipe_with(*AUTO), Reporter(again.append)).recipe.student.layers == layers
     assert [e.note for e in again if isinstance(e, Stage) and e.name == "layers"] == [
         f"{layers}: as an earlier run chose"
     ]
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=r"write layers: auto with depth: 3"):
         recipe_with("student.depth=2")
     with pytest.raises(EncoderError, match=r"student.depth is 9, but .* has 3 layers"):
-        run(recipe_with("student.layers=auto", "student.depth=9"), Watch())
+        run(recipe_with("student.layers=auto", "student.depth=9"), Reporter())
     with pytest.raises(EncoderError, match="name the layers"):
         Encoder.from_section(
             StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", depth=2)
@@ -102,7 +102,7 @@ def test_domains_in_which_only_pairs_are_scored_are_not_asked_for(
     encoder = f"{{backbone: '{tiny('bert')}', pooling: mean, max_length: 24, alpha_by_domain: {{%s: 0.0}}}}"
     cross = f"{{backbone: '{tiny_cross}', max_length: 24}}"
     knobs = (f"corpus.path={tmp_path / 'corpus.csv'}", "corpus.domain=kind", *AUTO)
-    asked = run(recipe_with(*knobs, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Watch())
+    asked = run(recipe_with(*knobs, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Reporter())
     legal = [line for row, line in enumerate(sentences) if not row % 4]
     whole = Encoder.load(asked.recipe.student.backbone, pooling="mean", max_length=16)
     teacher = Encoder.load(tiny("bert"), pooling="mean", max_length=24).encode(legal, normalize=True)
@@ -113,7 +113,7 @@ def test_domains_in_which_only_pairs_are_scored_are_not_asked_for(
     assert asked.recipe.student.layers == list(max(scores, key=lambda choice: scores[choice]))
     everywhere = encoder.replace("{%s: 0.0}", "{news: 0.0, legal: 0.0}")
     with pytest.raises(TeacherError, match="by alpha_by_domain none counts in what it asks for"):
-        run(recipe_with(*knobs, f"teachers.encoders=[{everywhere}, {cross}]"), Watch())
+        run(recipe_with(*knobs, f"teachers.encoders=[{everywhere}, {cross}]"), Reporter())
 
 
 @pytest.mark.parametrize(("depth", "wanted"), [(3, 2), (12, 3)])
@@ -136,5 +136,5 @@ def test_layers_of_t5_are_chosen_with_its_first(
         "student.depth=2",
         "training.max_steps=2",
     )
-    chosen = run(recipe, Watch()).recipe.student.layers
+    chosen = run(recipe, Reporter()).recipe.student.layers
     assert chosen in ([0, 1], [0, 2])

@@ -13,7 +13,7 @@ import pytest
 from distcse.corpus import Corpus, Excluded
 from distcse.errors import CorpusError, EvaluationError, RecipeError
 from distcse.evaluation import Exposure, Protocol, collect, excluded_from, labelled_dev, refuse_test_as_dev
-from distcse.events import Event, Stage, Watch
+from distcse.events import Event, Reporter, Stage
 from distcse.mutual.finals import checked_tasks
 from distcse.recipe import CorpusSection, Recipe
 from distcse.student.run import run
@@ -62,7 +62,7 @@ def test_a_run_leaves_out_what_it_will_be_measured_on(
     for excludes in (False, True):
         events: list[Event] = []
         section = recipe.corpus.model_copy(update={"exclude_evaluation": excludes})
-        result = run(recipe.model_copy(update={"corpus": section}), Watch(events.append))
+        result = run(recipe.model_copy(update={"corpus": section}), Reporter(events.append))
         told[excludes] = next(event.note for event in events if isinstance(event, Stage) and event.name == "exposure")
         exposure = Exposure.read(result.directory.model)
         assert all((share > 0) != excludes for share in exposure.shares.values())
@@ -127,9 +127,9 @@ def test_a_test_set_is_no_dev_set_unless_the_recipe_says_so(
     (data / "sts" / "stsb" / "dev.tsv.gz").write_bytes((data / "sts" / "stsb" / "test.tsv.gz").read_bytes())
     knobs = (f"evaluation.data={data}", "evaluation.final=[sts]", "training.max_steps=1")
     with pytest.raises(RecipeError, match=r"the dev set holds 100 % of the pairs of test set STS-B.*dev_is_test: true"):
-        run(recipe_with(*knobs), Watch())
+        run(recipe_with(*knobs), Reporter())
     assert not any(file.is_file() for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*"))
-    assert run(recipe_with(*knobs, "evaluation.dev_is_test=true"), Watch()).evaluation is not None
+    assert run(recipe_with(*knobs, "evaluation.dev_is_test=true"), Reporter()).evaluation is not None
 
 
 def test_groups_may_not_choose_by_a_test_set_either(

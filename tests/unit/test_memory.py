@@ -11,13 +11,13 @@ import torch
 from distcse.errors import CorpusError, RecipeError
 from distcse.objectives import Objective, Taught, Views, build_objective, gather_views
 from distcse.recipe import ObjectiveSection, Recipe
-from distcse.student.lists import ListLesson
+from distcse.student.lists import DistillationTask
 from distcse.student.memory import Memory
 from distcse.student.plan import Job, Plan
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.loop import Outcome
+from distcse.trainer.trainer import TrainResult
 from tests.jobs import make_job, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
@@ -100,15 +100,15 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
     job, tables = make_job(recipe_with(BOTH, "student.dropout=0.0", "student.projection=none"))
     plan = Plan(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    lesson.begin(0)
-    memory = lesson.model.memory
+    task = DistillationTask(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    task.on_start(0)
+    memory = task.model.memory
     assert memory is not None
-    inputs = lesson.inputs(0, torch.device("cpu"))
-    answer = lesson.model.train()(inputs.model)
-    first = lesson.model.encoder.encode(plan.corpus.texts(plan.columns(0)[16:]))
+    inputs = task.prepare_batch(0, torch.device("cpu"))
+    answer = task.model.train()(inputs.model)
+    first = task.model.encoder.encode(plan.corpus.texts(plan.columns(0)[16:]))
     torch.testing.assert_close(memory.vectors, torch.from_numpy(first), atol=1e-5, rtol=0)
-    share, _ = lesson.loss(inputs.loss, answer)
+    share, _ = task.compute_loss(inputs.loss, answer)
     share.backward()
     assert torch.equal(memory.queue[:16], answer.z1.detach()) and not memory.vectors.requires_grad
     assert [bool(plan.batch(step, torch.device("cpu")).landmarks) for step in range(5)] == [
@@ -128,7 +128,7 @@ def test_a_run_with_a_memory_resumes_to_the_same_weights(recipe_with: MakeRecipe
     assert weights_of(job.run)["memory.queue"].abs().sum() > 0
 
 
-def in_worker(job: Job, tables: list[EmbeddingTable]) -> Outcome:
+def in_worker(job: Job, tables: list[EmbeddingTable]) -> TrainResult:
     return train(job, tables)
 
 

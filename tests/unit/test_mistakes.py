@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from distcse import embed, evaluate, train, tune
 from distcse.recipe import recipe_yaml
-from distcse.training.directory import write_recipe
+from distcse.runs.directory import write_recipe
 from tests.jobs import make_recipe
 
 DOORS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}

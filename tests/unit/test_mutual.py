@@ -19,26 +19,26 @@ from distcse.encoder.head import Dense, DenseShape
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
-from distcse.events import DevScore, Doing, Event, InGroup, Steps, Watch
+from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Steps
 from distcse.files import sealed, unsealed
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.exchange import Exchange
 from distcse.mutual.group import InTurns
 from distcse.mutual.labels import combine
 from distcse.mutual.ledger import Ledger
-from distcse.mutual.lesson import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
+from distcse.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.mutual.work import Bench
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
 from distcse.student.run import run
-from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory
-from distcse.training.noise import noise_seed
-from distcse.training.schedule import warmup_then_linear
+from distcse.trainer.dropout_rng import dropout_seed
+from distcse.trainer.schedule import warmup_then_linear
 from tests.jobs import make_recipe
 from tests.models import make_encoder
 from tests.pairs import make_mutual_recipe
@@ -67,7 +67,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process and as few lines as it takes."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.bench = recipe, Bench(recipe, 0, run, Claim(run / "claim", ""))
+        self.recipe, self.bench = recipe, Bench(recipe, 0, run, Lease(run / "claim", ""))
         table = read_table(Path(str(recipe.pairs.path)))
         found = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(found)
@@ -107,7 +107,7 @@ class PlainLoop:
             model.train()
             rows = sampler.batch(step)
             wanted = torch.from_numpy(labels[rows])
-            torch.manual_seed(noise_seed(seed, step, 0))
+            torch.manual_seed(dropout_seed(seed, step, 0))
             if isinstance(model, Encoder):
                 texts = [pairs[row][0] for row in rows] + [pairs[row][1] for row in rows]
                 tokens = model.tokenizer(
@@ -139,7 +139,7 @@ class PlainLoop:
 
 def test_one_group_is_the_papers_loop(alone: MakeRecipe) -> None:
     """Without dropout: the plain loop pads a batch to its longest, ours goes through in parts, with noise of their own."""
-    result = run_mutual(alone("groups.0.dropout=0.0"), Watch())
+    result = run_mutual(alone("groups.0.dropout=0.0"), Reporter())
     labels, devs = PlainLoop(result.recipe, result.directory.path).run()
     found = labels_of(result)
     assert len(found) == len(labels) == 5
@@ -168,7 +168,7 @@ def test_labels_of_several_groups() -> None:
 
 def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
     events: list[Event] = []
-    result = run_mutual(both("groups.1.weight=3"), Watch(events.append))
+    result = run_mutual(both("groups.1.weight=3"), Reporter(events.append))
     ledger = Ledger(result.directory.path)
     for number in range(5):
         one, other = (ledger.scores(name, Phase(number)) for name in ("bert", "roberta"))
@@ -189,7 +189,7 @@ def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
 def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: MakeRecipe) -> None:
     from sentence_transformers import CrossEncoder as Theirs
 
-    result = run_mutual(both("mutual.cycles=1"), Watch())
+    result = run_mutual(both("mutual.cycles=1"), Reporter())
     pairs = list(Pairs.read(result.directory.path / "pairs.parquet").both())[:20]
     for best in result.best:
         if best.kind == "cross":
@@ -201,19 +201,19 @@ def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: Make
 def test_what_a_group_made_teaches_a_student(
     alone: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    made = {best.kind: best.model for best in run_mutual(alone("mutual.cycles=1"), Watch()).best}
+    made = {best.kind: best.model for best in run_mutual(alone("mutual.cycles=1"), Reporter()).best}
     teachers = [made["bi"], made["cross"]]
     knobs = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
     events: list[Event] = []
-    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs), Watch(events.append))
-    assert result.outcome.position.finished
+    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs), Reporter(events.append))
+    assert result.outcome.state.finished
     assert all(event.losses["rank"] > 0 for event in events if isinstance(event, Steps))
     assert result.evaluation is not None
     assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
 
 
 def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> None:
-    undisturbed = labels_of(run_mutual(both(), Watch()))
+    undisturbed = labels_of(run_mutual(both(), Reporter()))
     for stop_at in (2, 5, 9, 20):
         steps: list[Event] = []
 
@@ -221,18 +221,18 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> N
             if isinstance(event, InGroup) and isinstance(event.event, Steps):
                 steps.append(event)
 
-        first = run_mutual(both(), Watch(note, lambda steps=steps, stop_at=stop_at: len(steps) >= stop_at))
+        first = run_mutual(both(), Reporter(note, lambda steps=steps, stop_at=stop_at: len(steps) >= stop_at))
         assert first.interrupted and first.evaluation is None and not first.best
         directory, recipe = RunDirectory.reopen(first.directory.path, [])
         assert isinstance(recipe, MutualRecipe)
-        second = run_mutual(recipe, Watch(), directory)
+        second = run_mutual(recipe, Reporter(), directory)
         assert not second.interrupted
         for ours, theirs in zip(labels_of(second), undisturbed, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
 
 def test_labels_that_were_due_when_the_driver_was_killed_are_made_by_the_next(both: MakeRecipe) -> None:
-    result = run_mutual(both("mutual.cycles=1"), Watch())
+    result = run_mutual(both("mutual.cycles=1"), Reporter())
     run = result.directory.path
     expected = labels_of(result)
     state = unsealed(run / "ledger.json")
@@ -244,7 +244,7 @@ def test_labels_that_were_due_when_the_driver_was_killed_are_made_by_the_next(bo
         shutil.rmtree(run / "groups" / group / "cycle-1-bi")
     directory, recipe = RunDirectory.reopen(run, [])
     assert isinstance(recipe, MutualRecipe)
-    for ours, theirs in zip(labels_of(run_mutual(recipe, Watch(), directory)), expected, strict=True):
+    for ours, theirs in zip(labels_of(run_mutual(recipe, Reporter(), directory)), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -256,7 +256,7 @@ def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
             found.append((event.event.step, event.event.total))
 
     knobs = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
-    run_mutual(alone(*knobs, "mutual.cycles=1"), Watch(note))
+    run_mutual(alone(*knobs, "mutual.cycles=1"), Reporter(note))
     cross, bi = ([step for step, total in found if total == steps] for steps in (21, 8))
     # Epochs of 7 and of 3 steps, a score due every 2 steps and at the end of each: at the first whole update from there on
     assert cross == [3, 6, 9, 12, 15, 18, 21] and bi == [2, 4, 6, 8]
@@ -265,11 +265,11 @@ def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
 def test_a_run_that_ends_drops_nobody_and_one_that_is_taken_over_notes_nothing(
     both: MakeRecipe, tmp_path: Path
 ) -> None:
-    ledger = Ledger(tmp_path, Claim.stake(tmp_path))
+    ledger = Ledger(tmp_path, Lease.stake(tmp_path))
     exchange = Exchange(both(), ledger, threading.Event())
     exchange.end()
     assert not exchange.drop("bert", "its actors were closed") and not ledger.dropped
-    Claim.stake(tmp_path)
+    Lease.stake(tmp_path)
     with pytest.raises(RunError, match="was taken over by a later start"):
         ledger.drop("bert", "too late")
     assert not Ledger(tmp_path).dropped
@@ -295,12 +295,12 @@ def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, t
     start.save(tmp_path / "says-how-it-pools")
     itself = (f"groups.0.backbone={tmp_path / 'says-how-it-pools'}", "groups.0.pooling=null")
     for chosen in (knobs, knobs[1:], (*knobs, *itself)):
-        result = run_mutual(alone(*chosen), Watch())
+        result = run_mutual(alone(*chosen), Reporter())
         moved = Encoder.load(result.directory.path / "models" / "bert" / "bi")
         assert (len(moved.head), moved.normalize) == ((1, True) if itself[0] in chosen else (0, False))
         for name, tensor in moved.state_dict().items():
             torch.testing.assert_close(start.state_dict()[name], tensor, atol=1e-5, rtol=0)
-    result = run_mutual(alone("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Watch())
+    result = run_mutual(alone("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Reporter())
     cross = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
     bi = Encoder.load(result.directory.path / "models" / "bert" / "bi").backbone.state_dict()
     name = next(name for name in bi if name.endswith("word_embeddings.weight"))
@@ -315,16 +315,16 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
     (tmp_path / "broken" / "model.safetensors").unlink()
     knob = f"groups.1.cross_backbone={broken}"
     with pytest.raises(EncoderError, match="broken"):
-        run_mutual(both(knob), Watch())
+        run_mutual(both(knob), Reporter())
     with pytest.raises(EncoderError, match="broken"):  # the last one is not dropped
-        run_mutual(both(knob, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Watch())
+        run_mutual(both(knob, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Reporter())
     shutil.copytree(both().groups[1].backbone, tmp_path / "moved")
     drop = (knob, "mutual.on_failure=drop", f"groups.1.backbone={tmp_path / 'moved'}")
-    result = run_mutual(both(*drop), Watch())
+    result = run_mutual(both(*drop), Reporter())
     shutil.rmtree(tmp_path / "moved")  # nothing of a dropped group is wanted again
     directory, recipe = RunDirectory.reopen(result.directory.path, [])
     assert isinstance(recipe, MutualRecipe)
-    assert run_mutual(recipe, Watch(), directory).best == result.best
+    assert run_mutual(recipe, Reporter(), directory).best == result.best
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
     ledger = Ledger(result.directory.path)
     np.testing.assert_array_equal(ledger.labels(Phase(1)), ledger.scores("bert", Phase(1)))
@@ -334,7 +334,7 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
 
 
 def test_cycles_end_when_nothing_gets_better(alone: MakeRecipe) -> None:
-    result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Watch())
+    result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Reporter())
     ledger = Ledger(result.directory.path)
     assert ledger.stopped_after is not None and ledger.stopped_after.cycle < 6
     assert ledger.labels(Phase(ledger.stopped_after.number + 1)) is None
@@ -350,11 +350,11 @@ def test_workers_of_a_group_and_turns_have_other_noise(alone: MakeRecipe) -> Non
 
 
 def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:
-    result = run_mutual(alone("mutual.cycles=1"), Watch())
+    result = run_mutual(alone("mutual.cycles=1"), Reporter())
     run = result.directory.path
     directory, recipe = RunDirectory.reopen(run, ["bi.log_every=1"])
     assert isinstance(recipe, MutualRecipe)
-    again = run_mutual(recipe, Watch(), directory)
+    again = run_mutual(recipe, Reporter(), directory)
     assert [one.dev for one in again.best] == [one.dev for one in result.best]
     with pytest.raises(RecipeError, match=r"bi\.lr cannot change"):
         RunDirectory.reopen(run, ["bi.lr=2e-3"])
@@ -365,10 +365,10 @@ def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:
     np.save(damaged, np.load(damaged) + 1)
     shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")
     with pytest.raises(RunError, match=r"cycle-1-cross\.npy is not what was stored"):
-        run_mutual(recipe, Watch(), directory)
+        run_mutual(recipe, Reporter(), directory)
     (run / "ledger.json").write_text("{")
     with pytest.raises(RunError, match=r"ledger\.json is not readable"):
-        run_mutual(recipe, Watch(), directory)
+        run_mutual(recipe, Reporter(), directory)
 
 
 @pytest.mark.parametrize(
@@ -390,10 +390,10 @@ def test_recipes_that_cannot_be(both: MakeRecipe, override: str, told: str) -> N
 def test_data_that_cannot_be(both: MakeRecipe, tmp_path: Path) -> None:
     both()
     with pytest.raises(EvaluationError, match="no column 'sentence3'"):
-        run_mutual(both("pairs.columns=[sentence1, sentence3]"), Watch())
+        run_mutual(both("pairs.columns=[sentence1, sentence3]"), Reporter())
     (tmp_path / "nothing.tsv").write_text("sentence1\tsentence2\na\tb\n")
     with pytest.raises(EvaluationError, match="no column 'score' or 'label'"):
-        run_mutual(both(f"evaluation.dev={tmp_path / 'nothing.tsv'}"), Watch())
+        run_mutual(both(f"evaluation.dev={tmp_path / 'nothing.tsv'}"), Reporter())
 
 
 @pytest.mark.parametrize("name", ["trans-encoder-mutual-base", "trans-encoder-bert-base"])
@@ -410,7 +410,7 @@ def test_packaged_recipes_have_table_16(name: str) -> None:
 def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeRecipe, labelled: Path) -> None:
     knobs = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final=[sts, pairs]")
     pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")
-    result = run_mutual(both(*knobs, *pairs), Watch())
+    result = run_mutual(both(*knobs, *pairs), Reporter())
     assert result.evaluation is not None
     models = [about.name for about in result.evaluation.models]
     assert models == [
@@ -440,14 +440,14 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
 
 def test_a_tasks_own_pairs_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
     knobs = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final=[]", "mutual.cycles=1")
-    result = run_mutual(alone(*knobs, "pairs={task: mrpc}"), Watch())
+    result = run_mutual(alone(*knobs, "pairs={task: mrpc}"), Reporter())
     assert result.pairs == 80 and result.evaluation is None
     write_group_cards(result)
     assert (
         "**Transductive**: its pairs are those of the task `mrpc`" in (result.best[0].model / "README.md").read_text()
     )
     with pytest.raises(CorpusError, match=r"pairs\.task is 'mrcp', but .* holds no table; .* holds mrpc"):
-        run_mutual(alone(*knobs, "pairs={task: mrcp}"), Watch())
+        run_mutual(alone(*knobs, "pairs={task: mrcp}"), Reporter())
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

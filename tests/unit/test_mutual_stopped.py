@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.events import Doing, Event, InGroup, Watch
+from distcse.events import Doing, Event, InGroup, Reporter
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.exchange import Ended, Exchange
 from distcse.mutual.group import GroupHere, InTurns
 from distcse.mutual.ledger import Ledger
 from distcse.mutual.phases import Phase
 from distcse.mutual.run import _side_by_side
-from distcse.mutual.work import Bench, Scorer
+from distcse.mutual.work import Bench, PairScorer
 from distcse.recipe import MutualRecipe
-from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., MutualRecipe]
@@ -72,15 +72,15 @@ class Stop:
             self.wished.set()
 
     @property
-    def watch(self) -> Watch:
-        return Watch(self.hear, self.wished.is_set)
+    def reporter(self) -> Reporter:
+        return Reporter(self.hear, self.wished.is_set)
 
 
-def side_by_side(recipe: MutualRecipe, run: Path, groups: list[Any], watch: Watch) -> list[bool]:
+def side_by_side(recipe: MutualRecipe, run: Path, groups: list[Any], reporter: Reporter) -> list[bool]:
     """What `_side_by_side` returns, in a list, on a thread: where it hangs the list is empty."""
-    ledger, ending = Ledger(run, Claim.stake(run)), threading.Event()
-    exchange = Exchange(recipe, ledger, ending, watch.stop_wished)
-    heard = Watch(watch.post, lambda: ending.is_set() or watch.stop_wished())
+    ledger, ending = Ledger(run, Lease.stake(run)), threading.Event()
+    exchange = Exchange(recipe, ledger, ending, reporter.stop_requested)
+    heard = Reporter(reporter.emit, lambda: ending.is_set() or reporter.stop_requested())
     returned: list[bool] = []
     thread = threading.Thread(
         target=lambda: returned.append(_side_by_side(recipe, groups, ledger, exchange, heard)), daemon=True
@@ -97,12 +97,12 @@ def test_a_group_that_ends_by_itself_wakes_the_one_that_waits_for_it(both: MakeR
         time.sleep(0.3)
         raise Ended
 
-    assert side_by_side(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Watch()) == [True]
+    assert side_by_side(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
 
 
 def test_a_stop_wish_wakes_a_group_that_waits_for_one_that_does_not_hear_it(both: MakeRecipe, tmp_path: Path) -> None:
     exchange = Exchange(
-        both(), Ledger(tmp_path, Claim.stake(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
+        both(), Ledger(tmp_path, Lease.stake(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
     )
     exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
     threading.Timer(0.3, stop.wished.set).start()
@@ -140,7 +140,7 @@ def interruptible() -> Iterator[None]:
 def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Path) -> None:
     """It ends the run without the group that hangs; the one that waited has ended too."""
     hangs, recipe, stop = threading.Event(), both(), Stop()
-    ledger, ending = Ledger(tmp_path, Claim.stake(tmp_path)), threading.Event()
+    ledger, ending = Ledger(tmp_path, Lease.stake(tmp_path)), threading.Event()
     exchange = Exchange(recipe, ledger, ending)  # nobody heard the first one
 
     def second() -> None:
@@ -150,7 +150,7 @@ def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Pat
     groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", hangs.wait)]
     threading.Thread(target=second, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        _side_by_side(recipe, groups, ledger, exchange, Watch(stop.hear))
+        _side_by_side(recipe, groups, ledger, exchange, Reporter(stop.hear))
     assert ending.is_set()
     deadline = time.monotonic() + SOON
     while sum(thread.name.startswith("group") for thread in threading.enumerate()) > 1:
@@ -169,7 +169,7 @@ def labels_of(result: MutualResult) -> list[np.ndarray]:
 def resumed(first: MutualResult) -> MutualResult:
     directory, recipe = RunDirectory.reopen(first.directory.path, [])
     assert isinstance(recipe, MutualRecipe)
-    return run_mutual(recipe, Watch(), directory)
+    return run_mutual(recipe, Reporter(), directory)
 
 
 @pytest.mark.parametrize(("activity", "phase"), [("waiting", 2), ("scoring", 0), ("scoring", 1)])
@@ -177,7 +177,7 @@ def test_a_run_that_is_stopped_while_a_group_waits_or_scores_resumes_to_the_same
     both: MakeRecipe, activity: str, phase: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiny models in this process. Scores of a group that was stopped are made again."""
-    undisturbed = labels_of(run_mutual(both("mutual.cycles=1"), Watch()))
+    undisturbed = labels_of(run_mutual(both("mutual.cycles=1"), Reporter()))
     wished: list[float] = []
     waits, score = threading.Event(), InTurns.score
 
@@ -195,7 +195,7 @@ def test_a_run_that_is_stopped_while_a_group_waits_or_scores_resumes_to_the_same
             wished.append(time.monotonic())
             waits.set()
 
-    first = run_mutual(both("mutual.cycles=1"), Watch(hear, lambda: bool(wished)))
+    first = run_mutual(both("mutual.cycles=1"), Reporter(hear, lambda: bool(wished)))
     assert first.interrupted and time.monotonic() - wished[0] < SOON
     monkeypatch.undo()
     second = resumed(first)
@@ -208,23 +208,23 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
     """A slice of pairs takes minutes with a large model, a forward pass less than a second."""
     recipe = both()
     directory = RunDirectory.create(recipe)
-    with directory.claimed(Watch()) as claim:
+    with directory.leased(Reporter()) as lease:
         from distcse.mutual.run import _pairs
 
-        _pairs(recipe, directory.path, Watch())
-        bench = Bench(recipe, 0, directory.path, claim)
+        _pairs(recipe, directory.path, Reporter())
+        bench = Bench(recipe, 0, directory.path, lease)
         passes: list[tuple[int, int]] = []
-        original = Scorer.score
+        original = PairScorer.score
 
-        def score(self: Scorer, *arguments: Any, on_progress: Any, **more: Any) -> Any:
+        def score(self: PairScorer, *arguments: Any, on_progress: Any, **more: Any) -> Any:
             def note(done: int, total: int) -> None:
                 passes.append((done, total))
                 on_progress(done, total)
 
             return original(self, *arguments, on_progress=note, **more)
 
-        monkeypatch.setattr(Scorer, "score", score)
+        monkeypatch.setattr(PairScorer, "score", score)
         monkeypatch.setattr("distcse.encoder.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
         with pytest.raises(Ended):
-            GroupHere(bench, Watch(stop_wished=lambda: len(passes) >= 2)).score(Phase(0))
+            GroupHere(bench, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import DivergedError, EncoderError, RecipeError, TeacherError
-from distcse.events import DevScore, Event, Watch
+from distcse.events import DevScore, Event, Reporter
 from distcse.objectives import (
     Taught,
     bce_soft,
@@ -28,14 +28,14 @@ from distcse.objectives import (
 )
 from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.student.dev import DevSet
-from distcse.student.lists import ListLesson
+from distcse.student.lists import DistillationTask
 from distcse.student.plan import Plan
 from distcse.student.run import run
 from distcse.teachers.ensemble import LocalSource
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.checkpoint import Checkpoints, TrainingState, load_state
-from distcse.training.loop import learn
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_model_state
+from distcse.trainer.trainer import train as train_task
 from tests.jobs import make_job, train
 from tests.models import make_cross_encoder
 
@@ -142,9 +142,9 @@ def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe,
 
 def kept(run: Path) -> int:
     """The step of the latest checkpoint, all of whose numbers are some."""
-    folder = Checkpoints(run).latest()
+    folder = CheckpointStore(run).latest()
     assert folder is not None
-    assert load_state(folder).first_not_finite() is None
+    assert load_model_state(folder).first_not_finite() is None
     return int(folder.name.removeprefix("step-"))
 
 
@@ -159,7 +159,7 @@ def test_a_poisoned_run_ends_alike_however_often_it_is_resumed(recipe_with: Make
 
 
 def test_moments_that_are_no_numbers_are_found() -> None:
-    good = TrainingState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2)}}, 1)
+    good = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2)}}, 1)
     assert good.first_not_finite() is None
     bad = replace(good, moments={"w": {"exp_avg": torch.tensor([1.0, float("inf")])}})
     assert bad.first_not_finite() == "exp_avg of w"
@@ -171,7 +171,7 @@ def test_a_corpus_of_one_sentence_again_and_again_trains(
     recipe = recipe_with("training.batch_size=2", "training.max_steps=4", "evaluation.every=2")
     Path(str(recipe.corpus.path)).write_text("The same sentence.\n" * 100)
     events: list[Event] = []
-    result = run(recipe, Watch(events.append))
+    result = run(recipe, Reporter(events.append))
     scores = [event.score for event in events if isinstance(event, DevScore)]
     assert scores and all(np.isfinite(scores))
     assert np.isfinite(Encoder.load(result.directory.model).encode(["The same sentence."])).all()
@@ -228,7 +228,7 @@ def test_a_teacher_that_gives_no_direction_is_named_with_the_row(
             {"teachers.encoders": [one], "teachers.mode": mode, "evaluation.held_out": 380, "training.batch_size": 2},
         )
         with pytest.raises(TeacherError, match=rf"gives .*{told} for row 7 of the corpus"):
-            run(asked, Watch())
+            run(asked, Reporter())
     for shard in Path(recipe.storage.cache).rglob("shard-*.npy"):
         assert np.isfinite(np.load(shard)).all()
 
@@ -288,8 +288,8 @@ def test_a_table_that_was_spoilt_under_a_run_is_never_served(recipe_with: MakeRe
 def test_a_dev_score_that_is_no_number_never_becomes_the_best(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with())
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    lesson = ListLesson(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    vars(lesson)["_dev"] = DevSet("broken", lambda encoder: float("nan"))
+    task = DistillationTask(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    vars(task)["_dev"] = DevSet("broken", lambda encoder: float("nan"))
     with pytest.raises(DivergedError, match="broken is not finite at step 0"):
-        learn(lesson, job.recipe.training, Checkpoints(job.run), Watch())
-    assert Checkpoints(job.run).latest() is None
+        train_task(task, job.recipe.training, CheckpointStore(job.run), Reporter())
+    assert CheckpointStore(job.run).latest() is None

@@ -21,12 +21,12 @@ from benchmarks.reference_style import _through_layers, list_mle
 from distcse.corpus.collate import Tokens, collate
 from distcse.detection import EditDetector, Edited
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.mutual.lesson import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.mutual.pairs import Pairs
+from distcse.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.objectives import Taught, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.recipe import Recipe
 from distcse.student.model import Batch, build_student
-from distcse.training.engines.plain import PlainEngine
+from distcse.trainer.engines.torch_engine import TorchEngine
 from tests.models import make_cross_encoder
 
 META = torch.device("meta")
@@ -36,7 +36,7 @@ ROWS = [np.arange(2, 2 + length, dtype=np.int32) for length in (4, 7, 3, 5)]
 @pytest.fixture(autouse=True)
 def _other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where engines put their model. Autocast does not know the device; float32 is what is computed here."""
-    monkeypatch.setattr("distcse.training.engines.plain.device_here", lambda: "meta")
+    monkeypatch.setattr("distcse.trainer.engines.torch_engine.device_here", lambda: "meta")
     known = torch.autocast
     monkeypatch.setattr(
         torch, "autocast", lambda kind, *rest, **more: nullcontext() if kind == "meta" else known(kind, *rest, **more)
@@ -50,7 +50,7 @@ def tokens() -> Tokens:
 def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[str, Tensor]]:
     """Two streams of four sentences, forward, backward and the update."""
     model, objective = build_student(recipe).train(), build_objective(recipe.objective)
-    engine = PlainEngine(model, recipe.training, None)
+    engine = TorchEngine(model, recipe.training, None)
     remembered = len(model.memory.vectors) if model.memory else 0
     landmarks = [tokens()] * 2 if model.memory and len(model.memory.landmarks) else []
     passed = engine.forward(Batch([(tokens(), 1), (tokens(), 2)], landmarks))

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from distcse.errors import RecipeError
-from distcse.events import Event, Steps, Watch
+from distcse.events import Event, Reporter, Steps
 from distcse.objectives import build_objective, gather_views
 from distcse.objectives.taught import Taught
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
@@ -60,14 +60,14 @@ def test_a_run_with_the_pages_term_and_teacher(
 ) -> None:
     recipe = recipe_of_the_page(recipe_with, tmp_path, "training.max_steps=8", "training.lr=3e-3")
     events: list[Event] = []
-    result = run(recipe, Watch(events.append))
+    result = run(recipe, Reporter(events.append))
     losses = [event.losses for event in events if isinstance(event, Steps)]
     assert losses[-1]["correlation"] < losses[0]["correlation"] and losses[0]["loss"] == losses[0]["correlation"]
     assert result.evaluation is not None
     kinds = {about.name: (about.kind, about.source) for about in result.evaluation.models}
     assert kinds["teacher 1"] == ("own", "my_teachers:Trigrams") and kinds["teacher 0"][0] == "bi-encoder"
     again: list[Event] = []
-    embed_corpus(recipe, Watch(again.append))
+    embed_corpus(recipe, Reporter(again.append))
     told = [event.note for event in again if getattr(event, "name", "") == "teacher 1"]
     assert told[0] == "0 embedded, 384 reused"
 
@@ -121,7 +121,7 @@ def test_a_term_that_cannot_be_is_told_before_the_work(
     (modules / "odd_terms.py").write_text(ODD)
     recipe = recipe_with(TERM % (code, knobs))
     with pytest.raises(RecipeError, match=re.escape(told)):
-        run(recipe, Watch())
+        run(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists()
 
 
@@ -147,7 +147,7 @@ def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], module
     (modules / "odd_terms.py").write_text(ODD)
     without = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
     with pytest.raises(RecipeError, match=re.escape("a term of objective.own needs the teachers' lists")):
-        run(without, Watch())
+        run(without, Reporter())
 
 
 def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Pat
         ("my_teachers:Bigrams", "module my_teachers has no class Bigrams"),
     ):
         with pytest.raises(RecipeError, match=re.escape(told)):
-            run(recipe_with(f"teachers.encoders.0.code={code}", "teachers.encoders.0.max_length=null"), Watch())
+            run(recipe_with(f"teachers.encoders.0.code={code}", "teachers.encoders.0.max_length=null"), Reporter())
 
 
 def test_a_plan_leaves_out_what_it_cannot_know(

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 import pytest
 
 from distcse.errors import RecipeError, RunError
-from distcse.nodes import Demand, Node, even_share, fitting, lacking, refuse_impossible
+from distcse.ray_backend.network import interface_of
+from distcse.ray_backend.nodes import Node, ResourceRequest, even_share, fitting, lacking, refuse_impossible
 from distcse.recipe import load_recipe
-from distcse.training.network import interface_of
 
 
 def node(cpus: float, gpus: float = 0.0, **labels: str) -> Node:
     return Node("", {"CPU": cpus, **({"GPU": gpus} if gpus else {})}, labels)
 
 
-def workers(number: int, cpus: float, gpus: float = 0.0, labels: Mapping[str, str] | None = None) -> Demand:
+def workers(number: int, cpus: float, gpus: float = 0.0, labels: Mapping[str, str] | None = None) -> ResourceRequest:
     smaller = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
-    return Demand(f"workers={number}", number, {"CPU": cpus, "GPU": gpus}, labels, "workers", smaller)
+    return ResourceRequest(f"workers={number}", number, {"CPU": cpus, "GPU": gpus}, labels, "workers", smaller)
 
 
 def test_what_fits_is_not_refused() -> None:
@@ -58,7 +58,9 @@ def test_what_fits_is_not_refused() -> None:
         ([workers(2, 2, 0, {"role": "a"}), workers(3, 2)], [node(4, role="a"), node(5)], r"needs 10 CPUs .* has 9"),
     ],
 )
-def test_what_can_never_fit_is_told_with_what_there_is(demands: list[Demand], nodes: list[Node], told: str) -> None:
+def test_what_can_never_fit_is_told_with_what_there_is(
+    demands: list[ResourceRequest], nodes: list[Node], told: str
+) -> None:
     with pytest.raises(RunError, match=told):
         refuse_impossible(demands, nodes)
 

@@ -16,7 +16,7 @@ import torch
 import distcse
 from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
 from distcse.errors import RecipeError
-from distcse.events import Event, Note, Stage, Watch
+from distcse.events import Event, Note, Reporter, Stage
 from distcse.mutual.roles import with_precisions as with_precisions_of_groups
 from distcse.precision import Role, report_precisions
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
@@ -166,7 +166,7 @@ def test_a_run_in_bf16_is_one_where_the_device_is_fast(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
-    recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Watch())
+    recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # as the recipe says
 
 
@@ -179,15 +179,15 @@ def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert isinstance(recipe, MutualRecipe)
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
         monkeypatch.setattr("distcse.mutual.roles.local_speed", lambda device=device: device)
-        found = with_precisions_of_groups(recipe, Watch())
+        found = with_precisions_of_groups(recipe, Reporter())
         assert {getattr(found, key).precision for key in keys} == {chosen}
 
 
 def test_no_engine_decides_for_itself(recipe_with: MakeRecipe) -> None:
-    from distcse.training.engines import PlainEngine
+    from distcse.trainer.engines import TorchEngine
 
     training = recipe_with("training.precision=auto").training
-    engine = PlainEngine(torch.nn.Linear(2, 2), training, None)
+    engine = TorchEngine(torch.nn.Linear(2, 2), training, None)
     with pytest.raises(ValueError, match="still auto"):
         engine.forward(torch.ones(1, 2))
     assert decided("bf16") == "bf16"
@@ -213,7 +213,7 @@ def test_plan_and_doctor_choose_as_a_run_does(recipe_with: MakeRecipe, monkeypat
             monkeypatch.setattr(f"{where}.local_speed", lambda device=device: device)
         planned = opening.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
-        assert with_precisions(recipe, Watch()).training.precision == chosen
+        assert with_precisions(recipe, Reporter()).training.precision == chosen
         (check,) = machine.precision(recipe)
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):

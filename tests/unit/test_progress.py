@@ -11,7 +11,7 @@ from rich.console import Console
 
 from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
 from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view, sparkline
-from distcse.training.directory import RunDirectory
+from distcse.runs.directory import RunDirectory
 
 STEPS = Steps(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
 RUN: list[Event] = [

@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, EvaluationError, RecipeError
 from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
-from distcse.events import Steps, Watch
+from distcse.events import Reporter, Steps
 from distcse.ranks import (
     DeviceRankSpace,
     RankSpace,
@@ -201,10 +201,10 @@ def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentence
         f"objective.combine={combine}",
         "training.epochs=4",
     )
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Watch(events.append))
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Reporter(events.append))
     losses = [event.losses["rank_regression"] for event in events if isinstance(event, Steps)]
     assert losses[-1] < 0.7 * losses[0]
-    scores = result.outcome.position.scores
+    scores = result.outcome.state.scores
     assert scores[-1][1] > scores[0][1]
 
 

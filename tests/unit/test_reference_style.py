@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distcse.mutual.task import BiTokens, CrossTokens
 from scipy.stats import spearmanr
 
 from benchmarks.material import OurStep, list_recipe, live_sources, prepared
@@ -31,7 +32,6 @@ from benchmarks.step import RANKCSE, equal_or_stop, load
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.evaluation import PairScores, VectorModel
-from distcse.mutual.lesson import BiTokens, CrossTokens
 from distcse.mutual.pairs import Pairs
 from distcse.objectives import Taught, build_objective, gather_views
 from distcse.objectives import list_mle as ours_list_mle
@@ -57,7 +57,7 @@ def reference_rankcse(step: OurStep, teachers: list[dict[str, Any]], student: Pa
     frozen = [FrozenTeacher(load(t["backbone"]).eval(), t["pooling"], t["alpha"]) for t in teachers]
     backbone = load(str(student))
     backbone.pooler.requires_grad_(False)  # type: ignore[union-attr, operator]
-    return ContrastiveLoop(backbone, step.lesson.model.projection, step.tokens, rankcse(frozen, 0.05, 0.05, 0.025))
+    return ContrastiveLoop(backbone, step.task.model.projection, step.tokens, rankcse(frozen, 0.05, 0.05, 0.025))
 
 
 def test_rankcse_step_of_live_teachers(job: Callable[..., Any], tiny: Callable[..., Path]) -> None:
@@ -125,8 +125,8 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) 
         (OurPairStep(bi, bi_tokens, section), load(str(tiny("bert"))), False),
         (OurPairStep(cross, cross_tokens, section), model, True),
     ):
-        places = ours.lesson._mine(0)
-        labels = ours.lesson._labels[torch.from_numpy(places)]
+        places = ours.task._mine(0)
+        labels = ours.task._labels[torch.from_numpy(places)]
         if is_cross:
             read = [cross_tokens._rows[p] for p in places]
             batch = read, [np.zeros_like(row) for row in read], labels  # this tokenizer tells no sides apart
@@ -134,7 +134,7 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) 
             sides = [[bi_tokens._rows[p] for p in side[places]] for side in (bi_tokens._first, bi_tokens._second)]
             batch = (*sides, labels)
         loop = PairLoop(theirs, lambda step, batch=batch: batch, is_cross)  # type: ignore[misc]
-        ours.lesson.model.eval()
+        ours.task.model.eval()
         loop.model.eval()
         assert loop.loss().item() == pytest.approx(ours.loss().item(), rel=1e-5)
     tokenizer, told = AutoTokenizer.from_pretrained(tiny("bert")), list(pairs.both())

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.objectives import Taught, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
@@ -95,7 +95,7 @@ def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: st
         "training.epochs=4",
         "evaluation.dev=none",
     )
-    result = run(recipe_with(*knobs), Watch())
+    result = run(recipe_with(*knobs), Reporter())
     student = Encoder.load(result.directory.model)
     teacher = Encoder.from_section(result.recipe.teachers.encoders[1])
     start = Encoder.from_section(result.recipe.student)
@@ -112,7 +112,7 @@ def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: Make
 
 def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
     """And what it says is so: joined, weighed and projected, the teachers' vectors are the targets."""
-    result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Watch())
+    result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Reporter())
     write_card(result)
     card = (result.directory.model / "README.md").read_text()
     assert "each times the root of its share" in card
@@ -125,7 +125,7 @@ def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
     assert job.targets is not None
     documents /= np.linalg.norm(documents, axis=1, keepdims=True)
     np.testing.assert_allclose(documents, job.targets.open().vectors(np.arange(20)), atol=2e-3)
-    alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Watch())
+    alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Reporter())
     write_card(alone)
     card = (alone.directory.model / "README.md").read_text()
     assert f"in the space of `{alone.recipe.teachers.encoders[1].backbone}`" in card

@@ -14,7 +14,7 @@ import pytest
 from distcse.errors import RunError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbours import Changed, Changes
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.report.card import base_model, write_card
 from distcse.report.grids import grids
 from distcse.report.history import History, read_run
@@ -32,7 +32,7 @@ def result(
     """A run with labelled data, its corpus holding the sentences of the sets: transductive."""
     overrides = (f"evaluation.data={labelled}", "training.epochs=3")
     folder = tmp_path_factory.mktemp("run")
-    return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Watch())
+    return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Reporter())
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +66,8 @@ def chromium() -> Iterator[Any]:
 
 
 def test_history_tells_curves_stages_and_circumstances(history: History, result: Result) -> None:
-    assert [step for step, _ in history.dev] == [step for step, _ in result.outcome.position.scores]
-    assert history.best == pytest.approx(result.outcome.position.best) and history.dev_name == "STS-B dev"
+    assert [step for step, _ in history.dev] == [step for step, _ in result.outcome.state.scores]
+    assert history.best == pytest.approx(result.outcome.state.best) and history.dev_name == "STS-B dev"
     assert history.losses["rank"][-1][0] == result.outcome.steps
     names = [name for name, _, _ in history.stages]
     assert names == ["corpus", "tokens", "teacher 0", "training", "exposure", "start", "student", "teacher"]

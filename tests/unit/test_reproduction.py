@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from distcse import train
 from distcse.errors import RunError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.files import sealed, unsealed
-from distcse.training.directory import RunDirectory, check_stored, recorded
-from distcse.training.rerun import Earlier, _weights
+from distcse.runs.directory import RunDirectory, check_stored, recorded
+from distcse.runs.reference_run import ReferenceRun, _weights
 from tests.pairs import make_mutual_recipe
 
 SHORT = ("training.max_steps=4", "evaluation.every=2", "training.batch_size=8")
@@ -126,7 +126,7 @@ def test_other_versions_are_warned_of(run: Path) -> None:
     noted["packages"]["torch"] = "1.0"
     noted["python"] = "2.7"
     (run / "run.json").write_text(sealed(noted))
-    told = Earlier.open(run, [], Watch()).warnings
+    told = ReferenceRun.open(run, [], Reporter()).warnings
     assert any(line.startswith("torch is ") and line.endswith("was 1.0") for line in told)
     assert any(line.endswith("was 2.7") for line in told)
 
@@ -143,7 +143,7 @@ def test_other_versions_are_warned_of(run: Path) -> None:
 def test_what_cannot_be_done_again_is_told(run: Path, break_it: Callable[[Path], None], told: str) -> None:
     break_it(run)
     with pytest.raises(RunError, match=told):
-        Earlier.open(run, [], Watch())
+        ReferenceRun.open(run, [], Reporter())
 
 
 def test_a_rerun_changes_nothing_that_is_learned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distcse.errors import RunError
-from distcse.nodes import Resources
+from distcse.ray_backend.nodes import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.builders import builder_resources
 from distcse.tuning.room import Room, room_of

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import RecipeError
-from distcse.events import Watch
+from distcse.events import Reporter
+from distcse.ray_backend.cluster import worker_environment
 from distcse.student.run import run
-from distcse.training.cluster import worker_environment
 from tests.jobs import make_recipe
 
 SECRETS = {
@@ -38,7 +38,7 @@ def test_workers_are_given_settings_and_no_secrets() -> None:
 
 def test_a_stored_run_holds_none(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
-    done = run(recipe, Watch())
+    done = run(recipe, Reporter())
     stored = [file for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*") if file.is_file()]
     assert done.directory.path / "run.json" in stored and len(stored) > 10
     for file in stored:

@@ -10,9 +10,9 @@ from threading import Barrier
 
 import pytest
 
+from distcse.ray_backend.shared_storage import look
+from distcse.runs.directory import check_storage
 from distcse.student.houses import house_of
-from distcse.training.directory import check_storage
-from distcse.training.shared_storage import look
 from tests.jobs import make_recipe
 
 
@@ -59,9 +59,9 @@ def test_embedding_asks_nodes_for_teachers_for_the_cache_alone(
         assert all(folder.is_dir() for folder in written.values())
         asked.append((written, set(read), labels))
 
-    monkeypatch.setattr("distcse.training.cluster.bring_up", lambda: None)
-    monkeypatch.setattr("distcse.training.cluster.cluster", nullcontext)
-    monkeypatch.setattr("distcse.training.shared_storage.require_shared", ask)
+    monkeypatch.setattr("distcse.ray_backend.cluster.bring_up", lambda: None)
+    monkeypatch.setattr("distcse.ray_backend.cluster.cluster", nullcontext)
+    monkeypatch.setattr("distcse.ray_backend.shared_storage.require_shared", ask)
     monkeypatch.setattr("distcse.student.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
     nodes = ("training.nodes={role: students}", "teachers.nodes={role: teachers}", "training.workers=1")
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *nodes)

@@ -18,11 +18,11 @@ import pytest
 import tests.workers  # noqa: F401  (processes are forked from a server that has imported what they need)
 from distcse import train
 from distcse.errors import DistcseError
-from distcse.events import Event, Watch, ignore
+from distcse.events import Event, Reporter, ignore
 from distcse.measuring import measure
 from distcse.recipe import Recipe, with_values
+from distcse.runs.directory import RunDirectory
 from distcse.student.run import run
-from distcse.training.directory import RunDirectory
 from tests.jobs import make_recipe
 from tests.weights import assert_equal_weights, weights_of
 
@@ -60,7 +60,7 @@ def _run(recipe: Recipe, folder: Path | None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    run(recipe, Watch(), None if folder is None else RunDirectory(folder))
+    run(recipe, Reporter(), None if folder is None else RunDirectory(folder))
 
 
 def events(runs: Path, kind: str) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_two_runs_share_one_pass_of_a_teacher_and_one_takes_over_from_the_other(
     assert waiting.exitcode == 0
     assert embedded(tmp_path / "second") == len(LINES) - len(whole) * SHARD
     assert {label: label.stat().st_mtime_ns for label in whole} == whole
-    third = run(of_own_runs(recipe, tmp_path / "third"), Watch())
+    third = run(of_own_runs(recipe, tmp_path / "third"), Reporter())
     assert embedded(tmp_path / "third") == 0
     (other,) = (tmp_path / "second").glob("*")
     assert_equal_weights(weights_of(third.directory.path), weights_of(other))
@@ -118,7 +118,7 @@ def test_a_run_at_work_is_let_alone_and_goes_on_at_once_when_it_is_killed(
     recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_with("training.max_steps=300", "evaluation.every=20")
-    undisturbed = run(of_own_runs(recipe, tmp_path / "undisturbed"), Watch())
+    undisturbed = run(of_own_runs(recipe, tmp_path / "undisturbed"), Reporter())
     at_work = start(recipe)
     runs = tmp_path / "runs"
     wait_for(lambda: [event for event in events(runs, "Steps") if event["step"] > 25])
@@ -143,7 +143,7 @@ def test_the_model_of_an_interrupted_run_is_measured_while_the_run_goes_on(
 ) -> None:
     recipe = recipe_with("training.max_steps=300", "evaluation.every=20")
     steps: list[Event] = []
-    begun = run(recipe, Watch(steps.append, lambda: len(steps) > 20))
+    begun = run(recipe, Reporter(steps.append, lambda: len(steps) > 20))
     assert begun.outcome.interrupted
     folder = begun.directory.path
 

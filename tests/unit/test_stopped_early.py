@@ -8,21 +8,21 @@ import pytest
 
 from distcse.command import INTERRUPTED, exit_status
 from distcse.errors import StoppedEarlyError
-from distcse.events import Watch
-from distcse.training.claim import Claim
+from distcse.events import Reporter
+from distcse.runs.lease import Lease
 
 
 def test_a_stop_while_another_process_works_in_a_folder(tmp_path: Path) -> None:
     asked: list[bool] = []
 
-    def stop_wished() -> bool:
+    def stop_requested() -> bool:
         asked.append(True)
         return len(asked) > 1
 
     with (
-        Claim.held(tmp_path, Watch()),
+        Lease.held(tmp_path, Reporter()),
         pytest.raises(StoppedEarlyError, match="stopped while another process works there"),
-        Claim.held(tmp_path, Watch(stop_wished=stop_wished), waits_for="embeds the same sentences"),
+        Lease.held(tmp_path, Reporter(stop_requested=stop_requested), waits_for="embeds the same sentences"),
     ):
         pass
 

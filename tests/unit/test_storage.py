@@ -14,10 +14,12 @@ import torch
 from distcse import train
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
-from distcse.events import Event, Note, Steps, Watch
+from distcse.events import Event, Note, Reporter, Steps
 from distcse.files import text_checksum
 from distcse.health.storage import kept
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease, was_left_here
 from distcse.storage import (
     Mirror,
     address,
@@ -35,9 +37,7 @@ from distcse.storage import (
 )
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.training.checkpoint import Checkpoints, Position, TrainingState
-from distcse.training.claim import Claim, was_left_here
-from distcse.training.directory import RunDirectory
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
 from tests.jobs import make_recipe
 from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
 
@@ -295,12 +295,12 @@ def test_a_reader_sees_a_new_folder_or_none_and_a_removed_one_or_none(
     assert not names(place(bucket)) - {"x"}
 
 
-def state(step: int) -> TrainingState:
-    return TrainingState({"w": torch.full((3,), float(step))}, {}, step)
+def state(step: int) -> ModelState:
+    return ModelState({"w": torch.full((3,), float(step))}, {}, step)
 
 
-def position(step: int, best: int = 0) -> Position:
-    return Position(step, [(s, 50.0 if s == best else 10.0) for s in range(0, step + 1, 10)])
+def position(step: int, best: int = 0) -> TrainerState:
+    return TrainerState(step, [(s, 50.0 if s == best else 10.0) for s in range(0, step + 1, 10)])
 
 
 def test_a_reader_sees_the_checkpoint_before_or_the_new_one(
@@ -313,7 +313,7 @@ def test_a_reader_sees_the_checkpoint_before_or_the_new_one(
         nonlocal number
         number += 1
         machine("writer")
-        checkpoints = Checkpoints(place(f"{bucket}/{number}"))
+        checkpoints = CheckpointStore(place(f"{bucket}/{number}"))
         refuses, gate.refuses = gate.refuses, lambda method, path: None
         checkpoints.save(state(0), position(0))
         checkpoints.save(state(10), position(10))
@@ -323,7 +323,7 @@ def test_a_reader_sees_the_checkpoint_before_or_the_new_one(
 
     def look(through: bool) -> None:
         machine(f"reader{number}")
-        checkpoints = Checkpoints(place(f"{bucket}/{number}"))
+        checkpoints = CheckpointStore(place(f"{bucket}/{number}"))
         found = checkpoints.restore()
         best = checkpoints.best()
         assert found is not None and best is not None
@@ -390,14 +390,14 @@ def test_a_run_goes_on_elsewhere_and_comes_to_the_same_weights(
             "storage": recipe.storage.model_copy(update={"runs": str(tmp_path / "r"), "cache": str(tmp_path / "c")})
         }
     )
-    expected = run(here, Watch()).directory.model / "model.safetensors"
+    expected = run(here, Reporter()).directory.model / "model.safetensors"
     events: list[Event] = []
-    stopped = run(recipe, Watch(events.append, lambda: any(isinstance(event, Steps) for event in events)))
-    assert stopped.outcome.interrupted and 0 < stopped.outcome.position.step < 12
+    stopped = run(recipe, Reporter(events.append, lambda: any(isinstance(event, Steps) for event in events)))
+    assert stopped.outcome.interrupted and 0 < stopped.outcome.state.step < 12
     where = address(stopped.directory.path)
     machine("other")
     directory, again = RunDirectory.reopen(place(where), [])
-    done = run(again, Watch(), directory)
+    done = run(again, Reporter(), directory)
     assert not done.outcome.interrupted
     machine("third")
     encoder = Encoder.load(f"{where}/model")
@@ -423,37 +423,37 @@ def test_a_run_ends_where_storage_goes_away_and_goes_on_from_its_own_copy(
     with pytest.raises(
         StorageError, match=r"was not reached, tried again and again; .* --resume goes on from it"
     ) as lost:
-        run(recipe, Watch(hear))
+        run(recipe, Reporter(hear))
     assert "Sentinel" not in str(lost.value)
     gate.open()
     (name,) = names(place(recipe.storage.runs))
     where = f"{recipe.storage.runs}/{name}"
-    assert Checkpoints(place(where)).latest() == place(where) / "checkpoints" / "step-000000"
+    assert CheckpointStore(place(where)).latest() == place(where) / "checkpoints" / "step-000000"
     assert (place(where) / "checkpoints" / "step-000006").is_dir()
     notes: list[str] = []
     directory, again = RunDirectory.reopen(place(where), [])
-    done = run(again, Watch(lambda event: notes.append(event.text) if isinstance(event, Note) else None), directory)
+    done = run(again, Reporter(lambda event: notes.append(event.text) if isinstance(event, Note) else None), directory)
     assert any("step-000006 was on this machine alone, and is stored now" in note for note in notes)
-    assert done.outcome.position.finished
+    assert done.outcome.state.finished
 
 
 def test_the_copy_of_a_start_that_was_overtaken_is_passed_over(bucket: str, machine: Callable[[str], None]) -> None:
     run_ = place(f"{bucket}/run")
     run_.mkdir(parents=True)
-    claim = Claim.stake(run_)
-    Checkpoints(run_, claim).save(state(0), position(0))
+    lease = Lease.stake(run_)
+    CheckpointStore(run_, lease).save(state(0), position(0))
     assert was_left_here(run_)
     machine("other")
     there = place(f"{bucket}/run")
     assert not was_left_here(there)
     there.mkdir(parents=True)
-    later = Claim.stake(there)
-    Checkpoints(there, later).save(state(10), position(10))
+    later = Lease.stake(there)
+    CheckpointStore(there, later).save(state(10), position(10))
     machine("mirror")
     assert not was_left_here(run_)
     with pytest.raises(RunError, match=r"run was taken over by a later start; this one writes nothing more"):
-        Checkpoints(run_, claim).save(state(20), position(20))
-    found = Checkpoints(run_).restore()
+        CheckpointStore(run_, lease).save(state(20), position(20))
+    found = CheckpointStore(run_).restore()
     assert found is not None and found[0].step == 10
 
 
@@ -527,4 +527,4 @@ def test_what_passes_is_tried_again(bucket: str, gate: Gate) -> None:
 def test_a_run_that_cannot_be_stored_is_refused_before_any_work(recipe: Recipe, gate: Gate) -> None:
     gate.refuse_from(0)
     with pytest.raises(DistcseError, match="these credentials lack the permission"):
-        run(recipe, Watch())
+        run(recipe, Reporter())

@@ -15,19 +15,19 @@ from safetensors.torch import load_file, save_file
 
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
-from distcse.events import DevScore, Event, Steps, Watch
+from distcse.events import DevScore, Event, Reporter, Steps
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory, recorded
+from distcse.runs.lease import Lease
 from distcse.student.material import Text
 from distcse.student.plan import Job
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable
-from distcse.training.checkpoint import Checkpoints, Position, TrainingState, load_position, load_state
-from distcse.training.claim import Claim
-from distcse.training.directory import RunDirectory, recorded
-from distcse.training.engines.zero import _config
-from distcse.training.loop import Outcome
-from distcse.training.noise import noise_seed
-from distcse.training.schedule import total_steps, warmup_then_linear
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
+from distcse.trainer.dropout_rng import dropout_seed
+from distcse.trainer.engines.deepspeed_engine import _config
+from distcse.trainer.schedule import total_steps, warmup_then_linear
+from distcse.trainer.trainer import TrainResult
 from tests.conftest import ROOT
 from tests.jobs import make_job, make_recipe, train
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
@@ -36,7 +36,7 @@ from tests.workers import run_workers
 MakeRecipe = Callable[..., Recipe]
 
 
-def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> Outcome:
+def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> TrainResult:
     return train(job, tables, stop_after=stop_after)
 
 
@@ -46,7 +46,7 @@ def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
     outcome = train(job, tables, events)
     scores = [event.score for event in events if isinstance(event, DevScore)]
     ranks = [event.losses["rank"] for event in events if isinstance(event, Steps)]
-    assert outcome.position.finished and outcome.position.step == outcome.steps == len(ranks)
+    assert outcome.state.finished and outcome.state.step == outcome.steps == len(ranks)
     assert scores[-1] > scores[0] + 2
     assert sum(ranks[-20:]) < sum(ranks[:20])
     assert all(event.waited >= 0 for event in events if isinstance(event, Steps))
@@ -69,11 +69,11 @@ def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine:
     train(undisturbed, tables)
     job, tables = make_job(recipe)
     first = train(job, tables, stop_after=2)
-    assert first.interrupted and 0 < first.position.step < first.steps
+    assert first.interrupted and 0 < first.state.step < first.steps
     second = train(job, tables)
-    assert second.position.finished and not second.interrupted
+    assert second.state.finished and not second.interrupted
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
-    assert [step for step, _ in second.position.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
+    assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32")])
@@ -107,29 +107,29 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRec
     moved, tables = make_job(recipe_with(*knobs))
     outcomes = run_workers(in_worker, 2, moved, tables, 2)
     assert outcomes[0].interrupted and outcomes[1].interrupted
-    assert train(moved, tables).position.finished
+    assert train(moved, tables).state.finished
     assert_same_learning(weights_of(alone.run), weights_of(moved.run))
 
 
 def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with("training.lr=0.5", "training.epochs=20", "evaluation.patience=2"))
     outcome = train(job, tables)
-    best = outcome.position.best
-    assert best is not None and outcome.position.finished and outcome.position.step < outcome.steps
-    assert outcome.position.misses() == 2
-    folder = Checkpoints(job.run).best()
-    assert folder is not None and load_position(folder).step == best[0]
+    best = outcome.state.best
+    assert best is not None and outcome.state.finished and outcome.state.step < outcome.steps
+    assert outcome.state.misses() == 2
+    folder = CheckpointStore(job.run).best()
+    assert folder is not None and load_trainer_state(folder).step == best[0]
     again = train(job, tables)
-    assert again.position == outcome.position and again.seconds == 0
+    assert again.state == outcome.state and again.seconds == 0
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with("objective.info_nce.weight=1e39"))  # float32 ends at 3.4e38
     with pytest.raises(RunError, match=r"loss is not finite at step 0 \(rows [\d, …]+ of the corpus \(16\)\)"):
         train(job, tables)
-    kept = Checkpoints(job.run).latest()
+    kept = CheckpointStore(job.run).latest()
     assert kept is not None
-    assert all(tensor.isfinite().all() for tensor in load_state(kept).weights.values())
+    assert all(tensor.isfinite().all() for tensor in load_model_state(kept).weights.values())
 
 
 def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, data: Path) -> None:
@@ -138,7 +138,7 @@ def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, da
     )
     job, tables = make_job(recipe)
     events: list[Event] = []
-    assert train(job, tables, events).position.finished
+    assert train(job, tables, events).state.finished
     assert {event.name for event in events if isinstance(event, DevScore)} == {"STS-B dev"}
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_work_is_told_before_teachers_work(recipe_with: MakeRecipe, 
         (["training.batch_size=512"], CorpusError, r"352 rows to learn from, one batch wants 512"),
     ):
         with pytest.raises(error, match=told):
-            run(recipe_with(*overrides), Watch())
+            run(recipe_with(*overrides), Reporter())
     assert not (tmp_path / "cache" / "tables").exists()
 
 
@@ -168,40 +168,40 @@ def test_a_student_is_loaded_before_teachers_work_and_not_for_its_tokens(
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     recipe = recipe_with(f"student.backbone={broken}", "student.max_length=16")
     with pytest.raises(EncoderError, match=r"weight encoder\.layer\.0\.output\.dense\.bias holds NaN"):
-        run(recipe, Watch())
+        run(recipe, Reporter())
     assert not list((tmp_path / "cache" / "tables").glob("*/shard-*"))
-    text = Text.prepare(recipe, Watch())
+    text = Text.prepare(recipe, Reporter())
     assert len(text.tokens.lengths(range(3))) == 3 and "start" not in vars(text)
 
 
 def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)):
         scores = [(s, v) for s, v in ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0)) if s <= step]
         checkpoints.save(
-            TrainingState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step),
-            Position(step, scores),
+            ModelState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step),
+            TrainerState(step, scores),
         )
     best, latest = checkpoints.best(), checkpoints.latest()
     assert best is not None and latest is not None
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*")) == [best.name, latest.name]
-    assert load_state(best).weights["w"].tolist() == [9.0, 9.0]
-    assert load_state(latest).updates == 4
+    assert load_model_state(best).weights["w"].tolist() == [9.0, 9.0]
+    assert load_model_state(latest).updates == 4
     (latest / "state.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
     with pytest.raises(RunError, match="cannot be read"):
-        load_state(latest)
+        load_model_state(latest)
 
 
 def test_a_start_that_was_taken_over_writes_nothing_more(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     job, tables = make_job(recipe_with())
-    ours = replace(job, claim=Claim.stake(job.run))
+    ours = replace(job, lease=Lease.stake(job.run))
     assert train(ours, tables, stop_after=3).interrupted
-    theirs = replace(job, claim=Claim.stake(job.run))
+    theirs = replace(job, lease=Lease.stake(job.run))
     before = sorted((job.run / "checkpoints").rglob("*"))
     with pytest.raises(RunError, match="was taken over by a later start; this one writes nothing more"):
         train(ours, tables)
     assert sorted((job.run / "checkpoints").rglob("*")) == before
-    assert train(theirs, tables).position.finished
+    assert train(theirs, tables).state.finished
 
 
 def test_rate_rises_then_falls() -> None:
@@ -220,9 +220,9 @@ def test_steps_are_whole_updates(recipe_with: MakeRecipe) -> None:
 
 
 def test_noise_seeds_differ_by_seed_step_and_stream() -> None:
-    seeds = {noise_seed(seed, step, stream) for seed in range(3) for step in range(50) for stream in range(4)}
+    seeds = {dropout_seed(seed, step, stream) for seed in range(3) for step in range(50) for stream in range(4)}
     assert len(seeds) == 600
-    assert noise_seed(1, 2, 3) == noise_seed(1, 2, 3)
+    assert dropout_seed(1, 2, 3) == dropout_seed(1, 2, 3)
 
 
 def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeRecipe) -> None:
@@ -244,11 +244,11 @@ def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeR
 
 
 def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: MakeRecipe) -> None:
-    result = run(recipe_with("training.epochs=2"), Watch())
-    best = Checkpoints(result.directory.path).best()
+    result = run(recipe_with("training.epochs=2"), Reporter())
+    best = CheckpointStore(result.directory.path).best()
     assert best is not None
     saved = Encoder.load(result.directory.model)
-    weights = load_state(best).weights
+    weights = load_model_state(best).weights
     for name, tensor in saved.state_dict().items():
         assert torch.equal(tensor, weights[f"encoder.{name}"])
     assert not any("projection" in file.name for file in result.directory.model.rglob("*"))
@@ -263,10 +263,12 @@ def test_simcse_needs_neither_teachers_nor_labels(
 ) -> None:
     knobs = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
     events: list[Event] = []
-    result = run(make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "training.epochs=6"), Watch(events.append))
+    result = run(
+        make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "training.epochs=6"), Reporter(events.append)
+    )
     losses = [event.losses["info_nce"] for event in events if isinstance(event, Steps)]
     assert losses[-1] < 0.8 * losses[0]
-    assert result.evaluation is None and result.outcome.position.scores == []
+    assert result.evaluation is None and result.outcome.state.scores == []
     assert (result.directory.model / "model.safetensors").exists()  # the last checkpoint's
     with pytest.raises(RecipeError, match="patience needs a dev score"):
         make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "evaluation.patience=2")

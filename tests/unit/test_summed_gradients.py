@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.training.engines import plain
-from distcse.training.engines.plain import sum_over_workers, words_of
+from distcse.trainer.engines import plain
+from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
 from tests.workers import run_workers
 
 ROWS, WIDTH = 5000, 4
@@ -44,7 +44,7 @@ def in_worker(seen: list[list[int]]) -> dict[str, Any]:
         dist.all_reduce(tensor)
         return tensor
 
-    plain.add_over_workers = counted
+    plain.all_reduce_sum = counted
     sum_over_workers(parameters, words_of(model))
     return {"found": [parameter.grad for parameter in parameters], "wanted": wanted, "sent": sent}
 

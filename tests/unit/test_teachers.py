@@ -17,7 +17,7 @@ import torch
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder
 from distcse.errors import TeacherError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.student.houses import InProcess
 from distcse.teachers.build import table_of
@@ -144,13 +144,13 @@ def test_a_table_is_built_once_and_only_what_is_missing_is_built_again(
     built: list[int] = []
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert table.missing_shards() == [0, 1, 2, 3]
-    InProcess().build(teacher, section, corpus, table, [0, 1, 2, 3], built.append, Watch())
+    InProcess().build(teacher, section, corpus, table, [0, 1, 2, 3], built.append, Reporter())
     assert built == [100, 200, 300, len(corpus)]
     reopened = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert reopened.directory == table.directory and not reopened.missing_shards()
     (table.directory / "shard-00002.npy").write_bytes(b"damage")
     built.clear()
-    InProcess().build(teacher, section, corpus, reopened, reopened.missing_shards(), built.append, Watch())
+    InProcess().build(teacher, section, corpus, reopened, reopened.missing_shards(), built.append, Reporter())
     assert built == [100] and not reopened.missing_shards()
     whole = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
     np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), whole, atol=1e-3)
@@ -161,7 +161,7 @@ def test_table_and_live_teachers_agree_with_the_encoder(
 ) -> None:
     section = TeachersSection(encoders=[teacher], shard_rows=100)
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    InProcess().build(teacher, section, corpus, table, table.missing_shards(), lambda done: None, Watch())
+    InProcess().build(teacher, section, corpus, table, table.missing_shards(), lambda done: None, Reporter())
     encoder = Encoder.from_section(teacher).eval()
     columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
     rows = slice(5, 15)

@@ -16,7 +16,7 @@ import torch
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import RecipeError, TeacherError
-from distcse.events import Steps, Watch
+from distcse.events import Reporter, Steps
 from distcse.objectives import shuffle_groups
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.student.run import Result, run
@@ -131,7 +131,7 @@ def test_an_endpoint_fills_a_table_once(
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
     texts = sum(len(body["input"]) for body in server.asked)
     server.asked.clear()
-    run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Watch())
+    run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Reporter())
     again = sum(len(body["input"]) for body in server.asked)
     assert texts >= len(sentences) and again <= 64  # the held-out rows of the final scores alone
 
@@ -168,7 +168,7 @@ def test_neighbours_change_places_in_their_groups(offset: int) -> None:
 
 def trained(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
     events: list[Any] = []
-    result = run(recipe, Watch(events.append))
+    result = run(recipe, Reporter(events.append))
     return result, [event.losses for event in events if isinstance(event, Steps)]
 
 

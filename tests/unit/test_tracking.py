@@ -54,7 +54,9 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run(
     uri = (tmp_path / "mlruns").as_uri()
     recipe = recipe_with(f"track={{tensorboard: true, mlflow: {{uri: '{uri}', experiment: mine}}}}")
     heard: list[Event] = []
-    begun = run(recipe, listen=heard.append, stop_wished=lambda: any(isinstance(e, DevScore) and e.step for e in heard))
+    begun = run(
+        recipe, listen=heard.append, stop_requested=lambda: any(isinstance(e, DevScore) and e.step for e in heard)
+    )
     assert begun.interrupted
     client = mlflow.tracking.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("mine").experiment_id

@@ -14,7 +14,7 @@ from distcse.encoder import Encoder
 from distcse.encoder.dropout import Dropout
 from distcse.encoder.words import _helmert, narrow_words
 from distcse.errors import EncoderError
-from distcse.events import Watch
+from distcse.events import Reporter
 from distcse.recipe import StudentSection
 from distcse.student.run import run
 from tests.jobs import make_recipe
@@ -60,7 +60,7 @@ def test_a_narrow_student_learns_and_is_read_by_others(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "student.word_dimension=8")
-    result = run(recipe, Watch())
+    result = run(recipe, Reporter())
     student = Encoder.load(result.directory.model)
     assert student.backbone.config.model_type == "electra" and student.backbone.config.embedding_size == 8
     whole = Encoder.from_section(recipe.student.model_copy(update={"word_dimension": None}))
@@ -85,8 +85,8 @@ def test_a_narrow_student_without_dropout_has_none(tiny: Callable[..., Path]) ->
 
 def test_a_narrow_student_detects_edits(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     knobs = ("student.word_dimension=8", "objective.detection={operation: deletion}", "training.max_steps=2")
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *knobs), Watch())
-    assert result.outcome.position.finished
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *knobs), Reporter())
+    assert result.outcome.state.finished
 
 
 def test_what_cannot_be_is_refused(tiny: Callable[..., Path]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distcse.errors import CorpusError, TeacherError
-from distcse.training.workers import by_all, rank
+from distcse.trainer.distributed import on_all_ranks, rank
 from tests.workers import run_workers
 
 
@@ -15,9 +15,9 @@ def test_the_mistake_of_one_worker_is_raised_by_all() -> None:
 
 
 def _met() -> str:
-    assert by_all(lambda: rank() + 5) == rank() + 5
+    assert on_all_ranks(lambda: rank() + 5) == rank() + 5
     try:
-        by_all(_work)
+        on_all_ranks(_work)
     except CorpusError as mistake:
         return str(mistake)
     return "went on"
@@ -30,9 +30,9 @@ def _work() -> int:
 
 
 def test_a_worker_alone_has_its_own() -> None:
-    assert by_all(lambda: 3) == 3
+    assert on_all_ranks(lambda: 3) == 3
     with pytest.raises(TeacherError, match="mine"):
-        by_all(_mine)
+        on_all_ranks(_mine)
 
 
 def _mine() -> None:

@@ -1,0 +1,346 @@
+"""The run directory: all that is needed to understand, repeat or continue a run.
+
+<runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob, and a checksum of itself
+                     run.json        fingerprints of the data, seed, packages, Python, platform, commit
+                     rerun.json      where it is a run that was done before: which one, and whether the weights are equal
+                     claim           who works here, and which start of the run may write
+                     events.jsonl    everything the run told
+                     checkpoints/    latest and best
+                     model/          the student, in the sentence-transformers layout
+                     projection.safetensors  joined teachers' vectors to the student's width, where a term wants it
+                     neighbours.begun        checksum of the neighbour graph, where batches are grouped
+                     evaluation.json start, student and teachers at the end
+                     report.html     all of it as a page; report.md, the same as text
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import distributions
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from distcse.errors import RecipeError, RunError
+from distcse.events import Event, InGroup, Reporter, Saved, as_line
+from distcse.files import sealed, text_checksum, unsealed, writing
+from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
+from distcse.runs.lease import Lease, was_left_here
+from distcse.storage import Mirror, address, fetch, place, probe, put, refuse_job_copy, upload
+
+_RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
+"""Packages that a reader of a report wants to see; run.json has all."""
+_SEAL = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
+
+_MAY_CHANGE = (
+    "training.workers",
+    "training.least_workers",
+    "training.cpus_per_worker",
+    "training.gpus_per_worker",
+    "training.engine",
+    "training.zero_stage",
+    "training.deepspeed",
+    "training.dropout_streams",
+    "training.chunk",
+    "training.cuda_graphs",
+    "training.max_failures",
+    "training.nodes",
+    "training.log_every",
+    "teachers.builders",
+    "teachers.builder_gpus",
+    "teachers.servers",
+    "teachers.nodes",
+    "teachers.block_steps",
+    "teachers.tokens_per_batch",
+    "teachers.deadline",
+    "evaluation.final",
+    "storage.cache",
+    "track",
+)
+"""Knobs that a resumed run may set anew: none of them changes what is learned."""
+
+_MAY_CHANGE_IN_GROUPS = (
+    "ray",
+    "groups.cpus_per_worker",
+    "groups.gpus_per_worker",
+    "groups.nodes",
+    "bi.engine",
+    "bi.zero_stage",
+    "bi.deepspeed",
+    "bi.log_every",
+    "cross.engine",
+    "cross.zero_stage",
+    "cross.deepspeed",
+    "cross.log_every",
+    "mutual.on_failure",
+    "mutual.max_failures",
+    "evaluation.final",
+    "storage.cache",
+    "track",
+)
+_PLACE = re.compile(r"\.\d+\.")
+
+
+class RunDirectory:
+    """Paths of one run and the few files that are written once.
+
+    Args:
+        path: The folder.
+        kept: Whether somebody else sees to it that only one start works there.
+    """
+
+    def __init__(self, path: Path, kept: bool = False) -> None:
+        self.path = path
+        self._kept = kept
+        self.model = path / "model"
+        self.evaluation = path / "evaluation.json"
+        self.projection = path / "projection.safetensors"
+        self._events = path / "events.jsonl"
+
+    @classmethod
+    def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
+        """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
+        require_lasting(recipe.storage)
+        stem = place(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if isinstance(stem, Mirror):  # nobody can make a folder there that others then cannot make
+            stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
+        for attempt in range(1, 1000):
+            path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as refused:
+                raise RunError(
+                    f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
+                ) from None
+            write_recipe(path / "recipe.yaml", recipe)
+            return cls(path)
+        raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
+
+    @classmethod
+    def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
+        """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
+        directory = cls(path, kept=True)
+        directory._fetch_events()
+        write_recipe(path / "recipe.yaml", recipe)
+        return directory
+
+    def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
+        """Work in the folder alone. Raises `InUseError` where another start does; one that was killed is followed at once."""
+        return nullcontext(Lease.stake(self.path)) if self._kept else Lease.held(self.path, reporter)
+
+    def decide(self, recipe: Recipe | MutualRecipe) -> None:
+        """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
+        write_recipe(self.path / "recipe.yaml", recipe)
+
+    @classmethod
+    def reopen(
+        cls, path: Path, overrides: list[str], also: Sequence[str] = ()
+    ) -> tuple[RunDirectory, Recipe | MutualRecipe]:
+        """An earlier run and its recipe, with overrides that do not change what is learned.
+
+        Args:
+            path: Its folder.
+            overrides: `key.path=value`.
+            also: Knobs that may change beside those that any resumed run may change.
+
+        Raises:
+            RunError: No run is there, or its recipe is not what was written.
+            RecipeError: An override would change what is learned.
+        """
+        stored = path / "recipe.yaml"
+        if not fetch(stored):
+            raise RunError(
+                f"{address(path)} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
+            )
+        check_stored(stored)
+        before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
+        allowed = (*(_MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS), *also)
+        changed = sorted(_differences(before.model_dump(), after.model_dump()))
+        if forbidden := [key for key in changed if not _PLACE.sub(".", key).startswith(allowed)]:
+            raise RecipeError(
+                f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
+                f"A resumed run may change: {', '.join(allowed)}"
+            )
+        if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
+            raise RecipeError(
+                "ray cannot change in a resumed run with a group of several workers: in turns one worker does their work, with "
+                "other dropout noise; start a new run, or leave it"
+            )
+        directory = cls(path)
+        directory._fetch_events()
+        return directory, after
+
+    def record(self, seed: int, data: Mapping[str, str]) -> None:
+        """Note what a rerun needs to know; refuse to go on with other data than the run began with.
+
+        Args:
+            seed: The recipe's.
+            data: Fingerprints, by what they are of: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
+        """
+        file = self.path / "run.json"
+        if fetch(file):
+            if changed := other_data(recorded(self.path)["data"], data):
+                raise RunError(
+                    f"the {changed[0]} has changed since {address(self.path)} began{_apart(*changed)}; restore it, or start a "
+                    "new run"
+                )
+            return
+        put(file, sealed({"data": dict(data), "seed": seed, **self.circumstances()}))
+
+    @staticmethod
+    def circumstances() -> dict[str, Any]:
+        """What a run depends on beside its recipe and data."""
+        packages = {dist.metadata["Name"]: dist.version for dist in distributions()}
+        return {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "hardware": _hardware(),
+            **_source(),
+            "versions": {name: packages.get(name, "not installed") for name in _RECORDED},
+            "packages": {name: packages[name] for name in sorted(packages, key=str)},
+        }
+
+    def hold_to(self, name: str, checksum: str) -> None:
+        """Note what a run began with; refuse to go on with another."""
+        file = self.path / f"{name}.begun"
+        if not fetch(file):
+            put(file, checksum)
+        elif (begun := file.read_text()) != checksum:
+            raise RunError(
+                f"the {name} have changed since {address(self.path)} began (checksum {checksum[:12]}, was {begun[:12]}); "
+                "restore storage.cache, or start a new run"
+            )
+
+    def log(self, event: Event) -> None:
+        """Append an event to events.jsonl. In object storage it is as old as the last checkpoint: a resumed run tells the rest
+        again."""
+        with writing(self._events), open(self._events, "a", encoding="utf-8") as opened:
+            opened.write(as_line(event) + "\n")
+        if isinstance(event.event if isinstance(event, InGroup) else event, Saved):
+            self.store_events()
+
+    def store_events(self) -> None:
+        """Upload events.jsonl, where the run is kept in object storage."""
+        upload(self._events)
+
+    def _fetch_events(self) -> None:
+        """To go on behind what is stored, or behind more than that."""
+        if not was_left_here(self.path):
+            fetch(self._events)
+
+
+def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
+    """Raise `RecipeError` for a folder of a recipe that Ray deletes with the job."""
+    for key in keys:
+        fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
+        refuse_job_copy(f"storage.{key}", place(getattr(storage, key)), fix)
+
+
+def require_lasting_run(directory: Path) -> None:
+    """Raise `RecipeError` for a run, or a sweep, to resume that Ray deletes with the job."""
+    fix = f"copy it to storage that stays, and write --resume /shared/runs/{directory.name}"
+    refuse_job_copy("--resume", directory, fix)
+
+
+def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
+    """Make a recipe's folders, if they are not there. `RunError` where that is refused, before any work."""
+    for key in keys:
+        folder = place(getattr(storage, key))
+        if isinstance(folder, Mirror):
+            probe(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as refused:
+            raise RunError(
+                f"cannot write in {folder}: {refused.strerror}; set storage.{key} to a folder you may write"
+            ) from None
+
+
+def _differences(before: Any, after: Any, path: str = "") -> set[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = before.keys() | after.keys()
+        inner = (_differences(before.get(k), after.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
+        return set().union(*inner)
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        inside = (_differences(b, a, f"{path}.{place}") for place, (b, a) in enumerate(zip(before, after, strict=True)))
+        return set().union(*inside)
+    return set() if before == after else {path}
+
+
+def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
+    """Store a resolved recipe with a checksum of itself: YAML that was cut short is still YAML, of another recipe."""
+    text = recipe_yaml(recipe)
+    put(file, f"{text}# blake2b {text_checksum(text)} of the lines above\n")
+
+
+def check_stored(file: Path) -> None:
+    """Raise `RunError` where a stored recipe is not what `write_recipe` wrote."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as broken:
+        raise RunError(f"{file} cannot be read: {broken}") from None
+    seal = _SEAL.search(text)
+    if seal is None or text_checksum(text[: seal.start()]) != seal[1]:
+        raise RunError(
+            f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other knobs start a new run"
+        )
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """What a run noted in run.json. Raises `RunError` where it is not there, or not what was written."""
+    try:
+        fetch(run / "run.json")
+        return unsealed(run / "run.json")
+    except (OSError, ValueError) as broken:
+        raise RunError(
+            f"{address(run / 'run.json')} cannot be read ({broken}); restore it, or start a new run"
+        ) from None
+
+
+def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """What is not as it was, with both fingerprints; None where all is."""
+    names = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
+    return (names[0], before[names[0]], now[names[0]]) if names else None
+
+
+def _apart(name: str, before: str, now: str) -> str:
+    return f" (fingerprint {now[:12]}, was {before[:12]})"
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def _source() -> dict[str, Any]:
+    """Commit of the code that runs, and whether files differ from it; both None where it is no git checkout of its own."""
+    here = Path(__file__)
+    # Installed into a folder inside somebody's repository, the commit would be theirs.
+    if _git(here, "ls-files", "--error-unmatch", here.name) is None:
+        return {"commit": None, "changed": None}
+    changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", str(here.parent.parent))
+    return {"commit": _git(here, "rev-parse", "HEAD"), "changed": bool(changes)}
+
+
+def _git(file: Path, *arguments: str) -> str | None:
+    """What git answers in a file's folder; None where it refuses, or is not there."""
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None

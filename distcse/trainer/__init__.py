@@ -1,0 +1,1 @@
+"""Training: the loop, what it trains, engines, checkpoints, collectives and the dropout generator."""

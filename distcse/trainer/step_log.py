@@ -1,0 +1,74 @@
+"""Losses, step time and teacher wait between two reports; and the first step whose loss is not finite."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from distcse.errors import DivergedError
+from distcse.events import Steps
+from distcse.trainer.distributed import all_reduce_sum
+from distcse.trainer.task import TrainingTask
+
+ADVICE = (
+    "; the last good checkpoint is kept. Lower training.lr, raise the temperatures, or use training.precision: fp32, then run "
+    "again with --resume"
+)
+
+
+class StepLog:
+    """Collects loss terms on the device and copies them to the CPU once a report, so that no step waits for a number."""
+
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+        self._terms: list[dict[str, Tensor]] = []
+        self._mark = time.perf_counter()
+        self._elapsed = 0.0
+        self.seconds = 0.0
+        """Wall time of all steps reported so far."""
+        self.teacher_wait_s = 0.0
+        """Part of `seconds` spent waiting for teachers."""
+
+    def add(self, terms: dict[str, Tensor]) -> None:
+        """Record one step's shares of each loss term."""
+        self._terms.append(terms)
+
+    def report(self, done: int, lr: float) -> Steps:
+        """Means over the steps since the last report. Every worker calls it: the shares are summed over workers."""
+        self.pause()
+        steps, means = len(self._terms), self._means(done)
+        wait = self._task.teacher_wait_s - self.teacher_wait_s
+        event = Steps(done, self._task.steps, means, lr, self._elapsed / steps, wait / steps)
+        self.seconds += self._elapsed
+        self.teacher_wait_s += wait
+        self._elapsed = 0.0
+        self._terms.clear()
+        return event
+
+    def check_finite(self, done: int) -> None:
+        """Raise `DivergedError`, naming step, rows and term, if a loss since the last report is not finite."""
+        self._means(done)
+
+    def pause(self) -> None:
+        """Stop the clock for dev scores and checkpoints, which are no part of a step."""
+        now = time.perf_counter()
+        self._elapsed += now - self._mark
+        self._mark = now
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._mark = time.perf_counter()
+
+    def _means(self, done: int) -> dict[str, float]:
+        if not self._terms:
+            return {}
+        names = sorted(self._terms[0])
+        shares = torch.stack([torch.stack([terms[name].float() for name in names]) for terms in self._terms])
+        table = all_reduce_sum(shares).cpu()
+        bad = (~table.isfinite()).nonzero()
+        if len(bad):
+            step, name = done - len(self._terms) + int(bad[0, 0]), names[int(bad[0, 1])]
+            raise DivergedError(f"{name} is not finite at step {step} ({self._task.describe_batch(step)}){ADVICE}")
+        return dict(zip(names, table.mean(dim=0).tolist(), strict=True))

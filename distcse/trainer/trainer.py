@@ -1,0 +1,132 @@
+"""The training loop: one function for a Ray Train worker, an actor of a group, the driver's process, a Tune trial and a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distcse.errors import RunError
+from distcse.events import Note, Reporter
+from distcse.recipe import LoopSection
+from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
+from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
+from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
+from distcse.trainer.distributed import broadcast, on_all_ranks, rank
+from distcse.trainer.engines import Engine, make_engine
+from distcse.trainer.schedule import warmup_then_linear
+from distcse.trainer.step_log import StepLog
+from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended."""
+
+    state: TrainerState
+    steps: int
+    """Steps of the run, those of earlier calls included."""
+    seconds: float
+    """Wall time of this call's steps, without dev scores and checkpoints."""
+    teacher_wait_s: float
+    """Part of `seconds` spent waiting for teachers."""
+    interrupted: bool = False
+
+
+def train(
+    task: TrainingTask,
+    section: LoopSection,
+    checkpoints: CheckpointStore,
+    reporter: Reporter,
+    report_to_train: ReportToTrain | None = None,
+    evaluator: AsyncEvaluator | None = None,
+    cuda_graphs: bool = False,
+) -> TrainResult:
+    """Train a task to its end, from its latest checkpoint where it has one. Every worker calls it.
+
+    Args:
+        task: The model, its batches and its loss.
+        section: Optimiser, schedule, precision and engine.
+        checkpoints: Where checkpoints are kept.
+        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
+        report_to_train: Called by every worker after every dev score.
+        evaluator: Scores checkpoints in another process while steps go on; None scores them here.
+        cuda_graphs: Record the step as a CUDA graph on a GPU.
+
+    Raises:
+        DivergedError: A loss, a dev score or a weight is not finite. The checkpoint before it stays the latest.
+        StorageError: A checkpoint cannot be written; the one before it stays the latest.
+    """
+    reporter = reporter if rank() == 0 else Reporter()
+    # Restore on all ranks together: a late rank would otherwise see rank 0's new step-0 checkpoint.
+    found = on_all_ranks(lambda: checkpoints.restore(reporter.emit))
+    state, restored = found or (TrainerState(step=0), None)
+    if restored is not None:
+        reporter.emit(Note(f"goes on after step {state.step:,} of {task.steps:,}"))
+        task.model.load_state_dict(restored.weights)
+    engine = make_engine(task.model, section, task.rows, restored)
+    take_step = _graph_step(engine, reporter) if cuda_graphs else training_step
+    manager = CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator)
+    log = StepLog(task)
+    task.on_start(state.step)
+    if restored is None and task.evaluates_initial_model:
+        state = manager.evaluate_and_save(state, should_evaluate=True)
+    elif restored is not None:
+        manager.resume(state, restored, should_evaluate=task.should_evaluate(state.step))
+
+    log.resume()
+    updates = task.steps // section.gradient_accumulation
+    stop = False
+    for step in range(state.step, task.steps):
+        lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
+        task.model.train()
+        inputs = task.prepare_batch(step, engine.device)  # teachers were asked a block of steps ahead
+        log.add(take_step(engine, task, inputs, lr))
+
+        done = step + 1
+        is_last = done == task.steps
+        if done % section.log_every == 0 or is_last:
+            reporter.emit(log.report(done, lr))
+            ends_update = done % section.gradient_accumulation == 0
+            stop = bool(broadcast(reporter.stop_requested() and ends_update))
+            state = manager.collect(state)
+            log.resume()  # collecting a score is no part of a step
+        should_evaluate = task.should_evaluate(done) or is_last
+        if should_evaluate or stop:
+            log.check_finite(done)
+            log.pause()
+            state = TrainerState(done, state.scores, finished=is_last)
+            # Also at a stop that falls on an evaluation: the resumed run would not score this step.
+            state = manager.evaluate_and_save(state, should_evaluate)
+            log.resume()
+        if stop or state.finished:
+            break
+    engine.close()
+    return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=stop and not state.finished)
+
+
+def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
+    """Forward, loss, backward, update. Returns this worker's shares of the loss and of its terms, on the device."""
+    output = engine.forward(inputs.model)
+    share, terms = task.compute_loss(inputs.loss, output)
+    engine.backward(share)
+    engine.step(lr)
+    return terms
+
+
+def finished_state(checkpoints: CheckpointStore) -> TrainerState | None:
+    """The state of a training that ended; None for one that did not end or did not begin."""
+    latest = checkpoints.latest()
+    try:
+        state = load_trainer_state(latest) if latest else None
+    except RunError:  # damaged: `train` reports it and resumes from an older one
+        return None
+    return state if state is not None and state.finished else None
+
+
+def _graph_step(engine: Engine, reporter: Reporter) -> TakeStep:
+    if engine.device.type == "cuda":
+        return CudaGraphStep(training_step, CudaGraphs())
+    reporter.emit(Note("training.cuda_graphs: there is no GPU here, so steps are taken call by call", warning=True))
+    return training_step
