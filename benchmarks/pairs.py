@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from distcse.mutual.task import BiTokens, CrossTokens, PairTask
 
 from benchmarks.counting import with_padding
 from benchmarks.material import (
@@ -37,6 +36,7 @@ from distcse.encoder.batching import by_length
 from distcse.encoder.laid_out import lay_out
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.mutual.pairs import Pairs
+from distcse.mutual.task import BiTokens, CrossTokens, PairTask
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import noise
 from distcse.trainer.engines import make_engine

@@ -103,8 +103,8 @@ def machine_name(machine: Mapping[str, Any]) -> str:
 
 
 def _letters(reports: Iterable[Report]) -> dict[str, str]:
-    """What a machine's figures begin with."""
-    places = sorted({report.place for report in reports})
+    """What a machine's figures begin with; a CPU held to older kernels than its own comes last."""
+    places = sorted({report.place for report in reports}, key=lambda place: ("kernels" in place, place))
     return {place: f"{chr(ord('A') + number)}: " if len(places) > 1 else "" for number, place in enumerate(places)}
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distcse.mutual.task import BiTokens, CrossTokens
 
 import distcse.corpus.tokens
 from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
@@ -22,6 +21,7 @@ from distcse.encoder.batching import by_length
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.mutual.pairs import Pairs
+from distcse.mutual.task import BiTokens, CrossTokens
 from distcse.ranks import RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, Recipe, TeachersSection
 from distcse.student.lists import fit

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distcse.mutual.task import BiTokens, CrossTokens
 from scipy.stats import spearmanr
 
 from benchmarks.material import OurStep, list_recipe, live_sources, prepared
@@ -33,6 +32,7 @@ from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.evaluation import PairScores, VectorModel
 from distcse.mutual.pairs import Pairs
+from distcse.mutual.task import BiTokens, CrossTokens
 from distcse.objectives import Taught, build_objective, gather_views
 from distcse.objectives import list_mle as ours_list_mle
 from distcse.ranks import RankSpace
