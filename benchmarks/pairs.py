@@ -38,7 +38,7 @@ from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.task import BiTokens, CrossTokens, PairTask
 from distcse.recipe import LoopSection
-from distcse.trainer.dropout_rng import noise
+from distcse.trainer.dropout_rng import dropout_rng
 from distcse.trainer.engines import make_engine
 from distcse.trainer.trainer import training_step
 
@@ -326,7 +326,7 @@ def reference_diffcse(ours: OurStep, generator: str, student: str) -> Contrastiv
     # Ours draws masks of both views, one view after the other, from the stream's seed; theirs lie side by side.
     (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
-    with noise(seed + 1, torch.device("cpu")):
+    with dropout_rng(seed + 1, torch.device("cpu")):
         drawn = _masked(both[0], _choose(*both, ratio, words), words)
     fixed["masked"] = drawn.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
     masked_lm.eval()

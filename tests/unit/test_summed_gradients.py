@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.trainer.engines import plain
+from distcse.trainer.engines import torch_engine
 from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
 from tests.workers import run_workers
 
@@ -44,7 +44,7 @@ def in_worker(seen: list[list[int]]) -> dict[str, Any]:
         dist.all_reduce(tensor)
         return tensor
 
-    plain.all_reduce_sum = counted
+    torch_engine.all_reduce_sum = counted
     sum_over_workers(parameters, words_of(model))
     return {"found": [parameter.grad for parameter in parameters], "wanted": wanted, "sent": sent}
 
