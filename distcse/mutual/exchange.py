@@ -39,7 +39,7 @@ class Exchange:
         self._recipe = recipe
         self._ledger = ledger
         self._ending = ending
-        self._stop_wished = stop_requested
+        self._stop_requested = stop_requested
         self._changed = threading.Condition()
         self._agree_where_due()  # a driver may have been killed after the last scores came, before their labels were made
 
@@ -65,7 +65,7 @@ class Exchange:
         with self._changed:
             while True:
                 # Polled: a stop wish is a flag that a signal handler sets, and nobody notifies the condition then.
-                if self._ending.is_set() or self._stop_wished():
+                if self._ending.is_set() or self._stop_requested():
                     raise Ended
                 if (labels := self._ledger.labels(phase)) is not None:
                     stopped = self._ledger.stopped_after

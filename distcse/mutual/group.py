@@ -82,7 +82,7 @@ class InTurns:
 
     def __init__(self, group: Group, turn: threading.Lock, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.name = group.name
-        self._group, self._turn, self._stop_wished = group, turn, stop_requested
+        self._group, self._turn, self._stop_requested = group, turn, stop_requested
 
     def prepare(self, phase: Phase) -> None:
         with self._alone(phase):
@@ -103,7 +103,7 @@ class InTurns:
     def _alone(self, phase: Phase) -> Iterator[None]:
         """This group's turn. A failure that is no mistake of the user's carries its name, as it does on Ray."""
         with self._turn:
-            if self._stop_wished():
+            if self._stop_requested():
                 raise Ended
             try:
                 yield

@@ -14,6 +14,8 @@ _COPIES = os.path.join(os.sep, "runtime_resources", "working_dir_files", "")
 
 def is_in_job_copy(path: str | Path) -> bool:
     """Whether a path, its links followed, lies in Ray's copy of a job's working directory."""
+    if "\0" in str(path):  # no path at all: whoever opens it says so
+        return False
     return not isinstance(path, Mirror) and _COPIES in os.path.join(os.path.realpath(path), "")
 
 

@@ -72,7 +72,7 @@ def test_output_in_the_copy_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distcse.tune.bring_up", lambda **options: None)
+    monkeypatch.setattr("distcse.tune.start_ray", lambda **options: None)
     assert refused(main, *words)
     told = capsys.readouterr().err
     assert told.startswith(f"distcse: {setting} is {job}/") and "which Ray deletes; " in told and fix in told

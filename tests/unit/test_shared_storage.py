@@ -59,7 +59,7 @@ def test_embedding_asks_nodes_for_teachers_for_the_cache_alone(
         assert all(folder.is_dir() for folder in written.values())
         asked.append((written, set(read), labels))
 
-    monkeypatch.setattr("distcse.ray_backend.cluster.bring_up", lambda: None)
+    monkeypatch.setattr("distcse.ray_backend.cluster.start_ray", lambda: None)
     monkeypatch.setattr("distcse.ray_backend.cluster.cluster", nullcontext)
     monkeypatch.setattr("distcse.ray_backend.shared_storage.require_shared", ask)
     monkeypatch.setattr("distcse.student.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
