@@ -247,6 +247,7 @@ def test_a_cluster_that_comes_up_ahead_is_the_one_that_is_wanted_and_leaves_sign
 import os, signal, sys, threading, time
 import psutil
 from distcse.ray_backend.cluster import start_ray, cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
 start_ray(cpus=1)
 while "ray" not in sys.modules or not getattr(sys.modules["ray"], "is_initialized", bool)():
