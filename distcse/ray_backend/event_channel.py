@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -29,21 +30,26 @@ class EventActor:
         self._events: list[Event] = []
         self._stop = False
         self._worker: Any = None
+        self._finished = False
 
     def start(self, rank: int, worker: Any) -> None:
         """Record rank 0's actor; after a loss it starts again."""
         if rank == 0:
-            self._worker = worker
+            self._worker, self._finished = worker, False
+
+    def finish(self, rank: int) -> None:
+        """Record that rank 0 has done its work: Ray Train ends its actor now."""
+        self._finished = self._finished or rank == 0
 
     def emit(self, event: Event) -> bool:
         """Take an event. Returns whether the run is asked to stop."""
         self._events.append(event)
         return self._stop
 
-    def take(self) -> tuple[Any, list[Event]]:
-        """Rank 0's actor (None if unknown), and the events since the last call."""
+    def take(self) -> tuple[Any, bool, list[Event]]:
+        """Rank 0's actor (None if unknown), whether it has finished, and the events since the last call."""
         events, self._events = self._events, []
-        return self._worker, events
+        return self._worker, self._finished, events
 
     def stop(self) -> None:
         """Ask the run to stop at its next report."""
@@ -66,13 +72,14 @@ class EventChannel:
         self.has_started = False
         """Whether a worker had started by the last `relay`; it may be lost since."""
         self._worker: Any = None
+        self._finished = False
         self._taking: Any = None
         self._idle_since: float | None = time.monotonic()
 
     def idle_s(self) -> float:
-        """Seconds without a running worker: since the channel was opened, or since this call found the worker lost."""
+        """Seconds without a worker: since the channel was opened, or since this call found it lost. 0 once it has finished."""
         now = time.monotonic()
-        if self.has_started and (self._worker is None or _is_alive(self._worker)):
+        if self._finished or (self.has_started and (self._worker is None or _is_alive(self._worker))):
             self._idle_since = None
             return 0.0
         self._idle_since = self._idle_since or now
@@ -92,7 +99,7 @@ class EventChannel:
         if not ray.wait([self._taking], timeout=_ANSWERS_WITHIN_S)[0]:
             return
         taken, self._taking = self._taking, None
-        worker, events = ray.get(taken)
+        worker, self._finished, events = ray.get(taken)
         self._worker = worker or self._worker
         if not self.has_started and (worker is not None or events):
             self.has_started, self._idle_since = True, None
@@ -129,6 +136,12 @@ def announce_worker(actor: Any, rank: int) -> bool:
     except GetTimeoutError:  # unresponsive; the training does not need it
         return True
     return True
+
+
+def announce_end(actor: Any, rank: int) -> None:
+    """In a worker: tell the driver that it has finished, and is not lost when its process ends."""
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(actor.finish.remote(rank), timeout=_ANSWERS_WITHIN_S)
 
 
 def reporter_of(actor: Any) -> Reporter:

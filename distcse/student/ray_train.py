@@ -22,7 +22,7 @@ from distcse.errors import DistcseError, EncoderError, RunError, StoppedEarlyErr
 from distcse.events import Note, Reporter
 from distcse.importing import importing
 from distcse.ray_backend.cluster import worker_environment
-from distcse.ray_backend.event_channel import EventChannel, announce_worker, reporter_of
+from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_worker, reporter_of
 from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import (
     STOPPED_WAIT_S,
@@ -121,7 +121,6 @@ def _train(
     try:
         while not running.done():
             channel.relay(reporter)
-            # Not at once: Ray Train ends its workers when they are done too, a moment before `fit` returns.
             if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
                 raise StoppedEarlyError(
                     f"stopped while no worker trained. Resume from the last checkpoint: --resume {address(job.run)}"
@@ -192,6 +191,12 @@ def _worker(config: dict[str, Any]) -> TrainResult | DistcseError:
     if not announce_worker(config["events"], rank):
         # Returned by all workers, not raised: Ray Train would restart them.
         return RunError("the driver ended before its workers started; resume with --resume")
+    result = _train_on_rank(rank, config)
+    announce_end(config["events"], rank)
+    return result
+
+
+def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
     with importing():
         from distcse.ray_backend.metrics import Queue
         from distcse.student.beside import Beside

@@ -220,6 +220,11 @@ def test_the_driver_knows_whether_its_worker_is_there(cluster: None) -> None:
         ray.get(later.holds.remote())
         channel.relay(Reporter())
         assert channel.idle_s() == 0
+        ray.get(channel.actor.finish.remote(0))
+        ray.kill(later)
+        time.sleep(0.5)
+        channel.relay(Reporter())
+        assert channel.idle_s() == 0  # it has done its work, and is not lost
     finally:
         channel.close()
 
