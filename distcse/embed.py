@@ -67,12 +67,12 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
     from distcse.student.material import read_corpus
-    from distcse.student.roles import with_precisions
+    from distcse.student.roles import with_teacher_precisions
     from distcse.teachers.comparison import compare
 
     with open_view(options.quiet, options.json) as view:
         use_available_cpus()
-        recipe = with_precisions(recipe, Reporter(view.show))
+        recipe = with_teacher_precisions(recipe, Reporter(view.show), in_this_process=True)
         corpus = read_corpus(recipe, Reporter(view.show))
         comparison = compare(
             recipe,

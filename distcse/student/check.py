@@ -20,7 +20,7 @@ from distcse.student.houses import house_of, room_for
 from distcse.student.material import read_corpus, require_vectors
 from distcse.student.model import build_student
 from distcse.student.plan import rows_of
-from distcse.student.roles import with_precisions
+from distcse.student.roles import with_precisions, with_teacher_precisions
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import table_of
 from distcse.teachers.comparison import comparable
@@ -89,7 +89,7 @@ def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
     The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
     """
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, reporter)
+    recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
     for number, teacher in enumerate(recipe.teachers.encoders):
         answers = _asked(recipe, corpus, number)
@@ -110,7 +110,7 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, reporter)
+    recipe = with_teacher_precisions(recipe, reporter, in_this_process=True)
     corpus = read_corpus(recipe, reporter)
     for number in numbers:
         _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))

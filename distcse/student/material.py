@@ -22,7 +22,7 @@ from distcse.storage import fetch, place
 from distcse.student.houses import House, house_of
 from distcse.student.layers import with_chosen_layers
 from distcse.student.plan import Job, Plan
-from distcse.student.roles import with_precisions
+from distcse.student.roles import with_teacher_precisions
 from distcse.teachers.alphas import Alphas
 from distcse.teachers.build import table_of
 from distcse.teachers.graph import graph_checksum, joined_vectors, prepare_graph
@@ -147,7 +147,7 @@ def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | No
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
-    recipe = with_precisions(recipe, reporter)
+    recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
     house, surroundings = house_of(recipe)
     with surroundings:

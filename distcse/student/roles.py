@@ -5,7 +5,7 @@ from __future__ import annotations
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
 from distcse.precision import Role, decide_precisions
-from distcse.ray_backend.node_speeds import cluster_speeds, needs_no_cluster
+from distcse.ray_backend.node_speeds import ClusterSpeeds, cluster_speeds, needs_no_cluster
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers.opening import uses_table
 
@@ -24,6 +24,26 @@ def with_precisions(recipe: Recipe, reporter: Reporter, trial_gpus: float | None
     return recipe if asked == {"fp32"} else decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
 
 
+def with_teacher_precisions(recipe: Recipe, reporter: Reporter, in_this_process: bool = False) -> Recipe:
+    """The same for the teachers alone: an embedding pass trains nothing, and needs no room for training workers.
+
+    Args:
+        recipe: Whose teachers.
+        reporter: As for `with_precisions`.
+        in_this_process: Whether this process asks the teachers, whatever `training.workers` says.
+    """
+    models = _models(recipe)
+    if all(teacher.precision == "fp32" for teacher in models.values()):
+        return recipe
+    if in_this_process or recipe.training.workers == 0:
+        devices = {number: [local_speed()] for number in models}
+    elif needs_no_cluster():
+        devices = {number: [cpu_speed()] for number in models}
+    else:
+        devices = _teacher_devices(recipe, cluster_speeds())
+    return decide_precisions(recipe, _teacher_roles(recipe, devices), reporter.emit)
+
+
 def _roles_of(recipe: Recipe, trial_gpus: float | None) -> list[Role]:
     """Student, teachers and evaluation, with their devices; waits for the cluster where its nodes have to be asked."""
     if trial_gpus is not None:
@@ -40,36 +60,45 @@ def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
 
 def _roles_on_cluster(recipe: Recipe, trial_gpus: float | None = None) -> list[Role]:
     speeds = cluster_speeds()
-    from distcse.ray_backend.nodes import nodes_with
     from distcse.student.beside import beside_demands
     from distcse.student.ray_train import resources_per_worker
-    from distcse.teachers.builders import builder_resources
 
-    section, labels = recipe.teachers, recipe.training.nodes
+    labels = recipe.training.nodes
     if trial_gpus is None:
         student = speeds.of(labels, resources_per_worker(recipe).get("GPU", 0.0))
     else:
         student = speeds.of(None, trial_gpus)
+    beside = [device for demand in beside_demands(recipe) for device in speeds.of(labels, demand.each["GPU"])]
+    return _roles(recipe, student, _teacher_devices(recipe, speeds), [*(beside or student), local_speed()])
+
+
+def _teacher_devices(recipe: Recipe, speeds: ClusterSpeeds) -> dict[int, list[DeviceSpeed]]:
+    """The devices of each teacher's embedding actors; of one that answers live, of its servers."""
+    from distcse.ray_backend.nodes import nodes_with
+    from distcse.teachers.builders import builder_resources
+
+    section = recipe.teachers
     builders = builder_resources(section, nodes_with(section.nodes, "teachers.nodes"))["GPU"]
-    teachers = {
+    return {
         number: speeds.of(section.nodes, builders if uses_table(section, teacher) else section.builder_gpus or 0.0)
         for number, teacher in _models(recipe).items()
     }
-    beside = [device for demand in beside_demands(recipe) for device in speeds.of(labels, demand.each["GPU"])]
-    return _roles(recipe, student, teachers, [*(beside or student), local_speed()])
 
 
 def _roles(
     recipe: Recipe, student: list[DeviceSpeed], teachers: dict[int, list[DeviceSpeed]], evaluation: list[DeviceSpeed]
 ) -> list[Role]:
-    models = _models(recipe)
     return [
         Role("student", "training.precision", recipe.training.precision, student),
-        *(
-            Role(f"teacher {number}", f"teachers.encoders.{number}.precision", models[number].precision, devices)
-            for number, devices in teachers.items()
-        ),
+        *_teacher_roles(recipe, teachers),
         Role("evaluation", "evaluation.precision", recipe.evaluation.precision, evaluation),
+    ]
+
+
+def _teacher_roles(recipe: Recipe, devices: dict[int, list[DeviceSpeed]]) -> list[Role]:
+    return [
+        Role(f"teacher {number}", f"teachers.encoders.{number}.precision", teacher.precision, devices[number])
+        for number, teacher in _models(recipe).items()
     ]
 
 

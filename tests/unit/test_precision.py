@@ -19,8 +19,10 @@ from distcse.errors import RecipeError
 from distcse.events import Event, Note, Reporter, Stage
 from distcse.mutual.roles import with_precisions as with_precisions_of_groups
 from distcse.precision import Role, report_precisions
+from distcse.ray_backend.node_speeds import ClusterSpeeds
+from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
-from distcse.student.roles import with_precisions
+from distcse.student.roles import with_precisions, with_teacher_precisions
 from tests.conftest import ROOT
 
 MakeRecipe = Callable[..., Recipe]
@@ -168,6 +170,23 @@ def test_a_run_in_bf16_is_one_where_the_device_is_fast(
     monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
     recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # as the recipe says
+
+
+def test_an_embedding_pass_asks_for_its_teachers_devices_alone(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster that has no room for the training workers, too: nothing is trained."""
+    recipe = with_values(recipe_with("training.workers=4"), {"teachers.encoders.1.precision": "auto"})
+    nodes = [(Node("teachers", {"CPU": 1.0}, {}), [FAST])]
+    monkeypatch.setattr("distcse.student.roles.needs_no_cluster", lambda: False)
+    monkeypatch.setattr("distcse.student.roles.cluster_speeds", lambda: ClusterSpeeds(nodes))
+    monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: [node for node, _ in nodes])
+    seen: list[Event] = []
+    decided = with_teacher_precisions(recipe, Reporter(seen.append))
+    assert [teacher.precision for teacher in decided.teachers.encoders] == ["fp32", "bf16"]
+    assert [event.note for event in seen if isinstance(event, Stage)] == [
+        "fp32: teacher 0; bf16: teacher 1 (Xeon (AMX): bf16 products 6x as fast as fp32)"
+    ]
 
 
 def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any) -> None:
