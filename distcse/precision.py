@@ -31,7 +31,7 @@ class Role:
         """What was asked for; where that is `auto`, bf16 if every device is fast at it, else fp32."""
         if self.asked != "auto":
             return self.asked
-        return "bf16" if self.devices and all(device.is_fast_at("bf16") for device in self.devices) else "fp32"
+        return "bf16" if self.devices and all(device.precision == "bf16" for device in self.devices) else "fp32"
 
     @property
     def no_gain_on(self) -> list[DeviceSpeed]:

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from distcse.device import HALF_PRECISIONS
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """What to enter for `fp32`, or for `bf16` or `fp16` autocast."""
-    return torch.autocast(device.type, _HALF[precision]) if precision in _HALF else nullcontext()
+    return torch.autocast(device.type, HALF_PRECISIONS[precision]) if precision in HALF_PRECISIONS else nullcontext()
 
 
 def held_as(precision: str, device: str) -> torch.dtype:
@@ -20,4 +20,4 @@ def held_as(precision: str, device: str) -> torch.dtype:
     On a GPU that of the products: half the memory, and nothing is cast. On a CPU float32, which `lay_out` brings into the
     kind and order of its kernels.
     """
-    return torch.float32 if device == "cpu" else _HALF.get(precision, torch.float32)
+    return torch.float32 if device == "cpu" else HALF_PRECISIONS.get(precision, torch.float32)

@@ -104,7 +104,7 @@ class Lease:
 
         Args:
             folder: Where; it exists.
-            watch: Told of what is waited for.
+            reporter: Receives a note of what is waited for.
             waits_for: What somebody who works there does that is worth waiting for; None refuses at once.
 
         Raises:
