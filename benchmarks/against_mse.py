@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import Protocol, StsTask, VectorModel, collect, labelled_dev, sts_score
-from distcse.events import DevScore, Event, Reporter, Stage
+from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, labelled_dev, sts_score
+from distcse.events import DevScore, Event, Reporter, StageProgress
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 
@@ -33,7 +33,7 @@ SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 
 def main() -> None:
     options = parse()
-    tasks = collect(options.data, ["sts"], [], Protocol()).tasks
+    tasks = collect(options.data, ["sts"], [], EvalConfig()).tasks
     sets = {task.name: task.pairs for task in tasks if isinstance(task, StsTask) and task.name in SETS}
     rows: dict[str, list[dict[str, float]]] = {}
 
@@ -106,8 +106,8 @@ def distil(
             f"training.epochs={options.epochs}",
             f"training.precision={options.precision}",
             f"evaluation.data={options.data}",
-            "evaluation.every=65",
-            "evaluation.final=[]",
+            "evaluation.eval_steps=65",
+            "evaluation.final_suites=[]",
             "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *(overrides or options.override),
@@ -115,7 +115,7 @@ def distil(
     )
 
     def show(event: Event) -> None:
-        if isinstance(event, DevScore) or (isinstance(event, Stage) and event.finished):
+        if isinstance(event, DevScore) or (isinstance(event, StageProgress) and event.finished):
             print("  ", name, event, flush=True)
 
     return run(recipe, Reporter(show)).directory.model

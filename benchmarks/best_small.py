@@ -27,10 +27,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import Protocol, Tasks, candidate_of, collect, evaluate, labelled_dev
-from distcse.evaluation.exposure import Exposure
-from distcse.events import DevScore, Event, Reporter, Stage
-from distcse.files import put
+from distcse.evaluation import EvalConfig, Tasks, candidate_of, collect, evaluate, labelled_dev
+from distcse.evaluation.exposure import Contamination
+from distcse.events import DevScore, Event, Reporter, StageProgress
+from distcse.files import write_text_atomic
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 from distcse.trainer.allocator import FAST
@@ -60,8 +60,8 @@ PAPER = (
 )
 LIST_NET = (*PAPER, "training.lr=3e-5", "objective.rank={form: list_net, tau2: 0.025, tau3: 0.0125}")
 LIST_MLE = (*PAPER, "objective.rank={form: list_mle, tau2: 0.05}")
-FALSE_NEGATIVES = "objective.info_nce.false_negatives={above: 0.9, form: %s}"
-CHOSEN = ("student.layers=auto", "student.depth=3")
+FALSE_NEGATIVES = "objective.info_nce.false_negatives={threshold: 0.9, form: %s}"
+CHOSEN = ("student.layers=auto", "student.num_layers=3")
 
 ROWS: dict[str, tuple[str, ...]] = {
     "RankCSE-ListNet, as published": (*LIST_NET, "TWO"),
@@ -72,20 +72,24 @@ ROWS: dict[str, tuple[str, ...]] = {
     "lists alone, sharp": (),
     "vectors alone": VECTORS,
     "vectors and lists": LISTS_TOO,
-    "vectors and lists, neighbours in batches": (*LISTS_TOO, "training.neighbours={companions: 3}"),
-    "vectors and lists, a queue of 16 batches": (*LISTS_TOO, "objective.rank.memory={batches: 16}"),
-    "vectors and lists, 1,024 landmarks": (*LISTS_TOO, "objective.rank.memory={batches: 0, landmarks: 1024}"),
+    "vectors and lists, neighbours in batches": (*LISTS_TOO, "training.neighbor_batching={per_anchor: 3}"),
+    "vectors and lists, a queue of 16 batches": (*LISTS_TOO, "objective.rank.queue={num_batches: 16}"),
+    "vectors and lists, 1,024 landmarks": (*LISTS_TOO, "objective.rank.queue={num_batches: 0, num_anchors: 1024}"),
     "vectors of two teachers, joined": (*VECTORS, "TWO"),
     "vectors and lists of two teachers": (*LISTS_TOO, "TWO"),
-    "vectors and lists of two teachers, trust": (*LISTS_TOO, "TWO", "teachers.trust=0.5"),
+    "vectors and lists of two teachers, trust": (*LISTS_TOO, "TWO", "teachers.disagreement_scale=0.5"),
     "vectors, layers: auto": (*VECTORS, *CHOSEN),
-    "vectors, layers: auto, a fifth of the start": (*VECTORS, *CHOSEN, "student.start_share=0.2"),
+    "vectors, layers: auto, a fifth of the start": (*VECTORS, *CHOSEN, "student.init_weight_mix=0.2"),
     "vectors, layers 1, 3, 5": (*VECTORS, "student.layers=[1, 3, 5]"),
-    "vectors, layers 1, 3, 5, a fifth of the start": (*VECTORS, "student.layers=[1, 3, 5]", "student.start_share=0.2"),
-    "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.word_dimension=128"),
+    "vectors, layers 1, 3, 5, a fifth of the start": (
+        *VECTORS,
+        "student.layers=[1, 3, 5]",
+        "student.init_weight_mix=0.2",
+    ),
+    "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.embedding_size=128"),
     "vectors and lists, layers 1, 3, 5": (*LISTS_TOO, "student.layers=[1, 3, 5]"),
     "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
-    "two layers (2, 5), a fifth of the start": (*VECTORS, "student.layers=[2, 5]", "student.start_share=0.2"),
+    "two layers (2, 5), a fifth of the start": (*VECTORS, "student.layers=[2, 5]", "student.init_weight_mix=0.2"),
 }
 """Overrides of `minilm-3layer`; TWO stands for the second teacher."""
 
@@ -157,7 +161,7 @@ class Book:
             with FileLock(self._claims / "book"):
                 rows = self._rows()
                 rows.setdefault(name, {})[str(seed)] = figures
-                put(self._file, json.dumps(rows, indent=1))
+                write_text_atomic(self._file, json.dumps(rows, indent=1))
             print(name, seed, {key: round(value, 2) for key, value in figures.items()}, flush=True)
         finally:
             lease.release()
@@ -171,7 +175,7 @@ class Book:
         _, end, after = rest.partition(END)
         if not begin or not end:
             raise ValueError(f"{page} has no place for the table; write {BEGIN} and {END} into it")
-        put(page, f"{before}{BEGIN}\n{self.table()}\n{END}{after}")
+        write_text_atomic(page, f"{before}{BEGIN}\n{self.table()}\n{END}{after}")
 
     def table(self) -> str:
         """Mean and standard deviation over seeds, as Markdown, by the STS average."""
@@ -197,14 +201,14 @@ def _spread(values: list[float]) -> str:
 
 
 def chosen_tasks(data: Path) -> Tasks:
-    everything = collect(data, ["sts", "transfer", "retrieval"], [], Protocol("all", "fast"))
+    everything = collect(data, ["sts", "transfer", "retrieval"], [], EvalConfig("all", "fast"))
     wanted = [t for t in everything.tasks if t.suite == "retrieval" or t.name in (*STS, *TRANSFER)]
     return Tasks(wanted, everything.missing, everything.warnings)
 
 
 def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
     """Test figures of a model: five STS sets, four transfer tasks (fast), recall@1 of paraphrases."""
-    found = evaluate([candidate_of("model", "", model, Exposure({}))], tasks)
+    found = evaluate([candidate_of("model", "", model, Contamination({}))], tasks)
     figures = {
         suite: {
             s.set: s.values["model"] for s in found.scores if (s.suite, s.measure, s.average) == (suite, measure, False)
@@ -231,7 +235,7 @@ def distil(
     if "TWO" in overrides:
         with FileLock(options.runs / "claims" / "second-teacher"):
             if not (second / "config.json").exists():
-                four = (*VECTORS, "student.layers=auto", "student.depth=4")
+                four = (*VECTORS, "student.layers=auto", "student.num_layers=4")
                 distil(options, "second teacher", 0, four, second)[0].save(second)
         teachers.append(str(second))
     encoders = ", ".join(
@@ -249,11 +253,11 @@ def distil(
             f"teachers.encoders=[{encoders}]",
             "training.precision=bf16",
             "training.workers=0",
-            "training.engine=plain",
+            "training.engine=torch",
             "training.log_every=200",
             f"evaluation.data={options.data}",
-            f"evaluation.every={-(-options.sentences // BATCH // LOOKS)}",
-            "evaluation.final=[]",
+            f"evaluation.eval_steps={-(-options.sentences // BATCH // LOOKS)}",
+            "evaluation.final_suites=[]",
             "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *ours,
@@ -261,7 +265,7 @@ def distil(
     )
 
     def show(event: Event) -> None:
-        if isinstance(event, DevScore) or (isinstance(event, Stage) and event.finished):
+        if isinstance(event, DevScore) or (isinstance(event, StageProgress) and event.finished):
             print("  ", name, seed, event, flush=True)
 
     done = run(recipe, Reporter(show))
@@ -345,7 +349,7 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     (table,) = embed_corpus(recipe, Reporter())
     assert table is not None
     read = read_corpus(recipe, Reporter())
-    rows, _ = split_held_out(len(read), recipe.evaluation.held_out, recipe.seed)
+    rows, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)
     return read.texts(rows), np.asarray(table.vectors(rows)).tolist()
 
 

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.teachers.ensemble import ListSource
+from distcse.teachers.ensemble import TeacherClient
 
 
 class NumbersRead(TorchDispatchMode):
@@ -97,9 +97,9 @@ def passes_of(encoder: nn.Module | None = None) -> Iterator[Passes]:
 
 
 class CountedSource:
-    """A `ListSource` that counts what is asked of it: each request is one remote call where the teacher is an actor."""
+    """A `TeacherClient` that counts what is asked of it: each request is one remote call where the teacher is an actor."""
 
-    def __init__(self, source: ListSource) -> None:
+    def __init__(self, source: TeacherClient) -> None:
         self._source = source
         self.requests: list[int] = []
         """Steps of each block."""

@@ -49,7 +49,7 @@ from distcse.encoder import Encoder, build_projection
 from distcse.encoder.batching import by_length
 from distcse.encoder.loading import load_backbone
 from distcse.encoder.precision import arithmetic, held_as
-from distcse.objectives import Taught, build_objective, gather_views, jensen_shannon, list_net, mix_lists
+from distcse.objectives import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.objectives import list_mle as our_list_mle
 from distcse.ranks import DeviceRankSpace, pair_similarities
 from distcse.ranks.device import counted_ranks, products, sorted_ranks
@@ -196,9 +196,9 @@ class Student:
         batch = Batch([(Tokens(*tokens), 8 * step + number) for number, tokens in enumerate(streams)])
         here = step % 8
         lists = self.taught(slice(here * len(ids), (here + 1) * len(ids))) if self.taught else None
-        return StepInputs(batch, Taught(lists))
+        return StepInputs(batch, TeacherOutputs(lists))
 
-    def compute_loss(self, inputs: Taught, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute_loss(self, inputs: TeacherOutputs, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """See `TrainingTask`."""
         return self.objective(gather_views(output.z1, output.z2), inputs)
 

@@ -32,11 +32,11 @@ from benchmarks.memory import MIB, Course, MemoryWatch
 from benchmarks.protocol import machine
 from distcse.corpus import BatchSampler, Corpus
 from distcse.events import Reporter
-from distcse.files import put
+from distcse.files import write_text_atomic
 from distcse.objectives import mix_lists
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
-from distcse.teachers.alphas import Alphas
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.build import table_of
 from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
@@ -76,7 +76,7 @@ class Load:
         """The teachers as a recipe would say it. Their tables are whole, so that none of them is ever asked to embed."""
         nobody = EndpointSection(url="http://127.0.0.1:9/v1")
         encoders = [TeacherSection(backbone=f"load-{n}", endpoint=nobody, alpha=n + 1) for n in range(self.teachers)]
-        return TeachersSection(encoders=encoders, servers=self.servers, block_steps=self.block_steps)
+        return TeachersSection(encoders=encoders, num_servers=self.servers, prefetch_steps=self.block_steps)
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class Trial:
     """
 
     def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
-        from distcse.teachers.actors import servers_beside, use_assigned_threads
+        from distcse.teachers.actors import co_located_servers, use_assigned_threads
 
         use_assigned_threads()
         self._load, self._tables, self._number = load, tables, number
         self._name = f"load-{number}"
-        self._mine = servers_beside(servers, load.section, self._name, 0)
+        self._mine = co_located_servers(servers, load.section, self._name, 0)
         self._corpus = Corpus.open(corpus)
 
     def ready(self) -> None:
@@ -132,7 +132,7 @@ class Trial:
     def learn(self) -> Asked:
         """Ask for the lists of all steps, one after the other."""
         from distcse.ray_backend.metrics import Queue
-        from distcse.teachers.actors import RemoteSource
+        from distcse.teachers.actors import RemoteTeacherClient
 
         load = self._load
         clocks = [Clock() for _ in self._mine]
@@ -142,16 +142,16 @@ class Trial:
             queues[teacher].track(answer)
             clocks[teacher].track(answer)
 
-        sources = [RemoteSource(server, partial(asked, number)) for number, server in self._mine.items()]
+        sources = [RemoteTeacherClient(server, partial(asked, number)) for number, server in self._mine.items()]
         sampler = BatchSampler(load.rows, load.batch, seed=self._number)
-        weights = Alphas(load.section.encoders, self._corpus).of
+        weights = TeacherWeights(load.section.encoders, self._corpus).of
         rows, steps, ends = slice(0, load.batch), range(load.steps), time.monotonic() + load.seconds
         ensemble = TeacherEnsemble(sources, weights, sampler.block, rows, steps, load.block_steps)
         differences = []
         for step in steps:
             if time.monotonic() > ends:
                 raise TimeoutError(f"trial {self._number} had {step} of {load.steps} steps after {load.seconds:.0f} s")
-            lists = ensemble.taught(step).lists
+            lists = ensemble.teacher_outputs(step).similarities
             if step % load.block_steps == 0:
                 own = mix_lists(self._own(sampler.batch(step)), weights(sampler.batch(step)))
                 assert lists is not None
@@ -170,7 +170,7 @@ def prepared(load: Load, cache: Path) -> tuple[Corpus, list[EmbeddingTable]]:
     """A corpus of numbered sentences and its teachers' tables; what an earlier call wrote is used again."""
     file = cache / f"{load.rows}.txt"
     if not file.exists():
-        put(file, "".join(f"sentence {row}\n" for row in range(load.rows)))
+        write_text_atomic(file, "".join(f"sentence {row}\n" for row in range(load.rows)))
     corpus = Corpus.prepare(CorpusSection(path=str(file)), cache)
     section = load.section
     tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in section.encoders]
@@ -354,7 +354,7 @@ def main() -> None:
     with cluster():
         report = measured(Load(rows=options.rows, requests=options.requests), options.cache.resolve()).report()
     print("\n".join(lines_of(report)))
-    put(options.out, json.dumps(report, indent=1) + "\n")
+    write_text_atomic(options.out, json.dumps(report, indent=1) + "\n")
     print(f"written: {options.out}")
     sys.exit(1 if report["not as promised"] else 0)
 

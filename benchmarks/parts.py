@@ -47,7 +47,7 @@ from benchmarks.protocol import (
 )
 from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
 from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
-from distcse.student.plan import Job
+from distcse.student.plan import TrainSpec
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 
 
@@ -110,7 +110,7 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
     student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
     file = wiki_file(options.data)
 
-    def job(name: str, length: int, small: bool = False, **training: Any) -> Job:
+    def job(name: str, length: int, small: bool = False, **training: Any) -> TrainSpec:
         model = {"max_length": 16, **({} if options.quick else {"layers": [1, 3, 5]})} if small else {}
         told = {"student": model, "training": training}
         return prepared(list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, **told))[0]
@@ -147,7 +147,7 @@ def settled(step: OurStep) -> Sampler:
     return sample
 
 
-def _held(job: Job) -> int:
+def _held(job: TrainSpec) -> int:
     """Most bytes that two steps hold beyond the imports."""
     torch.set_num_threads(1)
     importlib.import_module("transformers.models.bert.modeling_bert")

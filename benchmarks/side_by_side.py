@@ -26,10 +26,10 @@ import yaml
 import distcse.mutual.run as runs
 from benchmarks.simulator import PhaseTimes
 from distcse.events import Reporter
-from distcse.mutual.group import Group, InTurns
+from distcse.mutual.group import Group, SerializedGroup
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Bench, Trained
+from distcse.mutual.work import GroupContext, PhaseResult
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
 
@@ -102,7 +102,7 @@ class Clocked:
         if self._ahead:
             self._group.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
         with self._noted(phase):
             return self._group.train(phase, labels)
 
@@ -128,12 +128,12 @@ def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
 
     @contextmanager
     def groups(
-        recipe: MutualRecipe, benches: list[Bench], reporter: Reporter
+        recipe: MutualRecipe, benches: list[GroupContext], reporter: Reporter
     ) -> Iterator[tuple[list[Group], Reporter]]:
         turn = threading.Lock()
         with whole(recipe, benches, reporter) as (found, heard):
             clocked: list[Group] = [Clocked(group, worked, ahead=not in_turns) for group in found]
-            yield ([InTurns(group, turn) for group in clocked] if in_turns else clocked), heard
+            yield ([SerializedGroup(group, turn) for group in clocked] if in_turns else clocked), heard
 
     runs._groups = groups
     try:
@@ -153,7 +153,7 @@ def recipe_of(data: Path, folder: Path, pairs: int, epochs: int = 4) -> MutualRe
         "bi": {"epochs": epochs, "precision": "fp32"},
         "cross": {"both_orders": False, "precision": "fp32"},
         "mutual": {"cycles": 1, "precision": "fp32"},
-        "evaluation": {"data": str(data.absolute()), "dev": "none", "final": [], "precision": "fp32"},
+        "evaluation": {"data": str(data.absolute()), "dev": "none", "final_suites": [], "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     file = folder / "recipe.yaml"

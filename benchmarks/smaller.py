@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.material import MINILM, sentences
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
+from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
 
 SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 DIMENSIONS = (256, 128, 64)
@@ -35,7 +35,7 @@ Encode = Callable[[Sequence[str]], NDArray[np.float32]]
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    tasks = collect(options.data, ["sts"], [], Protocol()).tasks
+    tasks = collect(options.data, ["sts"], [], EvalConfig()).tasks
     sets = [task.pairs for task in tasks if isinstance(task, StsTask) and task.name in SETS]
     texts = list(dict.fromkeys(text for pairs in sets for text in pairs.unique))
     wiki = sentences(options.data, AXES_OF)

@@ -45,7 +45,7 @@ DEADLINE = 10
 _ENDS_AFTER = 900
 """Seconds after which a round has failed, whatever it waits for."""
 _GOES_ON = re.compile(r"goes on after step ([\d,]+) of")
-_TITLES = {"worker": "RayTrainWorker", "server": "TeacherServer", "builder": "ShardBuilder", "node": "RayTrainWorker"}
+_TITLES = {"worker": "RayTrainWorker", "server": "TeacherServer", "builder": "EmbeddingActor", "node": "RayTrainWorker"}
 
 
 @dataclass
@@ -157,13 +157,13 @@ class Soak:
             self._models[0],
             self._models[1:],
             list(self._lines),
-            f"training={{batch_size: 32, max_steps: {STEPS}, lr: 0.001, log_every: 1, engine: plain, workers: {workers}, "
-            "dropout_streams: 2, cpus_per_worker: 1.0, nodes: {role: work}}",
-            f"evaluation={{held_out: 32, every: {EVERY}, final: []}}",
+            f"training={{batch_size: 32, max_steps: {STEPS}, lr: 0.001, log_every: 1, engine: torch, workers: {workers}, "
+            "dropout_rng_streams: 2, cpus_per_worker: 1.0, node_labels: {role: work}}",
+            f"evaluation={{num_heldout: 32, eval_steps: {EVERY}, final: []}}",
             f"teachers.shard_rows={SHARD}",
-            f"teachers.deadline={DEADLINE}",
-            "teachers.builders=1",
-            "teachers.nodes={role: work}",
+            f"teachers.heartbeat_timeout_s={DEADLINE}",
+            "teachers.embedding_workers=1",
+            "teachers.node_labels={role: work}",
             f"storage.cache={cache}",
         )
         file = place / "soak.yaml"

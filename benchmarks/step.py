@@ -35,7 +35,7 @@ from distcse.corpus import Corpus
 from distcse.encoder import resolve_model
 from distcse.encoder.layers import layers_of
 from distcse.evaluation import VectorModel, labelled_dev, read_table
-from distcse.objectives import Taught, gather_views, mix_lists
+from distcse.objectives import TeacherOutputs, gather_views, mix_lists
 from distcse.recipe import Recipe
 
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
@@ -261,7 +261,7 @@ def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
 
     def lists_and_losses() -> None:
         lists = torch.stack([torch.from_numpy(teacher.similarities(columns, slice(None))[0]) for teacher in teachers])
-        loss, _ = distilled.task._objective(gather_views(z1, z2), Taught(mix_lists(lists, weights)))
+        loss, _ = distilled.task._objective(gather_views(z1, z2), TeacherOutputs(mix_lists(lists, weights)))
         torch.autograd.grad(loss, (z1, z2))
 
     def info_nce() -> None:
@@ -297,7 +297,7 @@ class DevEvaluations:
         self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))
 
     def ours(self) -> None:
-        """As `DevSet` scores: different sentences once."""
+        """As `DevMetric` scores: different sentences once."""
         self._encoder.eval()
         VectorModel(self._encoder.encode).prepare(self._texts)
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.material import OurStep
 from benchmarks.protocol import Duration
 from distcse.recipe import Recipe
-from distcse.student.plan import Job
+from distcse.student.plan import TrainSpec
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Told:
 
     address: tuple[str, int]
     key: bytes
-    job: Job
+    job: TrainSpec
     training: dict[str, Any]
     """Changes to the recipe's training section, such as the engine."""
     reports: bool = False
@@ -41,7 +41,7 @@ def stepping(told: Told) -> None:
     torch.set_num_threads(1)
     recipe: Recipe = told.job.recipe
     changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=told.training)})
-    step = OurStep(Job(changed, told.job.run, told.job.corpus, told.job.tokens), [])
+    step = OurStep(TrainSpec(changed, told.job.run, told.job.corpus, told.job.tokens), [])
     with Client(told.address, authkey=told.key) as asking:
         asking.send("ready")
         while (steps := asking.recv()) > 0:
@@ -86,7 +86,7 @@ class Stepper:
 
 
 @contextmanager
-def bare(job: Job, **training: Any) -> Iterator[Stepper]:
+def bare(job: TrainSpec, **training: Any) -> Iterator[Stepper]:
     """A plain process."""
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
         told = Told(listener.address, _KEY, job, training)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def bare(job: Job, **training: Any) -> Iterator[Stepper]:
 
 
 @contextmanager
-def ray_worker(job: Job, storage: Path) -> Iterator[Stepper]:
+def ray_worker(job: TrainSpec, storage: Path) -> Iterator[Stepper]:
     """A worker of a `TorchTrainer` as distcse starts it; wants a cluster."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer

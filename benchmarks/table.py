@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.protocol import Figure, Report, judged, read_reports
 from benchmarks.targets import ROWS, Part, Row, part_of
-from distcse.files import put
+from distcse.files import write_text_atomic
 
 BEGIN, END = "<!-- rows: written by python -m benchmarks.table -->", "<!-- end of rows -->"
 README = Path(__file__).parent / "README.md"
@@ -59,7 +59,7 @@ def write_readme(reports: Iterable[Report], file: Path = README) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{file} has no place for the table; write {BEGIN} and {END} into it")
-    put(file, f"{before}{BEGIN}\n{rows_table(reports)}\n{END}{after}")
+    write_text_atomic(file, f"{before}{BEGIN}\n{rows_table(reports)}\n{END}{after}")
 
 
 def target(part: Part) -> str:

@@ -49,7 +49,7 @@ from benchmarks.protocol import (
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder, resolve_model
 from distcse.encoder.batching import by_length
-from distcse.encoder.laid_out import lay_out
+from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.objectives import list_mle
 from distcse.planning.probe import anonymous_bytes
@@ -207,7 +207,7 @@ def encoding(texts: list[str], effort: Effort) -> list[Figure]:
     ours, least = {}, {}
     for precision in fast_precisions():
         ours[precision] = Encoder.load(MINILM, max_length=32).eval()
-        lay_out(ours[precision], precision)
+        use_mkldnn_linear(ours[precision], precision)
         mine = ours[precision].encode(texts, normalize=True, precision=precision)
         least[precision] = float((mine * reference).sum(axis=1).min())
     told = ", ".join(f"{precision} {cosine:.6f}" for precision, cosine in least.items())
@@ -265,7 +265,7 @@ def _held(model: str) -> tuple[int, int]:
     before = psutil.Process().memory_info().rss
     encoder = Encoder.load(model, pooling="mean", max_length=32).eval()
     weights = sum(p.numel() * p.element_size() for p in encoder.parameters())
-    lay_out(encoder)
+    use_mkldnn_linear(encoder)
     encoder.encode(["A sentence of a few words."] * 8)
     release_memory()
     return psutil.Process().memory_info().rss - before, weights

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.encoder import Encoder
-from distcse.evaluation import Protocol, VectorModel, collect
+from distcse.evaluation import EvalConfig, VectorModel, collect
 from distcse.evaluation.logistic import SEED, Problem, Schedule, fit
 from distcse.evaluation.transfer import STRENGTHS, TransferTask, folds
 
@@ -90,7 +90,7 @@ def main() -> None:
 
     model = VectorModel.of(Encoder.load(MODEL))
     totals = {"batched": 0.0, "one by one": 0.0}
-    for task in collect(options.data, ["transfer"], [], Protocol()).tasks:
+    for task in collect(options.data, ["transfer"], [], EvalConfig()).tasks:
         if isinstance(task, TransferTask) and task.name in options.sets.split(","):
             for name, seconds in compare(task, model, options).items():
                 totals[name] += seconds

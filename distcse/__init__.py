@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distcse.encoder import CrossEncoder, Encoder
     from distcse.errors import DistcseError
-    from distcse.evaluation import Reading
+    from distcse.evaluation import LoadOptions
     from distcse.measuring import Measured, measure
     from distcse.ranks import RankSpaceEncoder
     from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
@@ -32,7 +32,7 @@ _HOME = {
     "Measured": "distcse.measuring",
     "MutualRecipe": "distcse.recipe",
     "RankSpaceEncoder": "distcse.ranks",
-    "Reading": "distcse.evaluation",
+    "LoadOptions": "distcse.evaluation",
     "Recipe": "distcse.recipe",
     "Run": "distcse.running",
     "measure": "distcse.measuring",
@@ -49,10 +49,10 @@ __all__ = [
     "CrossEncoder",
     "DistcseError",
     "Encoder",
+    "LoadOptions",
     "Measured",
     "MutualRecipe",
     "RankSpaceEncoder",
-    "Reading",
     "Recipe",
     "Run",
     "__version__",

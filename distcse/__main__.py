@@ -9,7 +9,7 @@ from importlib import import_module
 
 from distcse import __version__
 from distcse.command import exit_status
-from distcse.errors import RecipeError
+from distcse.errors import CommandDependencyError, CommandLineError
 
 COMMANDS = {
     "train": "train a student from a recipe, or resume a run",
@@ -51,7 +51,7 @@ def _refuse(name: str) -> int:
     from distcse.recipe.complaints import nearest  # pydantic takes 0.3 s to import; --version does not need it
 
     known = [*COMMANDS, _COMPLETION]
-    raise RecipeError(f"no command {name!r}{nearest(name, known) or '; commands: ' + ', '.join(known)}")
+    raise CommandLineError(f"no command {name!r}{nearest(name, known) or '; commands: ' + ', '.join(known)}")
 
 
 def _complete(shell: str) -> int:
@@ -61,7 +61,7 @@ def _complete(shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        raise RecipeError('completion needs the package shtab; pip install "distcse[completion]"') from None
+        raise CommandDependencyError('completion needs the package shtab; pip install "distcse[completion]"') from None
     whole = argparse.ArgumentParser(prog="distcse")
     commands = whole.add_subparsers()
     for name, about in COMMANDS.items():

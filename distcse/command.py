@@ -45,11 +45,15 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
     try:
         return work()
     except DistcseError as mistake:
-        sys.stderr.write(f"distcse: {mistake}\n")
+        sys.stderr.write(f"distcse: {mistake.coded_message}\n")
         if as_json:
-            sys.stdout.write(
-                json.dumps({"event": "Error", "kind": type(mistake).__name__, "message": str(mistake)}) + "\n"
-            )
+            told = {
+                "event": "Error",
+                "code": mistake.code,
+                "kind": type(mistake).__name__,
+                "message": str(mistake),
+            }
+            sys.stdout.write(json.dumps(told) + "\n")
         if isinstance(mistake, StoppedEarlyError):
             return INTERRUPTED
         return 2 if isinstance(mistake, RecipeError) else 1
@@ -64,7 +68,7 @@ class StopOnSignal:
     def __init__(self) -> None:
         self._wished = False
 
-    def wished(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal has come."""
         return self._wished
 

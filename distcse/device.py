@@ -57,7 +57,7 @@ class DeviceSpeed:
         return f"{self.name}: {'has' if precision in self.native else 'no'} {precision} units"
 
 
-def device_here() -> str:
+def default_device() -> str:
     """`cuda` where this process sees a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -74,7 +74,7 @@ def use_available_cpus() -> None:
 
 def local_speed() -> DeviceSpeed:
     """The speed of the device that models of this process run on."""
-    return speed_of(device_here())
+    return speed_of(default_device())
 
 
 def speed_of(device: str) -> DeviceSpeed:
@@ -100,7 +100,7 @@ def gpu_speed(number: int) -> DeviceSpeed:
     return DeviceSpeed(torch.cuda.get_device_name(number), "gpu", frozenset(native), {})
 
 
-def sent(numbers: Tensor, device: torch.device | str) -> Tensor:
+def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device; on its way to a GPU the host does not wait.
 
     A plain copy of pageable memory makes the host wait for all work queued on the GPU. A copy of page-locked memory does not, and

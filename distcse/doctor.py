@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distcse.command import exit_status
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe
-from distcse.storage import place
+from distcse.storage import resolve_path
 
 if TYPE_CHECKING:
     from distcse.health.check import Check
@@ -66,7 +66,7 @@ def _storage(recipe: Recipe | MutualRecipe | None) -> tuple[Path, Path]:
 
     section = StorageSection() if recipe is None else recipe.storage
     cache = os.environ.get("DISTCSE_CACHE", section.cache) if recipe is None else section.cache
-    return place(section.runs).expanduser().absolute(), place(cache).expanduser().absolute()
+    return resolve_path(section.runs).expanduser().absolute(), resolve_path(cache).expanduser().absolute()
 
 
 def build_parser() -> argparse.ArgumentParser:

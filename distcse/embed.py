@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status
-from distcse.importing import importing
+from distcse.importing import gc_paused
 from distcse.recipe import Recipe, load_recipe
-from distcse.storage import address
+from distcse.storage import to_uri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def _main(options: argparse.Namespace) -> int:
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
-    with importing():
+    with gc_paused():
         from distcse.events import Reporter
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_json, print_lines
@@ -36,7 +36,7 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json) as view:
         tables = embed_corpus(recipe, Reporter(view.show))
-    folders = [None if table is None else address(table.directory) for table in tables]
+    folders = [None if table is None else to_uri(table.directory) for table in tables]
     if options.json:
         print_json([{"event": "Finished", "tables": folders}])
     else:
@@ -63,7 +63,7 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.device import use_available_cpus
-    from distcse.events import Reporter, Stage
+    from distcse.events import Reporter, StageProgress
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
     from distcse.student.material import read_corpus
@@ -78,7 +78,7 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
             recipe,
             corpus,
             options.sentences,
-            lambda number, done: view.show(Stage(f"teacher {number}", done, done, "sentences", finished=True)),
+            lambda number, done: view.show(StageProgress(f"teacher {number}", done, done, "sentences", finished=True)),
         )
     if options.json:
         print_json([{"event": "Agreement", **asdict(comparison)}])

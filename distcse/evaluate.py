@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distcse.command import STATUSES, add_output_options, exit_status
-from distcse.errors import EvaluationError
-from distcse.importing import importing
-from distcse.storage import address, place, refuse_job_copy
+from distcse.errors import EvaluationResultError
+from distcse.importing import gc_paused
+from distcse.storage import refuse_job_copy, resolve_path, to_uri
 
 if TYPE_CHECKING:
-    from distcse.evaluation import Reading
+    from distcse.evaluation import LoadOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,21 +26,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     for option, folder in (("--out", options.out), ("--mteb", options.mteb)):
         if folder is not None:
-            refuse_job_copy(option, place(folder), f"write {option} /shared/report")
+            refuse_job_copy(option, resolve_path(folder), f"write {option} /shared/report")
     # Torch and transformers take seconds to import; --help does not wait for them.
-    with importing():
-        from distcse.device import device_here
-        from distcse.evaluation import Reading
+    with gc_paused():
+        from distcse.device import default_device
+        from distcse.evaluation import LoadOptions
         from distcse.measuring import measure
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
 
     if options.out is not None and not options.dry_run:
-        _make(place(options.out))
-    reading = Reading(
+        _make(resolve_path(options.out))
+    reading = LoadOptions(
         pooling=options.pooling,
         max_length=options.max_length,
-        device=options.device or device_here(),
+        device=options.device or default_device(),
         precision=options.precision,
         trust_remote_code=options.trust_remote_code,
         prompt=options.prompt,
@@ -68,13 +68,13 @@ def _main(options: argparse.Namespace) -> int:
     written = [options.mteb / "results"] if options.mteb is not None else []
     written += measured.write(options.out) if options.out is not None else []
     if options.json:
-        print_json([{"event": "Finished", "written": [address(file) for file in written]}])
+        print_json([{"event": "Finished", "written": [to_uri(file) for file in written]}])
     else:
-        print_lines(["", *(f"written {address(file)}" for file in written)] if written else [])
+        print_lines(["", *(f"written {to_uri(file)}" for file in written)] if written else [])
     return 0
 
 
-def _check(options: argparse.Namespace, reading: Reading) -> int:
+def _check(options: argparse.Namespace, reading: LoadOptions) -> int:
     """`--dry-run`."""
     from distcse.measuring import check_measurement
     from distcse.report.progress import open_view
@@ -102,7 +102,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        raise EvaluationError(f"cannot write to {folder}: {refused.strerror}") from None
+        raise EvaluationResultError(f"cannot write to {folder}: {refused.strerror}") from None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageProgress:
     """A part of the run: begun with `done == 0`, over when `done == total` (or when `finished` says so)."""
 
     name: str
@@ -25,7 +25,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepReport:
     """The student's progress: means over the steps since the last report."""
 
     step: int
@@ -49,12 +49,12 @@ class DevScore:
     score: float
     best: float
     best_step: int
-    stood: float = 0.0
+    is_kept: float = 0.0
     """Seconds that the training stood still for it."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint is whole."""
 
     step: int
@@ -62,7 +62,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Note:
+class LogMessage:
     """One line a person should read."""
 
     text: str
@@ -70,7 +70,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Doing:
+class GroupActivity:
     """What a group of a mutual distillation has begun to do."""
 
     phase: str
@@ -83,7 +83,7 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class TrialNews:
+class TrialUpdate:
     """Where a trial of a sweep stands."""
 
     trial: str
@@ -100,25 +100,25 @@ class TrialNews:
     """What a trial that diverged or failed said."""
 
 
-Told = Stage | Steps | DevScore | Saved | Note | Doing | TrialNews
+RunEvent = StageProgress | StepReport | DevScore | CheckpointSaved | LogMessage | GroupActivity | TrialUpdate
 
 
 @dataclass(frozen=True)
-class InGroup:
+class GroupEvent:
     """An event of one group of several that work side by side."""
 
     group: str
-    event: Told
+    event: RunEvent
 
 
-Event = Told | InGroup
+Event = RunEvent | GroupEvent
 Listener = Callable[[Event], None]
 
 
 def as_line(event: Event) -> str:
     """An event as JSON in one line: when, which, in which group, and what it says."""
     group = {}
-    if isinstance(event, InGroup):
+    if isinstance(event, GroupEvent):
         group, event = {"group": event.group}, event.event
     return json.dumps({"time": round(time.time(), 3), "event": type(event).__name__, **group, **asdict(event)})
 

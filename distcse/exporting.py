@@ -12,12 +12,12 @@ import numpy as np
 
 from distcse.corpus.docstrings import docstring_sentences
 from distcse.encoder import Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import pooling_unless_told
+from distcse.encoder.folder import default_pooling
 from distcse.encoder.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
-from distcse.errors import EncoderError
+from distcse.errors import ExportError, UnsupportedModelError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
-from distcse.events import Listener, Stage, ignore
-from distcse.files import put, whole
+from distcse.events import Listener, StageProgress, ignore
+from distcse.files import atomic_write, write_text_atomic
 from distcse.ranks import is_rank_space
 from distcse.storage import model_of
 
@@ -83,7 +83,7 @@ def export_onnx(
     """
     require_onnx()
     folder = _folder_of(model, out)
-    encoder = Encoder.load(folder, pooling=pooling_unless_told(folder, pooling), prompt=prompt).eval()
+    encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling), prompt=prompt).eval()
     texts = _texts(encoder)
     pairs = None if data is None else labelled_dev(data)
     vectors = encoder.encode(texts, normalize=True)
@@ -105,7 +105,7 @@ def export_onnx(
         )
         _refuse_other(measured, before, int8=name == INT8)
         post(
-            Stage(
+            StageProgress(
                 name.name,
                 len(texts),
                 len(texts),
@@ -118,11 +118,11 @@ def export_onnx(
 
     with tempfile.TemporaryDirectory() as temporary:
         full, quantised = Path(temporary) / FULL.name, Path(temporary) / INT8.name
-        post(Stage(FULL.name, 0, None, "sentences"))
+        post(StageProgress(FULL.name, 0, None, "sentences"))
         write_onnx(encoder, full)
         made = [(full, told(full, FULL))]
         if int8:
-            post(Stage(INT8.name, 0, None, "sentences"))
+            post(StageProgress(INT8.name, 0, None, "sentences"))
             write_int8(full, quantised)
             made.append((quantised, told(quantised, INT8)))
         if out is not None:
@@ -131,7 +131,7 @@ def export_onnx(
             shutil.copytree(folder, out, ignore=lambda at, names: (root if Path(at) == folder else modules)(at, names))
         for file, exported in made:
             exported.file.parent.mkdir(exist_ok=True)
-            with whole(exported.file) as beside:
+            with atomic_write(exported.file) as beside:
                 shutil.copyfile(file, beside)
     exports = Exports([exported for _, exported in made], before)
     _write_use(out or folder, encoder, exports)
@@ -165,15 +165,15 @@ def _folder_of(model: str, out: Path | None) -> Path:
     """The model's folder; refused where it is of a kind that one graph does not hold, or where nothing may be written."""
     folder = resolve_model(model_of(model))
     if is_cross_encoder(folder):
-        raise EncoderError(f"{model} is a cross-encoder, which has no vectors; only bi-encoders are exported")
+        raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors; only bi-encoders are exported")
     if is_rank_space(folder):
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{model} ranks among reference sentences, which no ONNX file holds; export the run that it was made of"
         )
     if out is None and not os.path.isdir(model):
-        raise EncoderError(f"{model} is no folder of yours to write into; name one: --out FOLDER")
+        raise ExportError(f"{model} is no folder of yours to write into; name one: --out FOLDER")
     if out is not None and out.exists():
-        raise EncoderError(f"--out {out} is there already; name a folder that is not")
+        raise ExportError(f"--out {out} is there already; name a folder that is not")
     return folder
 
 
@@ -187,17 +187,17 @@ def _texts(encoder: Encoder) -> list[str]:
 def _refuse_other(measured: Exported, before: float | None, int8: bool) -> None:
     """`EncoderError` for a file that is not the model."""
     if not int8 and measured.apart > _APART:
-        raise EncoderError(
+        raise ExportError(
             f"the ONNX file's vectors differ from torch's by {measured.apart:.1e}, more than {_APART:.0e}; nothing was written"
         )
     if int8 and measured.cosine < _LEAST_COSINE:
-        raise EncoderError(
+        raise ExportError(
             f"in int8 a vector's cosine with torch's is {measured.cosine:.3f} on average, less than {_LEAST_COSINE}; nothing was "
             "written. Leave --int8 out: this model does not bear it"
         )
     change = None if measured.spearman is None or before is None else measured.spearman - before
     if change is not None and change < _LEAST_SPEARMAN_CHANGE:
-        raise EncoderError(
+        raise ExportError(
             f"on STS-B dev {measured.file.name} has {measured.spearman:.2f}, torch {before:.2f}: it loses more than "
             f"{-_LEAST_SPEARMAN_CHANGE:g}; nothing was written. Leave --int8 out: this model does not bear it"
         )
@@ -218,7 +218,7 @@ def _write_use(folder: Path, encoder: Encoder, exports: Exports) -> None:
         f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
         f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
     )
-    put(card, "\n".join(part for part in (before, section, after) if part))
+    write_text_atomic(card, "\n".join(part for part in (before, section, after) if part))
 
 
 def told(exported: Exported) -> str:

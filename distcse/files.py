@@ -19,13 +19,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from distcse.errors import StorageError
+from distcse.errors import StorageWriteError
 
 _SEAL = "blake2b"
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[None]:
+def storage_errors(place: Path) -> Iterator[None]:
     """Around what writes: storage that refuses is told as `StorageError`, with the place and the reason."""
     try:
         yield
@@ -33,14 +33,14 @@ def writing(place: Path) -> Iterator[None]:
         told = " ".join(str(refused).split())
         # numpy says how much of an array was written, and not why.
         reason = (refused.strerror or f"{told}; is the disk full?") if isinstance(refused, OSError) else told
-        raise StorageError(
+        raise StorageWriteError(
             f"{place} cannot be written: {reason}; what was there before is whole. Make room, or name other storage, then "
             "go on (a run: --resume)"
         ) from refused
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """A path beside a file, to be written; at the end it is flushed to the disk and takes the file's place.
 
     Where writing fails, the file stays as it was. Writers on several machines do not meet: the last one's content stays.
@@ -50,23 +50,23 @@ def whole(file: Path) -> Iterator[Path]:
     """
     beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
-        with writing(file):
+        with storage_errors(file):
             yield beside
-            flush(beside)
+            fsync(beside)
             os.replace(beside, file)
-            flush(file.parent)
+            fsync(file.parent)
     finally:
         with suppress(OSError):  # a disk that failed above is told of above
             beside.unlink(missing_ok=True)
 
 
-def put(file: Path, text: str) -> None:
+def write_text_atomic(file: Path, text: str) -> None:
     """Write a text file, whole."""
-    with whole(file) as beside:
+    with atomic_write(file) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
-def flush(place: Path) -> None:
+def fsync(place: Path) -> None:
     """Put a file's content, or the names in a folder, on the disk."""
     handle = os.open(place, os.O_RDONLY)
     try:
@@ -78,11 +78,11 @@ def flush(place: Path) -> None:
         os.close(handle)
 
 
-def flush_all(folder: Path) -> None:
+def fsync_all(folder: Path) -> None:
     """Put all files of a folder on the disk, and their names: before the folder gets its own."""
     for place in folder.rglob("*"):
-        flush(place)
-    flush(folder)
+        fsync(place)
+    fsync(folder)
 
 
 def move_into_place(beside: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
@@ -102,7 +102,7 @@ def move_into_place(beside: Path, folder: Path, is_whole: Callable[[], bool]) ->
         os.replace(folder, damaged)
         os.replace(beside, folder)
         shutil.rmtree(damaged, ignore_errors=True)
-    flush(folder.parent)
+    fsync(folder.parent)
 
 
 def checksum(file: Path) -> str:
@@ -116,24 +116,24 @@ def text_checksum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def sealed(content: Mapping[str, Any]) -> str:
+def dump_checked_json(content: Mapping[str, Any]) -> str:
     """An object as JSON that knows its own checksum: a changed digit is still JSON."""
     plain = json.loads(json.dumps(content))
     return json.dumps({**plain, _SEAL: _seal(plain)}, indent=1)
 
 
-def unsealed(file: Path) -> dict[str, Any]:
-    """What `sealed` put into a file.
+def load_checked_json(file: Path) -> dict[str, Any]:
+    """What `dump_checked_json` put into a file.
 
     Raises:
         OSError: It is not there.
         ValueError: It is not what was written.
     """
-    return unsealed_bytes(file.read_bytes())
+    return load_checked_json_bytes(file.read_bytes())
 
 
-def unsealed_bytes(stored: bytes) -> dict[str, Any]:
-    """What `sealed` made. Raises `ValueError` where it is not what was written."""
+def load_checked_json_bytes(stored: bytes) -> dict[str, Any]:
+    """What `dump_checked_json` made. Raises `ValueError` where it is not what was written."""
     content = json.loads(stored)
     if not isinstance(content, dict) or content.pop(_SEAL, None) != _seal(content):
         raise ValueError("its checksum differs")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within this, Python's collector of cycles stays out.
 
     PyTorch and transformers make hundreds of thousands of objects when they are imported, hardly one of them garbage, and the

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from distcse.device import device_here, speed_of, use_available_cpus
+from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.encoder import Encoder
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationOptionError
 from distcse.evaluation import (
     Candidate,
+    Contamination,
+    CustomSet,
+    EvalConfig,
     Evaluation,
-    Exposure,
-    OwnSet,
-    Protocol,
-    Reading,
+    LoadOptions,
     RetrievalTask,
     Tasks,
     VectorModel,
@@ -33,12 +33,12 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
-from distcse.events import Listener, Note, Stage
+from distcse.events import Listener, LogMessage, StageProgress
 from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
 from distcse.report.progress import heard_by
-from distcse.storage import place
+from distcse.storage import resolve_path
 
 Model = str | Path | Encoder
 """A run's folder, a model's folder, the address of one in object storage, a name on the hub, `package:NAME/FOLDER`; or an encoder
@@ -57,8 +57,8 @@ class Measured:
 
     def write(self, folder: str | Path) -> list[Path]:
         """report.html, report.md and evaluation.json in a folder; returns the files."""
-        place(folder).mkdir(parents=True, exist_ok=True)
-        return list(write_pages(self.evaluation, place(folder)))
+        resolve_path(folder).mkdir(parents=True, exist_ok=True)
+        return list(write_pages(self.evaluation, resolve_path(folder)))
 
     def __repr__(self) -> str:
         models = ", ".join(about.name for about in self.evaluation.models)
@@ -81,7 +81,7 @@ def measure(
     mteb: str | Path | None = None,
     aggregate: Any = "all",
     transfer: Any = "strict",
-    reading: Reading | None = None,
+    reading: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> Measured:
     """Measure models side by side, as `python -m distcse.evaluate` does; the others are compared with the first.
@@ -103,16 +103,19 @@ def measure(
     """
     for told, value, known in (("aggregate", aggregate, AGGREGATES), ("transfer", transfer, get_args(Mode))):
         if value not in known:
-            raise EvaluationError(f"{told} is {value!r}; it is one of {', '.join(known)}")
+            raise EvaluationOptionError(f"{told} is {value!r}; it is one of {', '.join(known)}")
     if mteb is not None:
         _check_mteb(data)
     use_available_cpus()
     folder = None if data is None else Path(data)
-    reading = reading or Reading(device=device_here())
+    reading = reading or LoadOptions(device=default_device())
     with heard_by(listen) as post:
         report_precisions([_role(reading)], post)
-        protocol = Protocol(
-            aggregate, transfer, reading.device, lambda name, done: post(Stage(f"{name} fits", done, None, "done"))
+        protocol = EvalConfig(
+            aggregate,
+            transfer,
+            reading.device,
+            lambda name, done: post(StageProgress(f"{name} fits", done, None, "done")),
         )
         candidates, tasks = _opened(models, folder, suites, add, documents, protocol, reading, post)
         settings = {
@@ -137,7 +140,7 @@ def check_measurement(
     *,
     documents: str | None = None,
     mteb: str | Path | None = None,
-    reading: Reading | None = None,
+    reading: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> None:
     """Load the models and read the sets, as `python -m distcse.evaluate --dry-run` does; measure nothing.
@@ -159,25 +162,25 @@ def check_measurement(
         _check_mteb(data)
     folder = None if data is None else Path(data)
     with heard_by(listen) as post:
-        reading = reading or Reading(device=device_here())
+        reading = reading or LoadOptions(device=default_device())
         report_precisions([_role(reading)], post)
-        candidates, tasks = _opened(models, folder, suites, add, documents, Protocol(), reading, post)
+        candidates, tasks = _opened(models, folder, suites, add, documents, EvalConfig(), reading, post)
         for candidate in candidates:
             about = candidate.about
             told = f"{about.kind}, pooling {about.pooling}, {about.parameters / 1e6:.1f} M weights"
-            post(Stage(about.name, 1, 1, "", finished=True, note=told))
+            post(StageProgress(about.name, 1, 1, "", finished=True, note=told))
         for task in tasks.tasks:
             texts = len(set(task.sentences()))
             post(
-                Stage(
+                StageProgress(
                     f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} different texts"
                 )
             )
         for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
-            post(Note(line, warning=True))
+            post(LogMessage(line, warning=True))
 
 
-def _role(reading: Reading) -> Role:
+def _role(reading: LoadOptions) -> Role:
     return Role("models", "precision", reading.precision, [speed_of(reading.device)])
 
 
@@ -187,8 +190,8 @@ def _opened(
     suites: Iterable[str],
     add: Iterable[str],
     documents: str | None,
-    protocol: Protocol,
-    reading: Reading,
+    protocol: EvalConfig,
+    reading: LoadOptions,
     post: Listener,
 ) -> tuple[list[Candidate], Tasks]:
     """Who is measured, and on what."""
@@ -196,8 +199,8 @@ def _opened(
         models = [models]
     sources: Mapping[str, Model] = models if isinstance(models, Mapping) else named(models)
     if not sources:
-        raise EvaluationError("no model is named; there is nothing to measure")
-    own = [OwnSet.parse(text) for text in add]
+        raise EvaluationOptionError("no model is named; there is nothing to measure")
+    own = [CustomSet.parse(text) for text in add]
     tasks = collect(folder, suites_named(list(suites)) if folder else [], own, protocol)
     candidates = [_candidate(name, source, reading, post) for name, source in sources.items()]
     if documents is not None:
@@ -205,29 +208,33 @@ def _opened(
     return candidates, tasks
 
 
-def _candidate(name: str, source: Model, reading: Reading, post: Listener) -> Candidate:
+def _candidate(name: str, source: Model, reading: LoadOptions, post: Listener) -> Candidate:
     def told(done: int, total: int) -> None:
-        post(Stage(name, done, total, "texts"))
+        post(StageProgress(name, done, total, "texts"))
 
     if isinstance(source, Encoder):
-        return candidate_of(name, "in memory", source.to(reading.device), Exposure({}), reading.decided_precision, told)
+        return candidate_of(
+            name, "in memory", source.to(reading.device), Contamination({}), reading.decided_precision, told
+        )
     return open_candidate(name, str(source), reading, told)
 
 
-def _search_in_index_of(documents: str, reading: Reading, tasks: Tasks, candidates: Sequence[Candidate]) -> None:
+def _search_in_index_of(documents: str, reading: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate]) -> None:
     """Add each retrieval set once more, its documents encoded by one model whoever asks."""
     ((name, source),) = named([documents]).items()
     model = open_candidate(name, source, reading).model
     if not isinstance(model, VectorModel):
-        raise EvaluationError(f"--documents {source} gives no vectors; name a bi-encoder")
+        raise EvaluationOptionError(f"--documents {source} gives no vectors; name a bi-encoder")
     sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
     if not sets:
-        raise EvaluationError("--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER")
+        raise EvaluationOptionError(
+            "--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER"
+        )
     some = sets[0].collection.documents[:1]
     width = model.vectors(some).shape[1]
     for candidate in candidates:
         if isinstance(candidate.model, VectorModel) and (own := candidate.model.vectors(some).shape[1]) != width:
-            raise EvaluationError(
+            raise EvaluationOptionError(
                 f"{candidate.about.name} has {own} numbers a vector, {name} has {width}: they share no space. A student that "
                 "was projected finds documents whose vectors were multiplied by its projection.safetensors"
             )
@@ -239,5 +246,5 @@ def _check_mteb(data: str | Path | None) -> None:
     from distcse.evaluation.mteb import sts_tasks  # says what to install
 
     if data is None:
-        raise EvaluationError("--mteb measures the STS sets of a folder; give --data DIR")
+        raise EvaluationOptionError("--mteb measures the STS sets of a folder; give --data DIR")
     sts_tasks(Path(data))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from distcse.command import exit_status
-from distcse.errors import RecipeError, RunError
+from distcse.errors import ClusterTooSmallError, CommandLineError
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ def _main(options: argparse.Namespace) -> int:
 
     for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
         if any(number is not None and number < 1 for number in numbers):
-            raise RecipeError(f"{name} is {numbers}; write numbers from 1 on")
+            raise CommandLineError(f"{name} is {numbers}; write numbers from 1 on")
     if options.network <= 0:
-        raise RecipeError(f"--network is {options.network:g}; write gigabits a second, more than 0")
+        raise CommandLineError(f"--network is {options.network:g}; write gigabits a second, more than 0")
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; a mistake in recipe or cluster is told before.
@@ -39,7 +39,7 @@ def _main(options: argparse.Namespace) -> int:
     recipe = with_precisions(recipe, form)
     if options.calibrate:
         if form[2] not in ("local", "cpu"):
-            raise RecipeError(
+            raise CommandLineError(
                 f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
             )
         require_lasting(recipe.storage, ["cache"])
@@ -70,7 +70,7 @@ def _groups(recipe: MutualRecipe, cluster: Cluster, options: argparse.Namespace)
     from distcse.planning.report import mutual_lines
 
     if options.gpus:
-        raise RecipeError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
+        raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
     plan = MutualPlan.of(recipe, cluster, options.corpus_rows)
     return _tell(mutual_lines(plan), plan.described, [str(problem) for problem in plan.problems], options.json)
 
@@ -84,7 +84,7 @@ def _tell(lines: list[str], described: dict[str, Any], problems: list[str], as_j
     else:
         print_lines(lines)
     if problems:
-        raise RunError(f"this plan cannot be carried out: {problems[0]}")
+        raise ClusterTooSmallError(f"this plan cannot be carried out: {problems[0]}")
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from distcse.device import DeviceSpeed
-from distcse.events import Listener, Note, Stage
+from distcse.events import Listener, LogMessage, StageProgress
 from distcse.recipe import MutualRecipe, Recipe
 
 R = TypeVar("R", bound=Recipe | MutualRecipe)
@@ -67,7 +67,7 @@ def report_precisions(roles: Sequence[Role], post: Listener) -> None:
     """
     if all(role.asked == "fp32" for role in roles):
         return
-    post(Stage("precision", 1, 1, "", finished=True, note=describe_roles(roles)))
+    post(StageProgress("precision", 1, 1, "", finished=True, note=describe_roles(roles)))
     keys_of: dict[str, list[str]] = {}
     for role in roles:
         for device in role.no_gain_on:
@@ -75,7 +75,7 @@ def report_precisions(roles: Sequence[Role], post: Listener) -> None:
                 f"{role.precision} is no gain on this device ({device.describe(role.precision)})", []
             ).append(role.key)
     for no_gain, keys in keys_of.items():
-        post(Note(f"{', '.join(keys)}: {no_gain}; write auto or fp32", warning=True))
+        post(LogMessage(f"{', '.join(keys)}: {no_gain}; write auto or fp32", warning=True))
 
 
 def slowest_by_name(devices: Iterable[DeviceSpeed]) -> list[DeviceSpeed]:

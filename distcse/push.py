@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status
-from distcse.errors import EncoderError
-from distcse.storage import place
+from distcse.errors import HubUploadError
+from distcse.storage import resolve_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,9 +24,9 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.sharing import prepare, upload
 
     if options.to.count("/") != 1 or not all(options.to.split("/")):
-        raise EncoderError(f"--to {options.to} names no model on the hub; write USER/NAME")
+        raise HubUploadError(f"--to {options.to} names no model on the hub; write USER/NAME")
     with tempfile.TemporaryDirectory() as beside:
-        parcel = prepare(place(options.model), Path(beside) / "model", options.licence)
+        parcel = prepare(resolve_path(options.model), Path(beside) / "model", options.licence)
         if not options.quiet:
             for line in parcel.remarks:
                 sys.stderr.write(f"warning   {line}\n")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from distcse.device import use_available_cpus
 from distcse.encoder import Encoder
-from distcse.errors import RunError
-from distcse.events import Listener, Note, Reporter
+from distcse.errors import RunArgumentError
+from distcse.events import Listener, LogMessage, Reporter
 from distcse.mutual import MutualResult, run_mutual
 from distcse.mutual.run import data_before as data_of_groups_before
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
@@ -24,7 +24,7 @@ from distcse.report.history import read_run
 from distcse.report.progress import heard_by
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.reference_run import Compared, ReferenceRun
-from distcse.storage import address, place
+from distcse.storage import resolve_path, to_uri
 from distcse.student.data import data_before
 from distcse.student.run import Result
 from distcse.student.run import run as run_student
@@ -49,9 +49,9 @@ class Run:
         return self.result.directory.path
 
     @property
-    def address(self) -> str:
+    def uri(self) -> str:
         """What the run is called for `distcse.resume` and the commands, on this machine or another."""
-        return address(self.directory)
+        return to_uri(self.directory)
 
     @property
     def interrupted(self) -> bool:
@@ -69,8 +69,8 @@ class Run:
     def model(self) -> Path:
         """Folder of its one model. `RunError` where there are several."""
         if len(models := self.models) != 1:
-            raise RunError(
-                f"{self.address} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
+            raise RunArgumentError(
+                f"{self.uri} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
             )
         return next(iter(models.values()))
 
@@ -110,7 +110,7 @@ def run(
     if isinstance(recipe, str | Path):
         recipe = read_recipe(str(recipe), overrides)
     elif overrides:
-        raise RunError(
+        raise RunArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
     return _carried_out(recipe, None, listen, stop_requested)
@@ -130,7 +130,7 @@ def resume(
         listen: As for `run`.
         stop_requested: As for `run`.
     """
-    path = place(directory).absolute()
+    path = resolve_path(directory).absolute()
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
@@ -155,7 +155,7 @@ def rerun(
         RunError: The first run did not come to its end, or its data are not what they were.
     """
     with heard_by(listen) as post:
-        earlier = ReferenceRun.open(place(directory).absolute(), list(overrides), Reporter(post, stop_requested))
+        earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), Reporter(post, stop_requested))
     recipe = earlier.recipe
     earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
@@ -175,7 +175,7 @@ def _carried_out(
     with heard_by(listen) as post:
         reporter = Reporter(post, stop_requested)
         for warning in warnings:
-            post(Note(warning, warning=True))
+            post(LogMessage(warning, warning=True))
         if isinstance(recipe, MutualRecipe):
             result = run_mutual(recipe, reporter, begun)
             write_group_cards(result)

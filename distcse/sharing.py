@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
-from distcse.errors import EncoderError
-from distcse.files import put
-from distcse.storage import address, fetch_folder, is_address, model_of, place
+from distcse.errors import HubUploadError, ModelNotFoundError
+from distcse.files import write_text_atomic
+from distcse.storage import fetch_folder, is_uri, model_of, resolve_path, to_uri
 
 _TOLD_IN = ("README.md", "config.json", "distcse/recipe.yaml")
 """Files of a model folder that may name places of the machine it was made on."""
 
 
 @dataclass(frozen=True)
-class Parcel:
+class UploadBundle:
     """A folder that holds what is uploaded."""
 
     folder: Path
@@ -31,7 +31,7 @@ class Parcel:
     """What a reader of the card will miss."""
 
 
-def prepare(model: Path, beside: Path, licence: str | None = None) -> Parcel:
+def prepare(model: Path, beside: Path, licence: str | None = None) -> UploadBundle:
     """Copy a model folder (a run's model, or one that is named) without the names of this machine's folders.
 
     Args:
@@ -42,24 +42,24 @@ def prepare(model: Path, beside: Path, licence: str | None = None) -> Parcel:
     Raises:
         EncoderError: It holds no model, or several, or one that is pickled.
     """
-    folder = place(model_of(address(model)))
+    folder = resolve_path(model_of(to_uri(model)))
     fetch_folder(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise EncoderError(
-            f"{address(folder)} holds no model (config.json and safetensors); name a run's folder, or a model's"
+        raise ModelNotFoundError(
+            f"{to_uri(folder)} holds no model (config.json and safetensors); name a run's folder, or a model's"
         )
     shutil.copytree(folder, beside)
     places = sorted(_places(beside / "distcse" / "recipe.yaml"), key=len, reverse=True)
     for file in (beside / name for name in _TOLD_IN):
         if file.is_file():
-            put(file, _without(places, file.read_text(encoding="utf-8")))
+            write_text_atomic(file, _without(places, file.read_text(encoding="utf-8")))
     remarks = _card(beside / "README.md", licence)
     found = sorted(file for file in beside.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in found) / 1e6
-    return Parcel(beside, [file.relative_to(beside).as_posix() for file in found], size, remarks)
+    return UploadBundle(beside, [file.relative_to(beside).as_posix() for file in found], size, remarks)
 
 
-def upload(parcel: Parcel, name: str, private: bool = False) -> str:
+def upload(parcel: UploadBundle, name: str, private: bool = False) -> str:
     """Put a parcel on the hub, in one commit. Returns its address there. The token is HF_TOKEN, or the one of `hf auth login`.
 
     Raises:
@@ -75,7 +75,7 @@ def upload(parcel: Parcel, name: str, private: bool = False) -> str:
         hub.upload_folder(repo_id=name, folder_path=parcel.folder, commit_message="A student of distcse")
     except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "it did not take it"
         reason = " ".join(str(refused).split())
-        raise EncoderError(
+        raise HubUploadError(
             f"the hub did not take {name} ({type(refused).__name__}: {reason}). If it is about who you are, set HF_TOKEN to a "
             "token that may write, or run hf auth login; HF_HUB_OFFLINE=1 forbids it"
         ) from refused
@@ -89,7 +89,7 @@ def _places(recipe: Path) -> Iterator[str]:
     open_: list[Any] = [yaml.safe_load(recipe.read_text(encoding="utf-8"))]
     while open_:
         value = open_.pop()
-        if isinstance(value, str) and (os.path.isabs(value) or is_address(value)):
+        if isinstance(value, str) and (os.path.isabs(value) or is_uri(value)):
             yield value
         elif isinstance(value, dict | list):
             open_.extend(value.values() if isinstance(value, dict) else value)
@@ -113,7 +113,7 @@ def _card(card: Path, licence: str | None) -> list[str]:
     metadata = yaml.safe_load(head) or {}
     if licence is not None:
         metadata["license"] = licence
-        put(card, f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{body}")
+        write_text_atomic(card, f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{body}")
     return (
         []
         if "license" in metadata

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
-from distcse.errors import RecipeError
-from distcse.importing import importing
+from distcse.errors import CommandLineError
+from distcse.importing import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
-from distcse.storage import address, fetch, place
+from distcse.storage import fetch, resolve_path, to_uri
 
 if TYPE_CHECKING:
     from distcse.running import Run
@@ -31,11 +31,11 @@ def _main(options: argparse.Namespace) -> int:
     if options.rerun is not None:
         return _again(options)
     if options.resume is None and options.recipe is None:
-        raise RecipeError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
+        raise CommandLineError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
     overrides = list(options.overrides)
     if options.resume is not None and options.recipe:
         if "=" not in options.recipe:
-            raise RecipeError(f"--resume takes the recipe from the run's folder; take {options.recipe} away")
+            raise CommandLineError(f"--resume takes the recipe from the run's folder; take {options.recipe} away")
         overrides.insert(0, options.recipe)
     if options.print_recipe:
         source = options.recipe if options.resume is None else _stored(options.resume)
@@ -51,25 +51,25 @@ def _main(options: argparse.Namespace) -> int:
         if recipe.ray if isinstance(recipe, MutualRecipe) else recipe.training.workers:
             start_ray()
     if options.dry_run:
-        raise RecipeError("--dry-run is for a run that has not begun; take --resume away")
+        raise CommandLineError("--dry-run is for a run that has not begun; take --resume away")
 
-    with importing():
+    with gc_paused():
         from distcse.report.progress import open_view
         from distcse.running import resume, run
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
         if options.resume is None:
-            done = run(recipe, listen=view.show, stop_requested=stop.wished)
+            done = run(recipe, listen=view.show, stop_requested=stop.stop_requested)
         else:
-            done = resume(options.resume, *overrides, listen=view.show, stop_requested=stop.wished)
+            done = resume(options.resume, *overrides, listen=view.show, stop_requested=stop.stop_requested)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
 
 
 def _stored(run: str) -> str:
     """The recipe of a run."""
-    file = place(run) / "recipe.yaml"
+    file = resolve_path(run) / "recipe.yaml"
     fetch(file)
     return str(file)
 
@@ -77,18 +77,20 @@ def _stored(run: str) -> str:
 def _again(options: argparse.Namespace) -> int:
     """`--rerun`."""
     if options.resume is not None or options.print_recipe or options.dry_run:
-        raise RecipeError("--rerun takes the recipe from the run's folder and begins anew; leave out the other option")
+        raise CommandLineError(
+            "--rerun takes the recipe from the run's folder and begins anew; leave out the other option"
+        )
     overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
     if overrides and "=" not in overrides[0]:
-        raise RecipeError(f"--rerun takes the recipe from the run's folder; take {overrides[0]} away")
+        raise CommandLineError(f"--rerun takes the recipe from the run's folder; take {overrides[0]} away")
 
-    with importing():
+    with gc_paused():
         from distcse.report.progress import open_view
         from distcse.running import rerun
 
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
-        done = rerun(options.rerun, *overrides, listen=view.show, stop_requested=stop.wished)
+        done = rerun(options.rerun, *overrides, listen=view.show, stop_requested=stop.stop_requested)
     _print(done, options.json)
     return INTERRUPTED if done.interrupted else 0
 
@@ -123,26 +125,26 @@ def _print(done: Run, as_json: bool) -> None:
     if evaluation is not None:
         print_remarks(evaluation)
         print_evaluation(evaluation)
-    print_lines(["", *_told(done), *(f"report  {address(file)}" for file in done.reports), *_what_next(done)])
+    print_lines(["", *_told(done), *(f"report  {to_uri(file)}" for file in done.reports), *_what_next(done)])
 
 
 def _told(done: Run) -> list[str]:
     """The models, and the run's folder."""
     from distcse.mutual import MutualResult
 
-    lines = [f"model   {address(model)}" for model in done.models.values()]
+    lines = [f"model   {to_uri(model)}" for model in done.models.values()]
     if isinstance(done.result, MutualResult):
         lines = []
         for best in done.result.best:
             dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
-            lines.append(f"{best.group} {best.kind:<5}  {address(best.model)}  (cycle {best.phase.cycle}{dev})")
+            lines.append(f"{best.group} {best.kind:<5}  {to_uri(best.model)}  (cycle {best.phase.cycle}{dev})")
         lines += [f"dropped  {group}: {why}" for group, why in done.result.dropped.items()]
-    lines.append(f"run     {done.address}")
+    lines.append(f"run     {done.uri}")
     return lines if done.compared is None else [*lines, f"weights {done.compared.told}"]
 
 
 def _what_next(done: Run) -> list[str]:
-    resume = [f"resume  python -m distcse.train --resume {done.address}"] if done.interrupted else []
+    resume = [f"resume  python -m distcse.train --resume {done.uri}"] if done.interrupted else []
     if list(done.models) != ["student"]:
         return resume
     return [
@@ -158,9 +160,9 @@ def _finished(done: Run) -> dict[str, Any]:
     return {
         "event": "Finished",
         "interrupted": done.interrupted,
-        "run": done.address,
-        "models": {name: address(model) for name, model in done.models.items()},
-        "reports": [address(file) for file in done.reports],
+        "run": done.uri,
+        "models": {name: to_uri(model) for name, model in done.models.items()},
+        "reports": [to_uri(file) for file in done.reports],
         **({} if done.compared is None else {"weights": done.compared.told}),
     }
 

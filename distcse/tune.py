@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
-from distcse.errors import RecipeError, RunError
-from distcse.importing import importing
+from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
+from distcse.importing import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
-from distcse.storage import address, place
+from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
     from distcse.tuning.sweep import SweepResult
@@ -37,19 +37,19 @@ def _with_extra(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as lacking:
         if lacking.name not in _EXTRA:
             raise
-        raise RunError(f'{lacking}; pip install "distcse[tune]"') from None
+        raise MissingDependencyError(f'{lacking}; pip install "distcse[tune]"') from None
 
 
 def _main(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if options.recipe or options.space:
-            raise RecipeError("--resume takes recipe and space from the sweep's folder; name only the folder")
+            raise CommandLineError("--resume takes recipe and space from the sweep's folder; name only the folder")
         if options.dry_run or options.print_space:
             asked = "--dry-run" if options.dry_run else "--print-space"
-            raise RecipeError(f"{asked} is for a sweep that has not begun; take --resume away")
-        return _sweep(options, place(options.resume).absolute(), None, None)
+            raise CommandLineError(f"{asked} is for a sweep that has not begun; take --resume away")
+        return _sweep(options, resolve_path(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
-        raise RecipeError(
+        raise CommandLineError(
             f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
         )
     ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
@@ -93,9 +93,9 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
 def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
     """Warnings of GPUs that the trials would not use; wants a cluster. `RunError` where the trials would find no room."""
     from distcse.ray_backend.nodes import alive
-    from distcse.tuning.room import lost_gpus_of_trials, room_of
+    from distcse.tuning.room import lost_gpus_of_trials, trial_resources
 
-    return lost_gpus_of_trials(recipe, sweep, room_of(recipe, sweep), alive())
+    return lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep), alive())
 
 
 def _sweep(
@@ -104,7 +104,7 @@ def _sweep(
     # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
     # mistake in recipe or space is told before.
     start_ray(fast_allocator=True)
-    with importing():
+    with gc_paused():
         from distcse.events import Reporter
         from distcse.report.knobs import in_a_line
         from distcse.report.progress import open_view
@@ -119,39 +119,39 @@ def _sweep(
     recipe, sweep = reopen(directory)
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
-        result = run_sweep(recipe, sweep, directory, Reporter(view.show, stop.wished))
+        result = run_sweep(recipe, sweep, directory, Reporter(view.show, stop.stop_requested))
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])
         return _status(result)
     lines = [""]
     print_summary(rows_of(result))
-    if result.winner is not None and result.winner.best is not None:
+    if result.best_trial is not None and result.best_trial.best is not None:
         lines += [
-            f"winner  dev {result.winner.best.score:.2f}  {in_a_line(result.winner.values)}",
-            f"recipe  {address(result.best_recipe)}",
+            f"winner  dev {result.best_trial.best.score:.2f}  {in_a_line(result.best_trial.values)}",
+            f"recipe  {to_uri(result.best_recipe)}",
         ]
     lines += [f"missing {told}" for told in unfinished(result)]
-    lines += [f"report  {address(file)}" for file in pages]
-    lines.append(f"trials  {address(directory / 'trials.csv')}")
+    lines += [f"report  {to_uri(file)}" for file in pages]
+    lines.append(f"trials  {to_uri(directory / 'trials.csv')}")
     if result.interrupted:
-        lines.append(f"resume  python -m distcse.tune --resume {address(directory)}")
-    elif result.winner is not None:
-        lines.append(f"train   python -m distcse.train {address(result.best_recipe)}")
+        lines.append(f"resume  python -m distcse.tune --resume {to_uri(directory)}")
+    elif result.best_trial is not None:
+        lines.append(f"train   python -m distcse.train {to_uri(result.best_recipe)}")
     print_lines(lines)
     return _status(result)
 
 
 def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
-    winner = result.winner
+    winner = result.best_trial
     found = None if winner is None or winner.best is None else {"dev": winner.best.score, "values": dict(winner.values)}
     return {
         "event": "Finished",
         "interrupted": result.interrupted,
-        "sweep": address(result.directory),
+        "sweep": to_uri(result.directory),
         "winner": found,
-        "best_recipe": address(result.best_recipe) if found else None,
-        "reports": [address(page) for page in pages],
+        "best_recipe": to_uri(result.best_recipe) if found else None,
+        "reports": [to_uri(page) for page in pages],
     }
 
 
@@ -159,12 +159,12 @@ def _status(result: SweepResult) -> int:
     """130 where it was stopped, 0 where something came of it. `RunError` where nothing did."""
     if result.interrupted:
         return INTERRUPTED
-    if result.winner is None:
+    if result.best_trial is None:
         why = next((trial.why for trial in result.trials if trial.why), "see its events")
-        raise RunError(f"no trial of {len(result.trials)} came to its end; the first said: {why}")
-    lost = [run for run in result.winners if run.status != "finished"]
-    if lost and len(lost) == len(result.winners):
-        raise RunError(f"none of the {len(lost)} runs at the end came through; the first said: {lost[0].why}")
+        raise WorkFailedError(f"no trial of {len(result.trials)} came to its end; the first said: {why}")
+    lost = [run for run in result.final_results if run.status != "finished"]
+    if lost and len(lost) == len(result.final_results):
+        raise WorkFailedError(f"none of the {len(lost)} runs at the end came through; the first said: {lost[0].why}")
     return 0
 
 

@@ -102,15 +102,15 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> 
 @pytest.fixture(scope="session")
 def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two bi-encoders and a cross-encoder on everything but transfer."""
-    from distcse.evaluation import SUITES, Protocol, Reading, collect, evaluate, open_candidate
+    from distcse.evaluation import SUITES, EvalConfig, LoadOptions, collect, evaluate, open_candidate
     from tests.models import make_cross_encoder
 
     cross = make_cross_encoder(tmp_path_factory.mktemp("cross"), tiny("bert"))
     models = {"wide": str(tiny("bert", width=64)), "thin": str(tiny("bert")), "cross": str(cross)}
     candidates = [
-        open_candidate(name, path, Reading(pooling="mean", precision="fp32")) for name, path in models.items()
+        open_candidate(name, path, LoadOptions(pooling="mean", precision="fp32")) for name, path in models.items()
     ]
-    tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], Protocol())
+    tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], EvalConfig())
     return evaluate(candidates, tasks)
 
 

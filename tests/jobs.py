@@ -12,12 +12,12 @@ from distcse.encoder import Encoder
 from distcse.events import Event, Reporter
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
-from distcse.student.houses import InProcess
+from distcse.student.houses import LocalBackend
 from distcse.student.lists import fit
-from distcse.student.material import Text
-from distcse.student.plan import Job
+from distcse.student.material import PreparedCorpus
+from distcse.student.plan import TrainSpec
 from distcse.teachers.build import table_of
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
@@ -43,7 +43,7 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
                 for number, teacher in enumerate(teachers, start=1)
             ],
             "shard_rows": 100,
-            "block_steps": 3,
+            "prefetch_steps": 3,
         },
         "objective": {"rank": {"form": "list_net", "tau2": 0.1, "tau3": 0.1}},
         "training": {
@@ -51,11 +51,11 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
             "epochs": 1,
             "lr": 1e-3,
             "workers": 0,
-            "engine": "plain",
+            "engine": "torch",
             "log_every": 4,
             "precision": "fp32",
         },
-        "evaluation": {"held_out": 32, "every": 6, "precision": "fp32"},
+        "evaluation": {"num_heldout": 32, "eval_steps": 6, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
     file = folder / "recipe.yaml"
@@ -63,7 +63,7 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
     return load_recipe(str(file), overrides)
 
 
-def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list[EmbeddingTable]]:
+def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
     """Corpus, tokens and tables prepared; a run directory made."""
     cache = Path(recipe.storage.cache)
     corpus = Corpus.prepare(recipe.corpus, cache)
@@ -72,22 +72,22 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[Job, list
     tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
     for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
         if missing := table.missing_shards():
-            InProcess().build(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
+            LocalBackend().embed(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
     directory = run or RunDirectory.create(recipe)
-    return Text(corpus, tokens, recipe).job(directory.path, tables, Reporter()), tables
+    return PreparedCorpus(corpus, tokens, recipe).job(directory.path, tables, Reporter()), tables
 
 
 def train(
-    job: Job, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
+    job: TrainSpec, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
 ) -> TrainResult:
     """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], reporter)
+    return fit(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
 
 
-def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[Job, Job]:
+def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:
     """A run that nothing disturbed, and one that was interrupted and went on."""
     undisturbed, tables = make_job(recipe)
     train(undisturbed, tables)

@@ -46,7 +46,7 @@ def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:
 
     While an actor works, its process has the name of what it does as a title: a builder's is `ray::embed shard 3`.
     """
-    words = ("ShardBuilder", "embed shard") if kind == "ShardBuilder" else (kind,)
+    words = ("EmbeddingActor", "embed shard") if kind == "EmbeddingActor" else (kind,)
     found = []
     for process in parent.children(recursive=True):
         try:

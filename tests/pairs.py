@@ -28,17 +28,17 @@ def make_mutual_recipe(
             {"name": name, "backbone": str(model), "pooling": "mean", "max_length": 16}
             for name, model in models.items()
         ],
-        "bi": {"batch_size": 16, "epochs": 2, "lr": 1e-3, "engine": "plain", "log_every": 2, "precision": "fp32"},
+        "bi": {"batch_size": 16, "epochs": 2, "lr": 1e-3, "engine": "torch", "log_every": 2, "precision": "fp32"},
         "cross": {
             "batch_size": 16,
             "lr": 1e-3,
             "max_length": 32,
-            "engine": "plain",
+            "engine": "torch",
             "log_every": 2,
             "precision": "fp32",
         },
         "mutual": {"cycles": 2, "precision": "fp32"},
-        "evaluation": {"dev": str(folder / "dev.tsv"), "every": 2, "precision": "fp32"},
+        "evaluation": {"dev": str(folder / "dev.tsv"), "eval_steps": 2, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
         "ray": False,
     }

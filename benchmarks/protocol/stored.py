@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.protocol.figures import Figure
-from distcse.files import put
+from distcse.files import write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Report:
         """`<machine>/<group>.json` in a folder."""
         file = folder / self.place / f"{self.group}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        put(file, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+        write_text_atomic(file, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
         return file
 
     @classmethod

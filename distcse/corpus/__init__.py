@@ -8,8 +8,8 @@ which rows make the batch of a step, and `collate` makes a rectangle of them.
 from distcse.corpus.collate import Tokens, collate
 from distcse.corpus.corpus import Corpus, source_rows
 from distcse.corpus.grouping import Grouping
-from distcse.corpus.likeness import Excluded, likeness
-from distcse.corpus.sampler import BatchSampler, met_again, split_held_out
+from distcse.corpus.likeness import Excluded, normalized_key
+from distcse.corpus.sampler import BatchSampler, duplicate_mask, split_held_out
 from distcse.corpus.tokens import TokenTable, tokenizer_fingerprint
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "TokenTable",
     "Tokens",
     "collate",
-    "likeness",
-    "met_again",
+    "duplicate_mask",
+    "normalized_key",
     "source_rows",
     "split_held_out",
     "tokenizer_fingerprint",

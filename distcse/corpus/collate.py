@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.device import sent
+from distcse.device import to_device
 
 _PARTS = 16
 """The number of places is rounded up by at most one part in so many."""
@@ -26,16 +26,16 @@ class Tokens:
 
     ids: Tensor
     mask: Tensor
-    places: Tensor | None = None
+    token_index: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Tokens:
         """The same on another device; places are of use on a CPU only."""
-        places = self.places if torch.device(device).type == "cpu" else None
-        return Tokens(sent(self.ids, device), sent(self.mask, device), places)
+        places = self.token_index if torch.device(device).type == "cpu" else None
+        return Tokens(to_device(self.ids, device), to_device(self.mask, device), places)
 
     def twice(self) -> Tokens:
         """All rows, and all of them again."""
-        places = None if self.places is None else torch.cat([self.places, self.places + self.ids.numel()])
+        places = None if self.token_index is None else torch.cat([self.token_index, self.token_index + self.ids.numel()])
         return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), places)
 
 

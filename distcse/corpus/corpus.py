@@ -18,7 +18,7 @@ from distcse.corpus.hub import open_dataset, read_dataset
 from distcse.corpus.likeness import Excluded
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
 from distcse.corpus.readers import Row, file_kind, find_files, has_columns, read_sentences
-from distcse.errors import CorpusError
+from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
 from distcse.files import checksum, text_checksum
 from distcse.recipe import CorpusSection
 from distcse.storage import fetch_folder
@@ -92,7 +92,7 @@ class Corpus:
         fetch_folder(directory)
         described = labelled(directory, _LABEL)
         if described is None:
-            raise CorpusError(f"{directory} holds no whole corpus; start the run again to prepare it")
+            raise CorpusCacheError(f"{directory} holds no whole corpus; start the run again to prepare it")
         return cls(directory, described, reused=True)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Corpus:
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
         """(n,) row ids -> (n,) places of their domains in `domains`."""
         if self._domain_ids is None:
-            raise CorpusError("the corpus has no domains; write corpus.domain: COLUMN")
+            raise MissingColumnError("the corpus has no domains; write corpus.domain: COLUMN")
         return self._domain_ids[ids]
 
     def sizes(self, ids: RowIds) -> NDArray[np.int64]:
@@ -137,7 +137,7 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
     if section.path is not None:
         files = find_files([section.path] if isinstance(section.path, str) else section.path)
         if section.domain is not None and (plain := [file for file in files if not has_columns(file)]):
-            raise CorpusError(
+            raise MissingColumnError(
                 f"corpus.domain is {section.domain!r}, but {plain[0]} has no columns; use .jsonl, .csv, .parquet"
             )
         contents = [_content_hash(file) for file in files] if identified else []
@@ -156,7 +156,7 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
         packages = section.docstrings
         marks = packages_fingerprint(packages)
         return _Source("docstrings", marks, marks, lambda column: iter(docstring_sentences(packages)))
-    raise CorpusError(
+    raise CorpusNotFoundError(
         "the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )
 
@@ -172,7 +172,7 @@ def _content_hash(file: Path) -> str:
     try:
         content = checksum(file)
     except OSError as refused:
-        raise CorpusError(f"{file} cannot be read: {refused.strerror or refused}") from None
+        raise CorpusNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
     # With the kind: the same bytes are other sentences in a .txt than in a .jsonl.
     return file_kind(file) + content
 
@@ -184,7 +184,7 @@ def _rows_of(files: Sequence[Path], column: str, may_be_blank: bool) -> Iterator
             there += row is not None
             yield row
         if not there and not may_be_blank:
-            raise CorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
+            raise EmptyCorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
 
 
 class _Domains:
@@ -204,7 +204,7 @@ class _Domains:
     def write(self, folder: Path) -> dict[str, Any]:
         """Store the ids; returns what the label says of them."""
         if len(self._places) > _MOST_DOMAINS:
-            raise CorpusError(
+            raise MissingColumnError(
                 f"corpus.domain has {len(self._places):,} different values, at most {_MOST_DOMAINS:,} are domains; "
                 "name another column"
             )
@@ -219,9 +219,9 @@ def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
     try:
         ids = np.load(folder / _DOMAINS, allow_pickle=False)
     except (OSError, EOFError, ValueError) as broken:
-        raise CorpusError(f"{folder / _DOMAINS} cannot be read ({broken}); remove {folder}") from None
+        raise CorpusCacheError(f"{folder / _DOMAINS} cannot be read ({broken}); remove {folder}") from None
     if len(ids) != rows:
-        raise CorpusError(f"{folder / _DOMAINS} has {len(ids)} rows, the corpus {rows}; remove {folder}")
+        raise CorpusCacheError(f"{folder / _DOMAINS} has {len(ids)} rows, the corpus {rows}; remove {folder}")
     return np.asarray(ids, dtype=np.uint16)
 
 
@@ -260,7 +260,7 @@ def _write(
             on_progress(written)
         writer.finish()
     if not written:
-        raise CorpusError(
+        raise EmptyCorpusError(
             "the corpus holds no sentence" + (f" that is not in the evaluation ({left_out:,} are)" if left_out else "")
         )
     label = {

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distcse.corpus.prose import is_sentence, paragraphs, split_sentences
-from distcse.errors import CorpusError
+from distcse.errors import CorpusNotFoundError
 
 EXTRACTOR = 2
 _HELD_OUT_ONE_IN = 10
@@ -170,7 +170,7 @@ def _root(package: str) -> Path:
     # Of a dotted name, find_spec would import the parent.
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
-        raise CorpusError(
+        raise CorpusNotFoundError(
             f"corpus.docstrings: package {package!r} is not installed; pip install {package}, or leave it out "
             "(it is named as Python imports it: sklearn, not scikit-learn)"
         )

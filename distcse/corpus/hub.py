@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.corpus.readers import Row, clean, no_column
-from distcse.errors import CorpusError
+from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
 
 _BATCH = 1024  # rows asked for at a time: what a stream fetches beyond `limit` at most
@@ -36,13 +36,13 @@ def open_dataset(section: CorpusSection) -> Opened:
     except CorpusError:
         raise
     except Exception as refused:  # the library raises many kinds; each means the data set is not to be had as asked
-        raise CorpusError(
+        raise CorpusNotFoundError(
             f"data set {name!r} (configuration {section.dataset_config!r}, split {section.split!r}) cannot be had: "
             f"{_reason(refused)}"
         ) from refused
     for column in (section.column, section.domain or section.column):
         if column not in there:
-            raise CorpusError(f"data set {name} has {no_column(column, there)}")
+            raise MissingColumnError(f"data set {name} has {no_column(column, there)}")
     return opened
 
 
@@ -51,7 +51,7 @@ def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
     for row, value in enumerate(_values(dataset, column), start=1):
         if value is not None and not isinstance(value, str):
             found = f"{type(value).__name__} {value!r:.60}"
-            raise CorpusError(f"data set row {row}: column {column!r} holds {found}, expected text")
+            raise CorpusFormatError(f"data set row {row}: column {column!r} holds {found}, expected text")
         yield clean(value)
 
 
@@ -61,7 +61,7 @@ def _values(dataset: Any, column: str) -> Iterator[Any]:
         try:
             batch = next(batches, None)
         except Exception as refused:  # as in `open_dataset`; some are OSErrors, and no fault of a disk here
-            raise CorpusError(f"data set cannot be read on after row {row:,}: {_reason(refused)}") from refused
+            raise CorpusNotFoundError(f"data set cannot be read on after row {row:,}: {_reason(refused)}") from refused
         if batch is None:
             return
         row += len(batch[column])
@@ -88,7 +88,7 @@ def _split_of(loaded: Any, section: CorpusSection) -> Any:
     if not isinstance(loaded, dict):
         return loaded
     if section.split not in loaded:
-        raise CorpusError(
+        raise CorpusNotFoundError(
             f"data set {section.dataset} has no split {section.split!r}; splits there: {', '.join(map(str, loaded))}"
         )
     return loaded[section.split]

@@ -12,7 +12,7 @@ from distcse.files import text_checksum
 _NOT_WORDS = re.compile(r"[\W_]+")
 
 
-def likeness(sentence: str) -> str:
+def normalized_key(sentence: str) -> str:
     """What sentences that count as the same have in common; empty where a sentence holds no letter or digit."""
     return _NOT_WORDS.sub(" ", sentence.casefold()).strip()
 
@@ -26,7 +26,7 @@ class Excluded:
     @classmethod
     def of(cls, sentences: Iterable[str]) -> Excluded:
         """These, and whatever counts as the same."""
-        return cls(frozenset(key for sentence in sentences if (key := likeness(sentence))))
+        return cls(frozenset(key for sentence in sentences if (key := normalized_key(sentence))))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -35,4 +35,4 @@ class Excluded:
 
     def holds(self, sentence: str) -> bool:
         """Whether a sentence is one of them."""
-        return likeness(sentence) in self.keys
+        return normalized_key(sentence) in self.keys

@@ -12,9 +12,9 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distcse.errors import CorpusError
-from distcse.files import checksum, flush_all, move_into_place, sealed, unsealed
-from distcse.storage import fetch_folder, publish
+from distcse.errors import CorpusCacheError
+from distcse.files import checksum, dump_checked_json, fsync_all, load_checked_json, move_into_place
+from distcse.storage import fetch_folder, upload_dir
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 
@@ -105,14 +105,14 @@ def is_kept(folder: Path, label: str) -> dict[str, Any] | None:
     stored = fetch_folder(folder)
     described = is_whole(folder, label)
     if described is not None and not stored:
-        publish(folder)
+        upload_dir(folder)
     return described
 
 
 def labelled(folder: Path, label: str) -> dict[str, Any] | None:
     """The label of a cached folder whose files have the sizes it states; None where it is absent, damaged or another."""
     try:
-        described = unsealed(folder / label)
+        described = load_checked_json(folder / label)
         sizes = _sizes(folder)
     except (OSError, ValueError):
         return None
@@ -134,13 +134,15 @@ def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield beside, described
         described["sizes"] = _sizes(beside)
         described["digests"] = {file.name: checksum(file) for file in sorted(beside.iterdir())}
-        (beside / label).write_text(sealed(described), encoding="utf-8")
-        flush_all(beside)
+        (beside / label).write_text(dump_checked_json(described), encoding="utf-8")
+        fsync_all(beside)
         move_into_place(beside, target, lambda: is_whole(target, label) is not None)
-        publish(target)
+        upload_dir(target)
     except OSError as refused:
         reason = refused.strerror or refused
-        raise CorpusError(f"cache folder {target.parent} cannot be written: {reason}; set storage.cache") from refused
+        raise CorpusCacheError(
+            f"cache folder {target.parent} cannot be written: {reason}; set storage.cache"
+        ) from refused
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

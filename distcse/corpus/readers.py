@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distcse.errors import CorpusError
+from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 
 Row = str | None
 
@@ -40,13 +40,15 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         matches = sorted(glob.glob(path, recursive=True)) if is_glob else [path]
         if not matches:
-            raise CorpusError(f"corpus.path {path!r} matches no file")
+            raise CorpusNotFoundError(f"corpus.path {path!r} matches no file")
         found.extend(Path(match) for match in matches)
     for file in found:
         if os.path.isdir(file):
-            raise CorpusError(f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or whatever it holds")
+            raise CorpusNotFoundError(
+                f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or whatever it holds"
+            )
         if not os.path.isfile(file):
-            raise CorpusError(f"corpus file {file} does not exist")
+            raise CorpusNotFoundError(f"corpus file {file} does not exist")
         file_kind(file)
     return found
 
@@ -56,7 +58,7 @@ def file_kind(file: Path) -> str:
     for ending in _READERS:
         if file.name.lower().endswith(ending):
             return ending
-    raise CorpusError(f"{file}: unknown kind of file; known: {', '.join(_READERS)}")
+    raise CorpusFormatError(f"{file}: unknown kind of file; known: {', '.join(_READERS)}")
 
 
 def has_columns(file: Path) -> bool:
@@ -106,11 +108,11 @@ def _json_text(line: str, column: str, place: str) -> str | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as broken:
-        raise CorpusError(f"{place}: not JSON ({broken})") from None
+        raise CorpusFormatError(f"{place}: not JSON ({broken})") from None
     if not isinstance(entry, dict):
-        raise CorpusError(f"{place}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
+        raise CorpusFormatError(f"{place}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
     if column not in entry:
-        raise CorpusError(f"{place}: {no_column(column, list(entry))}")
+        raise MissingColumnError(f"{place}: {no_column(column, list(entry))}")
     return _require_text(entry[column], f"{place}, key {column!r}")
 
 
@@ -119,11 +121,11 @@ def _require_text(value: Any, place: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise CorpusError(f"{place}: expected text, found {type(value).__name__} {value!r:.60}")
+        raise CorpusFormatError(f"{place}: expected text, found {type(value).__name__} {value!r:.60}")
     try:
         value.encode()
     except UnicodeEncodeError as bad:  # JSON can spell half of a surrogate pair, which no encoding can store
-        raise CorpusError(f"{place}: half of a surrogate pair, {value[bad.start]!a}, is no character") from None
+        raise CorpusFormatError(f"{place}: half of a surrogate pair, {value[bad.start]!a}, is no character") from None
     return value
 
 
@@ -134,14 +136,16 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         if header is None:
             return
         if column not in header:
-            raise CorpusError(f"{file}, line 1: {no_column(column, header)}")
+            raise MissingColumnError(f"{file}, line 1: {no_column(column, header)}")
         place = header.index(column)
         for row in rows:
             if row and len(row) != len(header):
-                raise CorpusError(f"{file}, line {rows.line_num}: {len(row)} fields, the header has {len(header)}")
+                raise CorpusFormatError(
+                    f"{file}, line {rows.line_num}: {len(row)} fields, the header has {len(header)}"
+                )
             yield row[place] if row else None
     except csv.Error as broken:
-        raise CorpusError(f"{file}, line {rows.line_num}: {broken}") from None
+        raise CorpusFormatError(f"{file}, line {rows.line_num}: {broken}") from None
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
@@ -149,16 +153,16 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
         with pq.ParquetFile(file) as table:
             schema = table.schema_arrow
             if column not in schema.names:
-                raise CorpusError(f"{file}: {no_column(column, schema.names)}")
+                raise MissingColumnError(f"{file}: {no_column(column, schema.names)}")
             kind = schema.field(column).type
             if not _is_text(kind):
-                raise CorpusError(f"{file}, column {column!r} holds {kind}, expected text")
+                raise CorpusFormatError(f"{file}, column {column!r} holds {kind}, expected text")
             row = 1
             for batch in table.iter_batches(batch_size=8192, columns=[column]):
                 yield from _batch_texts(batch.column(0), file, row)
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as broken:
-        raise CorpusError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
+        raise CorpusFormatError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -172,7 +176,7 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
         try:
             yield value.as_py()
         except UnicodeDecodeError as bad:
-            raise CorpusError(f"{file}, row {row}: {_bad_byte(bad)}") from None
+            raise CorpusFormatError(f"{file}, row {row}: {_bad_byte(bad)}") from None
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -182,9 +186,9 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             for number, raw in enumerate(opened, start=1):
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
     except (EOFError, gzip.BadGzipFile, zlib.error) as broken:
-        raise CorpusError(f"{file} is damaged after line {number}: {broken}; copy it again") from None
+        raise CorpusFormatError(f"{file} is damaged after line {number}: {broken}; copy it again") from None
     except OSError as refused:
-        raise CorpusError(f"{file} cannot be read: {refused.strerror or refused}") from None
+        raise CorpusNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
 
 
 def _open(file: Path) -> BufferedIOBase:
@@ -195,7 +199,7 @@ def _decode(raw: bytes, file: Path, number: int) -> str:
     try:
         return raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as bad:
-        raise CorpusError(f"{file}, line {number}: {_bad_byte(bad)}") from None
+        raise CorpusFormatError(f"{file}, line {number}: {_bad_byte(bad)}") from None
 
 
 def _bad_byte(bad: UnicodeDecodeError) -> str:

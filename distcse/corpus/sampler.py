@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus.grouping import Grouping
-from distcse.errors import CorpusError
+from distcse.errors import CorpusTooSmallError
 
 _HELD_OUT_STREAM = 2**32 - 1
 
@@ -32,9 +32,9 @@ class BatchSampler:
     ) -> None:
         ids = np.arange(rows) if isinstance(rows, int) else np.asarray(rows, dtype=np.int64)
         if len(ids) < batch_size:
-            raise CorpusError(
+            raise CorpusTooSmallError(
                 f"the corpus has {len(ids)} rows to learn from, one batch wants {batch_size}; "
-                f"give more text, or lower training.batch_size (or evaluation.held_out)"
+                f"give more text, or lower training.batch_size (or evaluation.num_heldout)"
             )
         self._rows = ids
         self._batch_size = batch_size
@@ -65,7 +65,7 @@ class BatchSampler:
         return self._grouping.order(order, generator) if self._grouping else order
 
 
-def met_again(columns: NDArray[np.int64], places: slice) -> NDArray[np.bool_]:
+def duplicate_mask(columns: NDArray[np.int64], places: slice) -> NDArray[np.bool_]:
     """(L,) row ids of a step's lists -> (R, L) whether a row of `places` stands in another place than its own."""
     again: NDArray[np.bool_] = columns[places, None] == columns[None, :]
     again[:, places] &= ~np.eye(len(again), dtype=bool)
@@ -79,7 +79,9 @@ def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int6
         CorpusError: Nothing would be left to learn from.
     """
     if held_out >= rows:
-        raise CorpusError(f"evaluation.held_out is {held_out}, but the corpus has {rows} rows; write less than {rows}")
+        raise CorpusTooSmallError(
+            f"evaluation.num_heldout is {held_out}, but the corpus has {rows} rows; write less than {rows}"
+        )
     chosen = np.random.Generator(np.random.PCG64([seed, _HELD_OUT_STREAM])).permutation(rows)[:held_out]
     kept_away = np.zeros(rows, dtype=bool)
     kept_away[chosen] = True

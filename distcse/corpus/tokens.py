@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus.corpus import Corpus
 from distcse.corpus.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
-from distcse.errors import CorpusError
+from distcse.errors import CorpusCacheError, TokenizationError
 from distcse.files import text_checksum
 from distcse.storage import fetch_folder
 
@@ -82,7 +82,7 @@ class TokenTable:
         fetch_folder(directory)
         described = labelled(directory, _LABEL)
         if described is None:
-            raise CorpusError(f"{directory} holds no whole token table; start the run again to prepare it")
+            raise CorpusCacheError(f"{directory} holds no whole token table; start the run again to prepare it")
         return cls(directory, described, reused=True)
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _backend(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise CorpusError(
+        raise TokenizationError(
             f"tokenizer {type(tokenizer).__name__} is not a fast one; save it with a tokenizer.json beside the model"
         )
     return backend
@@ -150,6 +150,6 @@ def _require_tokens(ids: list[list[int]], texts: list[str], first: int) -> None:
     """Attention over no token is not a number, and one such row would spoil every list it is in."""
     for number, row in enumerate(ids):
         if not row:
-            raise CorpusError(
+            raise TokenizationError(
                 f"corpus row {first + number}, {texts[number][:60]!r}: the tokenizer makes no token of it; remove it"
             )

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from distcse.corpus.collate import Tokens
-from distcse.detection.edits import Edited, Vocabulary, delete, insert, replace
-from distcse.device import device_here
+from distcse.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
+from distcse.device import default_device
 from distcse.encoder import Encoder, resolve_model
-from distcse.encoder.attention import made_mask
+from distcse.encoder.attention import prepare_mask
 from distcse.encoder.folder import refuse_pickled_weights
-from distcse.encoder.laid_out import lay_out
+from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.packing import short_cut
-from distcse.errors import EncoderError
+from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
 from distcse.objectives.detection import Detection, detection
 from distcse.recipe import DetectionSection
 
@@ -52,14 +52,33 @@ class EditDetector(nn.Module):
         limits = [position_limit(model) for model in (backbone, *self._generator)]
         self._longest = min((limit for limit in limits if limit is not None), default=None)
 
-    def forward(self, tokens: Tokens, vectors: Tensor) -> Detection:
+    @property
+    def counts_padding(self) -> bool:
+        """Whether the loss is also over padding, so that it depends on the length that a batch is padded to."""
+        return self._section.reduction == "all"
+
+    def edited_length(self, tokens: Tokens) -> int:
+        """Positions of the longest edited sentence, given the random state in which `forward` will edit them."""
+        section = self._section
+        return edited_length(
+            section.operation, tokens.ids, tokens.mask, section.masking_ratio, self._words, self._longest
+        )
+
+    def forward(self, tokens: Tokens, vectors: Tensor, length: int | None = None) -> Detection:
         """(B, L) tokens and (B, H) vectors of the same sentences -> the discriminator's errors, as sums.
 
-        Masks and dropout are drawn from the current random state.
+        Masks, sampled tokens and dropout are drawn from the current random state.
+
+        Args:
+            tokens: The sentences.
+            vectors: Their vectors.
+            length: Positions that edited sentences are padded to; None pads them to the longest of these sentences.
         """
         edited = self._edited(tokens)
-        reads_padding = edited.mask is not tokens.mask or self._section.reduction == "all"
-        with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.places, None):
+        reads_padding = edited.mask is not tokens.mask or self.counts_padding
+        if length is not None:
+            edited = edited.padded(length, self._words.pad)
+        with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.token_index, None):
             logits = self.head(self._conditioned(edited, vectors))
         return detection(logits, edited.labels, edited.mask, self._section.reduction)
 
@@ -71,17 +90,18 @@ class EditDetector(nn.Module):
             if section.operation == "deletion":
                 return delete(ids, mask, section.masking_ratio, words)
             masked_only = section.replace == "masked_only"
-            fill = partial(self._fill, places=tokens.places)
+            fill = partial(self._fill, places=tokens.token_index)
             return replace(ids, mask, section.masking_ratio, words, fill, masked_only)
 
     def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
         generator: Any = self._generator[0].to(ids.device)
         generator.train(self.training and self._section.generator_dropout)
         with short_cut(generator.base_model, mask, places, None):
-            hidden = generator.base_model(input_ids=ids, attention_mask=made_mask(generator, mask)).last_hidden_state
+            hidden = generator.base_model(input_ids=ids, attention_mask=prepare_mask(generator, mask)).last_hidden_state
         at_a_time = max(1, _LOGITS // (4 * self._words.size))
-        best = [_best_words(generator, part) for part in hidden[wanted].split(at_a_time)]
-        return ids.masked_scatter(wanted, torch.cat(best))
+        choose = _sample if self._section.sampling == "sample" else _likeliest
+        chosen = [choose(_logits(generator, part)) for part in hidden[wanted].split(at_a_time)]
+        return ids.masked_scatter(wanted, torch.cat(chosen))
 
     def _conditioned(self, edited: Edited, vectors: Tensor) -> Tensor:
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
@@ -91,15 +111,28 @@ class EditDetector(nn.Module):
         embeddings = getattr(self.backbone, "embeddings_project", self.backbone.embeddings)
         hook = embeddings.register_forward_hook(put)  # type: ignore[union-attr]
         try:
-            made = made_mask(self.backbone, edited.mask)
+            made = prepare_mask(self.backbone, edited.mask)
             hidden: Tensor = self.backbone(input_ids=edited.ids, attention_mask=made).last_hidden_state
         finally:
             hook.remove()
         return hidden
 
 
-def _best_words(generator: Any, hidden: Tensor) -> Tensor:
-    """(M, H) last hidden states -> (M,) best tokens: the model's head alone, whatever its family calls it.
+def _likeliest(logits: Tensor) -> Tensor:
+    """(M, V) logits -> (M,) tokens."""
+    return logits.argmax(dim=1)
+
+
+def _sample(logits: Tensor) -> Tensor:
+    """(M, V) logits -> (M,) tokens, each drawn with its probability, by one random number a position."""
+    # Summed in float64: float32 sums near 1 would lose the unlikely half of a vocabulary.
+    cumulative = logits.float().softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
+    drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+
+def _logits(generator: Any, hidden: Tensor) -> Tensor:
+    """(M, H) last hidden states -> (M, V) logits: the model's head alone, whatever its family calls it.
 
     The model is asked with its body's answer put in its place.
     """
@@ -108,10 +141,10 @@ def _best_words(generator: Any, hidden: Tensor) -> Tensor:
     body = generator.base_model
     body.forward = lambda *inputs, **named: BaseModelOutput(last_hidden_state=hidden[None])
     try:
-        best: Tensor = generator(input_ids=hidden.new_zeros(1, 1, dtype=torch.long)).logits[0].argmax(dim=1)
+        logits: Tensor = generator(input_ids=hidden.new_zeros(1, 1, dtype=torch.long)).logits[0]
     finally:
         del body.forward
-    return best
+    return logits
 
 
 def build_detector(
@@ -127,14 +160,16 @@ def build_detector(
     """
     tokenizer = student.tokenizer
     if student.dimension != student.width:
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"objective.detection puts the student's vector among its words' ones: {student.dimension} and {student.width} "
             "numbers; take a student without a Dense module"
         )
     if not isinstance(getattr(fresh.backbone, "embeddings", None), nn.Module):
-        raise EncoderError("objective.detection needs a BERT- or RoBERTa-shaped student: one with an embeddings module")
+        raise UnsupportedModelError(
+            "objective.detection needs a BERT- or RoBERTa-shaped student: one with an embeddings module"
+        )
     if tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        raise EncoderError("objective.detection needs a tokenizer with [CLS] and [MASK]")
+        raise TokenizerMismatchError("objective.detection needs a tokenizer with [CLS] and [MASK]")
     words = Vocabulary(
         len(tokenizer),
         tokenizer.cls_token_id,
@@ -143,8 +178,8 @@ def build_detector(
         tuple(tokenizer.all_special_ids),
     )
     generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
-    if generator is not None and device_here() == "cpu":  # it follows its batches, on a GPU too
-        lay_out(generator, precision)
+    if generator is not None and default_device() == "cpu":  # it follows its batches, on a GPU too
+        use_mkldnn_linear(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 
 
@@ -154,7 +189,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     folder = resolve_model(str(section.generator))
     refuse_pickled_weights(folder)
     if load_tokenizer(folder, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
-        raise EncoderError(
+        raise TokenizerMismatchError(
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "
             "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"
         )
@@ -167,11 +202,11 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
             attn_implementation=attention_of(max_length),
         )
     except (OSError, ValueError, KeyError) as refused:
-        raise EncoderError(
+        raise ModelLoadError(
             f"{folder} cannot be loaded as a masked language model: {' '.join(str(refused).split())[:400]}"
         ) from refused
     if told["missing_keys"]:
-        raise EncoderError(
+        raise MissingWeightsError(
             f"{folder} lacks the weights of its masked-language-model head, such as {sorted(told['missing_keys'])[0]}; "
             "they would be random"
         )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Fill = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(B, L) ids, mask and wanted positions -> (B, L) the generator's best token at those, what was there elsewhere."""
+"""(B, L) ids, mask and wanted positions -> (B, L) the generator's token at those, what was there elsewhere."""
 
 _RANDOM, _KEPT = 0.1, 0.1
 """Of the chosen tokens one in ten becomes a random one and one in ten stays, as in BERT."""
@@ -33,6 +34,11 @@ class Edited:
     ids: Tensor
     mask: Tensor
     labels: Tensor
+
+    def padded(self, length: int, pad_id: int) -> Edited:
+        """The same, padded on the right to (B, `length`)."""
+        more = (0, length - self.ids.shape[1])
+        return Edited(pad(self.ids, more, value=pad_id), pad(self.mask, more), pad(self.labels, more))
 
 
 def replace(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill, masked_only: bool) -> Edited:
@@ -60,15 +66,13 @@ def insert(
 
     A row becomes no longer than `longest` tokens: places further back are not chosen then.
     """
-    chosen = _choose(ids, mask, ratio, words)
-    if longest is not None:
-        chosen &= chosen.cumsum(dim=1) <= longest - mask.sum(dim=1, keepdim=True)
+    chosen = _choose_insertions(ids, mask, ratio, words, longest)
     rows, length = ids.shape
     places = torch.arange(length, device=ids.device).expand(rows, -1)
     # Every token has its place, an inserted one the half behind its neighbour; what is not there goes to the end.
     beyond = 2.0 * length
     keys = torch.cat([torch.where(mask.bool(), places, beyond), torch.where(chosen, places + 0.5, beyond)], dim=1)
-    order = keys.argsort(dim=1, stable=True)[:, : int((mask.sum(dim=1) + chosen.sum(dim=1)).max())]
+    order = keys.argsort(dim=1, stable=True)[:, : _longest_inserted(mask, chosen)]
     both = torch.cat([torch.where(mask.bool(), ids, words.pad), torch.where(chosen, words.mask, words.pad)], dim=1)
     longer, seen = both.gather(1, order), (keys.gather(1, order) < beyond).to(mask.dtype)
     inserted = (order >= length) & seen.bool()
@@ -79,11 +83,37 @@ def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited
     """Delete chosen tokens; tokens that now stand behind a gap are to be found."""
     gone = _choose(ids, mask, ratio, words)
     kept = mask.bool() & ~gone
-    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(kept.sum(dim=1).max())]
+    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : _longest_kept(kept)]
     seen = kept.gather(1, order)
     behind_gap = torch.cat([torch.zeros_like(gone[:, :1]), gone[:, :-1]], dim=1)
     shorter = torch.where(seen, ids.gather(1, order), words.pad)
     return Edited(shorter, seen.to(mask.dtype), (behind_gap.gather(1, order) & seen).long())
+
+
+def edited_length(
+    operation: str, ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, longest: int | None = None
+) -> int:
+    """Length that the operation's edit of these rows has, given the random state in which it will edit them."""
+    if operation == "insertion":
+        return _longest_inserted(mask, _choose_insertions(ids, mask, ratio, words, longest))
+    if operation == "deletion":
+        return _longest_kept(mask.bool() & ~_choose(ids, mask, ratio, words))
+    return ids.shape[1]
+
+
+def _choose_insertions(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, longest: int | None) -> Tensor:
+    chosen = _choose(ids, mask, ratio, words)
+    if longest is not None:
+        chosen &= chosen.cumsum(dim=1) <= longest - mask.sum(dim=1, keepdim=True)
+    return chosen
+
+
+def _longest_inserted(mask: Tensor, chosen: Tensor) -> int:
+    return int((mask.sum(dim=1) + chosen.sum(dim=1)).max())
+
+
+def _longest_kept(kept: Tensor) -> int:
+    return int(kept.sum(dim=1).max())
 
 
 def _choose(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:

@@ -5,13 +5,13 @@ from distcse.encoder.encoder import Encoder
 from distcse.encoder.layers import depth_of, first_stays, only_layers
 from distcse.encoder.pooling import pool
 from distcse.encoder.projection import build_projection
-from distcse.encoder.reading import TextReading
+from distcse.encoder.reading import TokenizerSpec
 from distcse.encoder.source import model_fingerprint, resolve_model
 
 __all__ = [
     "CrossEncoder",
     "Encoder",
-    "TextReading",
+    "TokenizerSpec",
     "build_projection",
     "depth_of",
     "first_stays",

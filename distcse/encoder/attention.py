@@ -14,7 +14,7 @@ from torch import Tensor, nn
 _TAKES_IT_MADE = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
 
 
-def takes_it_made(model: nn.Module) -> bool:
+def takes_prepared_mask(model: nn.Module) -> bool:
     """Whether a model's attention takes the mask that is made here. Others ask what is padded, and may compute by the answer."""
     config: Any = model.config
     of_transformers = type(model).__module__.startswith("transformers.")  # a model's own code may want another mask
@@ -22,13 +22,13 @@ def takes_it_made(model: nn.Module) -> bool:
     return of_transformers and known and config._attn_implementation in ("sdpa", "eager")
 
 
-def made_mask(model: nn.Module, mask: Tensor) -> Tensor:
+def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
     """(B, L) mask, 1 at tokens -> (B, 1, 1, L) as the model's attention wants it: added to the scores, or true at tokens.
 
     Families that are not named here, and other kinds of attention, get the mask as it is and make their own of it.
     """
     config: Any = model.config
-    if not takes_it_made(model):
+    if not takes_prepared_mask(model):
         return mask
     seen = mask[:, None, None, :].bool()
     if config._attn_implementation == "sdpa":

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.encoder.attention import made_mask
+from distcse.encoder.attention import prepare_mask
 from distcse.encoder.batching import by_length, padded
-from distcse.encoder.dropout import draw_fast
+from distcse.encoder.dropout import fast_dropout
 from distcse.encoder.folder import check_weights, refuse_pickled_weights, replacing, written_json
 from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.layers import keep_layers
@@ -23,8 +23,8 @@ from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
 from distcse.encoder.packing import short_cut
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.source import resolve_model
-from distcse.errors import EncoderError
-from distcse.storage import place, publish
+from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from distcse.storage import resolve_path, upload_dir
 
 _READ_FIRST = tuple(
     f"{family}ForSequenceClassification"
@@ -58,9 +58,11 @@ class CrossEncoder(nn.Module):
         folder = resolve_model(str(path), trust_remote_code)
         model, lacking = _load_scorer(folder, trust_remote_code, max_length)
         if lacking:
-            raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
+            raise MissingWeightsError(
+                f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random"
+            )
         if model.config.num_labels != 1:
-            raise EncoderError(
+            raise UnsupportedModelError(
                 f"{folder} classifies into {model.config.num_labels} labels; a cross-encoder has one score"
             )
         tokenizer = load_tokenizer(folder, trust_remote_code)
@@ -86,12 +88,12 @@ class CrossEncoder(nn.Module):
         prefix = f"{model.base_model_prefix}."
         lost = [key for key in lacking if key.startswith(prefix) and "pooler." not in key]
         if lost:
-            raise EncoderError(f"{folder} lacks {len(lost)} weights, such as {lost[0]}; they would be random")
+            raise MissingWeightsError(f"{folder} lacks {len(lost)} weights, such as {lost[0]}; they would be random")
         if layers is not None:
             keep_layers(model.base_model, layers)
         positions = position_limit(model)
         if positions is not None and max_length > positions:
-            raise EncoderError(
+            raise EncoderSettingError(
                 f"{path}: cross.max_length is {max_length}; allowed: at most {positions}, the backbone's positions"
             )
         return cls(model, load_tokenizer(folder, trust_remote_code), max_length)
@@ -108,7 +110,7 @@ class CrossEncoder(nn.Module):
 
         With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
         """
-        inputs = {"input_ids": ids, "attention_mask": made_mask(self.model, mask)}
+        inputs = {"input_ids": ids, "attention_mask": prepare_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
         reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
@@ -148,10 +150,10 @@ class CrossEncoder(nn.Module):
         self.eval()
         with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
-                tokens, mask = padded([ids[place] for place in places], self.tokenizer.pad_token_id or 0, self.device)
+                tokens, mask = padded([ids[index] for index in places], self.tokenizer.pad_token_id or 0, self.device)
                 sides = None
                 if kinds is not None:
-                    sides = padded([kinds[place] for place in places], 0, self.device)[0]
+                    sides = padded([kinds[index] for index in places], 0, self.device)[0]
                 logits[places] = self(tokens, mask, kinds=sides).double().cpu().numpy()
                 done += len(places)
                 if on_progress is not None:
@@ -161,11 +163,11 @@ class CrossEncoder(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder read."""
-        with replacing(place(path)) as folder:
+        with replacing(resolve_path(path)) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
-        publish(place(path))
+        upload_dir(resolve_path(path))
 
 
 def is_cross_encoder(folder: Path) -> bool:
@@ -205,11 +207,11 @@ def _load_scorer(
                 attn_implementation=attention_of(max_length),
             )
     except Exception as refused:  # see load_backbone
-        raise EncoderError(
+        raise ModelLoadError(
             f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
         ) from refused
     require_finite(folder, model)
-    draw_fast(model)
+    fast_dropout(model)
     return model, sorted(told["missing_keys"])
 
 

@@ -19,7 +19,7 @@ class Dropout(nn.Dropout):
         return dropout(values, self.p, self.training)
 
 
-def draw_fast(model: nn.Module) -> None:
+def fast_dropout(model: nn.Module) -> None:
     """Let the dropout layers of a model draw their noise as `dropout` does, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from distcse.encoder.attention import made_mask
+from distcse.encoder.attention import prepare_mask
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.folder import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
 from distcse.encoder.head import Dense, build_head
@@ -33,10 +33,10 @@ from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, po
 from distcse.encoder.precision import arithmetic
 from distcse.encoder.prompts import is_template, prompted
 from distcse.encoder.source import resolve_model
-from distcse.encoder.words import narrow_words
-from distcse.errors import EncoderError
+from distcse.encoder.words import factorize_embeddings
+from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
-from distcse.storage import place, publish
+from distcse.storage import resolve_path, upload_dir
 
 
 class Encoder(nn.Module):
@@ -97,10 +97,10 @@ class Encoder(nn.Module):
         backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told, kind)
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
-                raise EncoderError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")
+                raise EncoderSettingError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
-        if isinstance(section, StudentSection) and section.word_dimension is not None:
-            backbone = narrow_words(backbone, section.word_dimension)
+        if isinstance(section, StudentSection) and section.embedding_size is not None:
+            backbone = factorize_embeddings(backbone, section.embedding_size)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)
         refuse_other_reading(section, layout, tokenizer)
@@ -154,7 +154,7 @@ class Encoder(nn.Module):
 
     def _states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
         """(B, L, H) states of all layers where pooling wants them, else of the last one."""
-        made, all_layers = made_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
+        made, all_layers = prepare_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
         output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
         return output.hidden_states if all_layers else [output.last_hidden_state]
 
@@ -196,14 +196,14 @@ class Encoder(nn.Module):
             on_progress: Told the number of different texts done.
         """
         everything = self.token_ids(texts)
-        place_of = {row: place for place, row in enumerate(dict.fromkeys(map(tuple, everything)))}
+        place_of = {row: index for index, row in enumerate(dict.fromkeys(map(tuple, everything)))}
         ids = [list(row) for row in place_of]
         vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
         was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
         self.eval()
         with torch.no_grad(), arithmetic(precision, self.device):
             for places in by_length(ids, batch_tokens):
-                found = self(*padded([ids[place] for place in places], pad, self.device))
+                found = self(*padded([ids[index] for index in places], pad, self.device))
                 found = unit(found, dim=1) if (self.normalize if normalize is None else normalize) else found
                 vectors[places] = found.cpu().numpy()
                 done += len(places)
@@ -215,14 +215,16 @@ class Encoder(nn.Module):
     def save(self, path: str | Path) -> None:
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""
         if self.pooling == "mask" or is_template(self.prompt):
-            raise EncoderError("a template, or pooling at [MASK], has no place in the sentence-transformers layout")
-        with replacing(place(path)) as folder:
+            raise UnsupportedModelError(
+                "a template, or pooling at [MASK], has no place in the sentence-transformers layout"
+            )
+        with replacing(resolve_path(path)) as folder:
             self.backbone.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
             layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
             write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
-        publish(place(path))
+        upload_dir(resolve_path(path))
 
 
 def _width(backbone: nn.Module) -> int:

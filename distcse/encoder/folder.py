@@ -22,8 +22,8 @@ from torch import nn
 
 from distcse.encoder.head import Dense, DenseShape, head_weights
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS
-from distcse.errors import EncoderError
-from distcse.files import checksum, flush, flush_all, sealed, unsealed, writing
+from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.files import checksum, dump_checked_json, fsync, fsync_all, load_checked_json, storage_errors
 from distcse.recipe import Pooling
 
 _LEGACY_KEYS: dict[Pooling, str] = {
@@ -56,7 +56,7 @@ class Layout:
     """Path and shape of the modules after pooling, as `build_head` takes them; a last `Normalize` is `normalize`."""
 
 
-def pooling_unless_told(folder: Path, pooling: str | None) -> str | None:
+def default_pooling(folder: Path, pooling: str | None) -> str | None:
     """A user's pooling for a folder that does not say how it pools; None for one that does, which is read as it says."""
     return pooling if read_layout(folder).pooling is None else None
 
@@ -71,7 +71,9 @@ def read_layout(folder: Path) -> Layout:
     reading = written_json(folder / "sentence_bert_config.json")
     max_length, lower_case = reading.get("max_seq_length"), bool(reading.get("do_lower_case", False))
     if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise EncoderError(f"{folder / 'sentence_bert_config.json'}: max_seq_length is {max_length!r:.60}, no length")
+        raise ModelFormatError(
+            f"{folder / 'sentence_bert_config.json'}: max_seq_length is {max_length!r:.60}, no length"
+        )
     if not (folder / "modules.json").exists():
         return Layout(max_length=max_length, prompt=prompt, lower_case=lower_case)
     pools_prompt = True
@@ -91,11 +93,11 @@ def read_layout(folder: Path) -> Layout:
         elif kind == "WeightedLayerPooling":
             averaged = _layer_average(folder / path)
         elif kind != "Transformer":
-            raise EncoderError(
+            raise UnsupportedModelError(
                 f"{folder} has a {kind} module, which distcse cannot reproduce: its vectors would not be the model's own"
             )
     if averaged is not None and pooling != "mean":
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{folder} averages layers and pools {pooling!r}; only layers averaged under mean pooling are supported"
         )
     normalize = bool(head) and head[-1][1] is None
@@ -107,9 +109,9 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
     """Path and kind of an entry of modules.json, which stays inside the folder."""
     path, kind = (module.get(key) for key in ("path", "type")) if isinstance(module, dict) else (None, None)
     if not isinstance(path, str) or not isinstance(kind, str):
-        raise EncoderError(f"{folder / 'modules.json'}: expected a path and a type, found {module!r:.100}")
+        raise ModelFormatError(f"{folder / 'modules.json'}: expected a path and a type, found {module!r:.100}")
     if _leads_outside(path):
-        raise EncoderError(
+        raise ModelFormatError(
             f"{folder / 'modules.json'} names {path!r}, which is no folder in it; distcse reads none outside"
         )
     return path, kind.rsplit(".", 1)[-1]
@@ -125,16 +127,16 @@ def refuse_pickled_weights(folder: Path) -> None:
         return
     pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern)]
     if pickled:
-        raise EncoderError(
+        raise PickledWeightsError(
             f"{folder} holds {pickled[0]} but no safetensors, and distcse opens no pickles; convert it where you trust it: "
             f"{_conversion(folder)}"
         )
     if (folder / "adapter_config.json").is_file():
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{folder} holds an adapter, not a model; merge it into its model (peft: merge_and_unload), and save that model "
             "and its tokenizer"
         )
-    raise EncoderError(f"{folder} holds no weights: expected model.safetensors")
+    raise MissingWeightsError(f"{folder} holds no weights: expected model.safetensors")
 
 
 def _conversion(folder: Path) -> str:
@@ -151,22 +153,22 @@ def _conversion(folder: Path) -> str:
 def replacing(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the target's place once it is whole; a failure leaves the target as it was."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    with writing(target):
+    with storage_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     try:
-        with writing(target):
+        with storage_errors(target):
             yield beside
             _note_checksums(beside)
-            flush_all(beside)
+            fsync_all(beside)
             # A folder that holds something cannot be renamed over: the old one steps aside first. Killed between the two, the
             # new one is whole under its other name, and whoever resumes the run writes it again.
             if target.exists():
                 os.replace(target, old)
             os.replace(beside, target)
-            flush(target.parent)
+            fsync(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
@@ -177,11 +179,11 @@ def refuse_weights_elsewhere(folder: Path) -> None:
     index = written_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
     for shard in index.values() if isinstance(index, dict) else [None]:
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise EncoderError(
+            raise ModelFormatError(
                 f"{folder} lists weights in {shard!r}, which is no file in it; distcse reads none outside"
             )
     if (folder / "adapter_config.json").exists():
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{folder} holds an adapter to a model elsewhere, which distcse does not follow; merge it into its model first"
         )
 
@@ -195,20 +197,20 @@ def check_weights(folder: Path) -> None:
     if not (folder / CHECKSUMS).is_file():
         return
     try:
-        noted = unsealed(folder / CHECKSUMS)
+        noted = load_checked_json(folder / CHECKSUMS)
         outside = [name for name in noted if _leads_outside(name)]
         changed = outside or [name for name, digest in noted.items() if checksum(folder / name) != digest]
     except (OSError, ValueError) as broken:
-        raise EncoderError(f"{folder / CHECKSUMS} cannot be held to: {broken}; {_CHANGED}") from None
+        raise ModelFormatError(f"{folder / CHECKSUMS} cannot be held to: {broken}; {_CHANGED}") from None
     if changed:
-        raise EncoderError(f"{folder / changed[0]} is not what was written: its checksum differs; {_CHANGED}")
+        raise ModelFormatError(f"{folder / changed[0]} is not what was written: its checksum differs; {_CHANGED}")
 
 
 def _note_checksums(folder: Path) -> None:
     file = folder / CHECKSUMS
     file.parent.mkdir(exist_ok=True)
     weights = sorted(folder.rglob("*.safetensors"))
-    file.write_text(sealed({found.relative_to(folder).as_posix(): checksum(found) for found in weights}))
+    file.write_text(dump_checked_json({found.relative_to(folder).as_posix(): checksum(found) for found in weights}))
 
 
 def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.Sequential) -> None:
@@ -286,17 +288,19 @@ def _layer_average(folder: Path) -> Pooling:
     """The pooling that a WeightedLayerPooling module amounts to, where distcse has it."""
     config = written_json(folder / "config.json")
     if not (folder / _WEIGHTS).exists():
-        raise EncoderError(f"{folder} holds no {_WEIGHTS}, and distcse opens no pickles")
+        raise PickledWeightsError(f"{folder} holds no {_WEIGHTS}, and distcse opens no pickles")
     try:
         weights = load_file(folder / _WEIGHTS)["layer_weights"].tolist()
         ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
     except (OSError, SafetensorError, LookupError, TypeError) as broken:
-        raise EncoderError(f"{folder / _WEIGHTS} holds no layer weights ({broken})") from None
+        raise MissingWeightsError(f"{folder / _WEIGHTS} holds no layer weights ({broken})") from None
     if ends_only and config.get("layer_start") == 1:
         return "first_last_avg"
     if ends_only and len(weights) == 2:
         return "last_two_avg"
-    raise EncoderError(f"{folder}: layer weights {weights} are neither the first and last nor the last two layers")
+    raise UnsupportedModelError(
+        f"{folder}: layer weights {weights} are neither the first and last nor the last two layers"
+    )
 
 
 def _pooling(file: Path) -> Pooling:
@@ -309,7 +313,9 @@ def _pooling(file: Path) -> Pooling:
     if named is None and len(chosen) == 1 and not other:
         return chosen[0]
     found = named or [*chosen, *other]
-    raise EncoderError(f"{file}: pooling {found!r} is not supported; supported: {', '.join(get_args(Pooling))}")
+    raise UnsupportedModelError(
+        f"{file}: pooling {found!r} is not supported; supported: {', '.join(get_args(Pooling))}"
+    )
 
 
 def _default_prompt(config: dict[str, Any]) -> str:
@@ -325,9 +331,9 @@ def written_json(file: Path, kind: type = dict) -> Any:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as broken:
-        raise EncoderError(f"{file} is not JSON: {broken}") from None
+        raise ModelFormatError(f"{file} is not JSON: {broken}") from None
     if not isinstance(content, kind):
-        raise EncoderError(f"{file}: expected a JSON {'object' if kind is dict else 'list'}")
+        raise ModelFormatError(f"{file}: expected a JSON {'object' if kind is dict else 'list'}")
     return content
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from distcse.errors import EncoderError
+from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
 
 # By name, and no others: a name in a file is not imported.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -45,16 +45,16 @@ class DenseShape:
         """From a file's content. `EncoderError` for a module that does something else."""
         inputs, outputs = (said.get(key) for key in ("in_features", "out_features"))
         if type(inputs) is not int or type(outputs) is not int or min(inputs, outputs) < 1:
-            raise EncoderError(
+            raise ModelFormatError(
                 f"{file}: in_features and out_features are {inputs!r:.40} and {outputs!r:.40}, no widths"
             )
         activation = said.get("activation_function", cls.activation)
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             known = ", ".join(kind.__name__ for kind in _ACTIVATIONS.values())
-            raise EncoderError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
+            raise UnsupportedModelError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
         for key in ("module_input_name", "module_output_name"):
             if said.get(key) not in (None, _VECTOR):
-                raise EncoderError(f"{file}: {key} is {said[key]!r:.60}; distcse maps {_VECTOR} alone")
+                raise UnsupportedModelError(f"{file}: {key} is {said[key]!r:.60}; distcse maps {_VECTOR} alone")
         bias, residual = bool(said.get("bias", True)), bool(said.get("use_residual", False))
         return cls(inputs, outputs, bias, activation, residual)
 
@@ -93,11 +93,11 @@ class Dense(nn.Module):
         try:
             told = dense.load_state_dict(load_file(file), strict=False)
         except (OSError, SafetensorError, RuntimeError) as broken:
-            raise EncoderError(
+            raise ModelFormatError(
                 f"{file} is not what its config.json says: {' '.join(str(broken).split())[:200]}"
             ) from None
         if told.missing_keys:
-            raise EncoderError(f"{file} lacks {told.missing_keys[0]}; it would be random")
+            raise MissingWeightsError(f"{file} lacks {told.missing_keys[0]}; it would be random")
         return dense
 
     def forward(self, vectors: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], w
             head.append(Unit())
             continue
         if shape.inputs != width:
-            raise EncoderError(f"{folder / path} takes {shape.inputs} numbers, and is given {width}")
+            raise ModelFormatError(f"{folder / path} takes {shape.inputs} numbers, and is given {width}")
         file = folder / path / "model.safetensors"
         if not file.is_file():
-            raise EncoderError(
+            raise PickledWeightsError(
                 f"{folder / path} holds no model.safetensors, and distcse opens no pickles; convert it where you trust it: "
                 f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
             )

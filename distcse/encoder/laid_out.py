@@ -22,7 +22,7 @@ _MIN_SPEEDUP = 0.9
 """oneDNN's float32 products are used from this ratio on: below 1, so that noise decides nothing where both are equally fast."""
 
 
-def lay_out(model: nn.Module, precision: str = "fp32") -> None:
+def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
     """Lay out the linear maps of a model that learns no more and is not saved, in place; on a GPU nothing is done.
 
     The plain weights are let go. Vectors move by rounding alone.
@@ -36,7 +36,7 @@ def lay_out(model: nn.Module, precision: str = "fp32") -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.device.type == "cpu":
-                setattr(parent, name, _LaidOut(child, _KINDS[precision]))
+                setattr(parent, name, _MkldnnLinear(child, _KINDS[precision]))
     for parameter in model.parameters():  # one left in the file's mapping would hold all of it
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -82,7 +82,7 @@ def _mapped(rows: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
     return found
 
 
-class _LaidOut(nn.Module):
+class _MkldnnLinear(nn.Module):
     """A linear map without a gradient; `weight` can be asked for its shape and kind alone."""
 
     def __init__(self, plain: nn.Linear, kind: torch.dtype) -> None:

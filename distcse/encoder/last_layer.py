@@ -43,7 +43,7 @@ def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
     as ever.
     """
     layer = layers_of(backbone)[-1]
-    with forward_of(layer, partial(_KNOWN[type(layer).__name__], layer, AtOne(places))):
+    with forward_of(layer, partial(_KNOWN[type(layer).__name__], layer, SingleToken(places))):
         yield
 
 
@@ -61,7 +61,7 @@ def forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             layer.forward = before
 
 
-class Reading(Protocol):
+class QueryStates(Protocol):
     """Which tokens a layer is asked for, and what they see."""
 
     def asked(self, hidden: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Reading(Protocol):
         ...
 
 
-class AtOne:
+class SingleToken:
     """One token of each text."""
 
     def __init__(self, places: Tensor) -> None:
@@ -92,12 +92,12 @@ class AtOne:
     def seen(
         self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
     ) -> Tensor:
-        """See `Reading`."""
+        """See `QueryStates`."""
         query, key, value = split(parts, heads)
         return side_by_side(attended(query, key, value, heads, self.row(mask), noise, training), heads)
 
 
-def bert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+def bert(layer: Any, reading: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
     """A layer shaped like BERT's."""
     attention, asked = layer.attention.self, reading.asked(hidden)
     parts = attention.query(asked), attention.key(hidden), attention.value(hidden)
@@ -107,7 +107,9 @@ def bert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *res
     return found
 
 
-def distilbert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
+def distilbert(
+    layer: Any, reading: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any
+) -> Tensor:
     """A layer of DistilBERT."""
     attention, asked = layer.attention, reading.asked(hidden)
     parts = attention.q_lin(asked), attention.k_lin(hidden), attention.v_lin(hidden)
@@ -118,7 +120,7 @@ def distilbert(layer: Any, reading: Reading, hidden: Tensor, mask: Tensor | None
 
 
 def _mpnet(
-    layer: Any, reading: AtOne, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
+    layer: Any, reading: SingleToken, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
 ) -> tuple[Tensor]:
     attention, asked = layer.attention.attn, reading.asked(hidden)
     parts = attention.q(asked), attention.k(hidden), attention.v(hidden)
@@ -130,7 +132,7 @@ def _mpnet(
 
 def _modernbert(
     layer: Any,
-    reading: AtOne,
+    reading: SingleToken,
     hidden: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,

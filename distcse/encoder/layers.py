@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from distcse.errors import EncoderError
+from distcse.errors import EncoderSettingError, UnsupportedModelError
 
 
 def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
@@ -23,7 +23,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
     depth = config.num_hidden_layers
     beyond = [index for index in layers if index >= depth]
     if beyond:
-        raise EncoderError(
+        raise EncoderSettingError(
             f"layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
         )
     _require_first(backbone, layers)
@@ -93,7 +93,7 @@ def first_stays(backbone: nn.Module) -> bool:
 def _require_first(backbone: nn.Module, layers: Sequence[int]) -> None:
     config: Any = backbone.config
     if list(layers[:1]) != [0] and first_stays(backbone):
-        raise EncoderError(
+        raise EncoderSettingError(
             f"layers must begin with 0: layer 0 of {config.model_type} has other weights than the rest, and is read in its place"
         )
 
@@ -103,4 +103,6 @@ def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.Mo
         for name, child in parent.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return parent, name, child
-    raise EncoderError(f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave layers null")
+    raise UnsupportedModelError(
+        f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave layers null"
+    )

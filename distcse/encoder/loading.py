@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcse.encoder.dropout import draw_fast
+from distcse.encoder.dropout import fast_dropout
 from distcse.encoder.folder import Layout, check_weights
 from distcse.encoder.prompts import SENTENCE
 from distcse.encoder.vocabulary import refuse_broken_files, refuse_without_words, unloadable
-from distcse.errors import EncoderError
-from distcse.importing import importing
+from distcse.errors import (
+    EncoderSettingError,
+    MissingWeightsError,
+    ModelLoadError,
+    NotFiniteError,
+    TokenizerMismatchError,
+    UnsupportedModelError,
+)
+from distcse.importing import gc_paused
 from distcse.recipe import EncoderSection, Pooling
 
 _CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
@@ -35,7 +42,7 @@ def load_backbone(
     Raises:
         EncoderError: The folder does not load as an encoder, or lacks weights, which would be random.
     """
-    with importing():
+    with gc_paused():
         from transformers import AutoConfig
         from transformers.utils.logging import disable_progress_bar
 
@@ -45,7 +52,7 @@ def load_backbone(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if dropout is not None:
             set_dropout(config, dropout)
-        with importing():  # the family's module, which is imported when it is asked for
+        with gc_paused():  # the family's module, which is imported when it is asked for
             model, told = model_class(config).from_pretrained(
                 folder,
                 config=config,
@@ -56,16 +63,16 @@ def load_backbone(
                 attn_implementation=attention_of(max_length),
             )
     except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
-        raise EncoderError(
+        raise ModelLoadError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
         ) from refused
     missing = sorted(told["missing_keys"])
     lacking = [key for key in missing if not key.startswith("pooler.")]
     if lacking:
-        raise EncoderError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
+        raise MissingWeightsError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
     backbone: nn.Module = model
     require_finite(folder, backbone)
-    draw_fast(backbone)
+    fast_dropout(backbone)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
@@ -85,7 +92,7 @@ def require_finite(folder: Path, model: nn.Module) -> None:
     """Raise `EncoderError` for a weight that is no number: one is enough to make all vectors NaN."""
     broken = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
     if broken is not None:
-        raise EncoderError(f"{folder}: weight {broken} holds NaN or infinity; get the model again")
+        raise NotFiniteError(f"{folder}: weight {broken} holds NaN or infinity; get the model again")
 
 
 def attention_of(max_length: int | None) -> str | None:
@@ -118,7 +125,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     Raises:
         EncoderError: There is none: files are missing, broken or without words, or only a slow tokenizer loads.
     """
-    with importing():
+    with gc_paused():
         from transformers import AutoTokenizer
 
     refuse_broken_files(folder)
@@ -127,7 +134,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
         raise unloadable(folder, refused) from refused
     if not tokenizer.is_fast:
-        raise EncoderError(f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)")
+        raise TokenizerMismatchError(
+            f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)"
+        )
     refuse_without_words(folder, tokenizer)
     return tokenizer
 
@@ -137,7 +146,7 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
     words = len(tokenizer)
     rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if words > rows:
-        raise EncoderError(
+        raise TokenizerMismatchError(
             f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together"
         )
 
@@ -146,25 +155,27 @@ def pooling_of(section: EncoderSection, layout: Layout) -> Pooling:
     """What the recipe says, else the folder; `EncoderError` where neither does."""
     pooling = section.pooling or layout.pooling
     if pooling is None:
-        raise EncoderError(f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}")
+        raise EncoderSettingError(
+            f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}"
+        )
     return pooling
 
 
 def refuse_other_reading(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
     """Raise `EncoderError` where a model reads texts as distcse does not: its vectors would not be the model's own."""
     if pooling_of(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
-        raise EncoderError(
+        raise EncoderSettingError(
             f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
             f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
         )
     normalizer = tokenizer.backend_tokenizer.normalizer
     if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{section.backbone} lowercases texts (do_lower_case in sentence_bert_config.json) and its tokenizer does not; "
             "save it with a tokenizer that does"
         )
     if (section.prompt or layout.prompt) and (not layout.pools_prompt or section.backbone.startswith(_INSTRUCTOR)):
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"{section.backbone} leaves the prompt's tokens out of its vectors (include_prompt: false), which distcse does not do"
         )
 
@@ -187,10 +198,10 @@ def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbo
     if wished is None:
         limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]
         if not limits:
-            raise EncoderError(f"{section.backbone} does not say its length; set max_length")
+            raise EncoderSettingError(f"{section.backbone} does not say its length; set max_length")
         return int(min(limits))
     if positions is not None and wished > positions:
-        raise EncoderError(
+        raise EncoderSettingError(
             f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions"
         )
     return int(wished)

@@ -24,7 +24,7 @@ from torch.nn.functional import normalize as unit
 from distcse.encoder.batching import by_length, padded
 from distcse.encoder.encoder import Encoder
 from distcse.encoder.pooling import NEEDS_ALL_LAYERS
-from distcse.errors import EncoderError
+from distcse.errors import ExportDependencyError, ExportError
 
 OPSET = 18
 _MOST_WEIGHTS = 500_000_000
@@ -35,7 +35,7 @@ def require_onnx() -> None:
     """Raise `EncoderError` where a package that exporting needs is not installed."""
     lacking = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if lacking:
-        raise EncoderError(f'an ONNX file needs {" and ".join(lacking)}; pip install "distcse[onnx]"')
+        raise ExportDependencyError(f'an ONNX file needs {" and ".join(lacking)}; pip install "distcse[onnx]"')
 
 
 def write_onnx(encoder: Encoder, file: Path) -> None:
@@ -50,7 +50,7 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
     require_onnx()
     weights = sum(part.numel() for part in encoder.parameters())
     if weights > _MOST_WEIGHTS:
-        raise EncoderError(f"{weights / 1e6:,.0f} M weights do not fit into one ONNX file, which ends at 2 GB")
+        raise ExportError(f"{weights / 1e6:,.0f} M weights do not fit into one ONNX file, which ends at 2 GB")
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     graph = _Graph(encoder).eval()
     ids, mask = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
@@ -69,7 +69,7 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
             )
     except Exception as refused:  # the exporter has a dozen kinds, all of which mean that it cannot
         told = " ".join(str(refused).split())[:300]
-        raise EncoderError(f"torch cannot export this {_family(encoder)} to ONNX: {told}") from refused
+        raise ExportError(f"torch cannot export this {_family(encoder)} to ONNX: {told}") from refused
     assert program is not None
     about = {"pooling": encoder.pooling, "max_length": str(encoder.max_length), "prompt": encoder.prompt}
     program.model.metadata_props.update({f"distcse.{name}": value for name, value in about.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distcse.errors import EncoderError
+from distcse.errors import EncoderSettingError
 
 SENTENCE = "{sentence}"
 
@@ -27,7 +27,7 @@ def prompted(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: int)
         return [prompt + text for text in texts]
     room = max_length - len(tokenizer(prompt.replace(SENTENCE, ""))["input_ids"])
     if room < 1:
-        raise EncoderError(f"prompt {prompt!r} takes all of {max_length} tokens; raise max_length")
+        raise EncoderSettingError(f"prompt {prompt!r} takes all of {max_length} tokens; raise max_length")
     cut = tokenizer(
         list(texts), truncation=True, max_length=room, add_special_tokens=False, return_offsets_mapping=True
     )["offset_mapping"]

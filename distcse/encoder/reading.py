@@ -13,7 +13,7 @@ from distcse.recipe import EncoderSection
 
 
 @dataclass(frozen=True)
-class TextReading:
+class TokenizerSpec:
     """What decides a text's tokens."""
 
     tokenizer: Any
@@ -22,7 +22,7 @@ class TextReading:
     prompt: str
 
     @classmethod
-    def of(cls, section: EncoderSection) -> TextReading:
+    def of(cls, section: EncoderSection) -> TokenizerSpec:
         """As `Encoder.from_section` reads. Only where neither recipe nor folder says a length are the weights loaded.
 
         Raises:

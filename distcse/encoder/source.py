@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from distcse.errors import EncoderError
+from distcse.errors import ModelNotFoundError
 from distcse.files import checksum
-from distcse.storage import Mirror, address, fetch, fetch_folder, place
+from distcse.storage import RemotePath, fetch, fetch_folder, resolve_path, to_uri
 
 PACKAGE = "package:"
 
@@ -39,17 +39,17 @@ def resolve_model(
     """
     if name.startswith(PACKAGE):
         return _in_package(name)
-    folder = place(name).expanduser()
-    if isinstance(folder, Mirror):
+    folder = resolve_path(name).expanduser()
+    if isinstance(folder, RemotePath):
         return _from_storage(folder)
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
-            raise EncoderError(f"{folder} is a run's folder; its model is {folder / 'model'}: name that")
+            raise ModelNotFoundError(f"{folder} is a run's folder; its model is {folder / 'model'}: name that")
         return folder.absolute()
     if os.path.isfile(folder):
-        raise EncoderError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
+        raise ModelNotFoundError(f"model {folder} is a file; name the folder it lies in, {folder.parent}")
     if not is_hub_id(name):
-        raise EncoderError(f"no model folder {folder.absolute()}")
+        raise ModelNotFoundError(f"no model folder {folder.absolute()}")
     return _from_hub(name, [*(wanted or _WANTED), *(["*.py"] if trust_remote_code else [])], only_local)
 
 
@@ -77,19 +77,23 @@ def _in_package(name: str) -> Path:
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None:
         hint = _EXTRAS.get(package, f"pip install {package}")
-        raise EncoderError(f"{name}: package {package!r} is not installed; {hint}")
+        raise ModelNotFoundError(f"{name}: package {package!r} is not installed; {hint}")
     folder = Path(spec.origin).parent / inside
     if ".." in Path(inside).parts or Path(inside).is_absolute() or not os.path.isdir(folder):
-        raise EncoderError(f"{name}: package {package!r} has no folder {inside!r}")
+        raise ModelNotFoundError(f"{name}: package {package!r} has no folder {inside!r}")
     return folder
 
 
-def _from_storage(folder: Mirror) -> Path:
+def _from_storage(folder: RemotePath) -> Path:
     if fetch_folder(folder):
         return folder
     if fetch(folder / "recipe.yaml"):
-        raise EncoderError(f"{address(folder)} is a run's folder; its model is {address(folder / 'model')}: name that")
-    raise EncoderError(f"{address(folder)} holds no model that distcse stored; copy others to a folder and name that")
+        raise ModelNotFoundError(
+            f"{to_uri(folder)} is a run's folder; its model is {to_uri(folder / 'model')}: name that"
+        )
+    raise ModelNotFoundError(
+        f"{to_uri(folder)} holds no model that distcse stored; copy others to a folder and name that"
+    )
 
 
 def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
@@ -101,7 +105,7 @@ def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
         )
     except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
         reason = str(refused).strip().splitlines()[0]
-        raise EncoderError(
+        raise ModelNotFoundError(
             f"model {name!r} is no folder here and cannot be had from the hub ({type(refused).__name__}: {reason}). "
             "Check the name; a private model wants HF_TOKEN; without a network give a local folder"
         ) from refused

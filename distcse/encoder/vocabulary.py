@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.encoder.folder import written_json
-from distcse.errors import EncoderError
+from distcse.errors import EncoderError, ModelFormatError, TokenizerMismatchError, TokenizerMissingError
 
 _FILES = ("tokenizer.json", "tokenizer.*.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
 _WANTED = "tokenizer.json, vocab.txt, vocab.json with merges.txt, or a SentencePiece *.model"
@@ -37,10 +37,10 @@ def refuse_broken_files(folder: Path) -> None:
         vocabularies, others = vocabulary_files(folder), [folder / "merges.txt", folder / "tokenizer_config.json"]
     pointer = next((file for file in [*vocabularies, *others] if _is_pointer(file)), None)
     if pointer is not None:
-        raise EncoderError(f"{pointer} is a Git LFS pointer, not the file; fetch it: git -C {folder} lfs pull")
+        raise ModelFormatError(f"{pointer} is a Git LFS pointer, not the file; fetch it: git -C {folder} lfs pull")
     empty = next((file for file in vocabularies if file.stat().st_size == 0), None)
     if empty is not None:
-        raise EncoderError(f"{empty} is empty; {_saving(folder)}")
+        raise ModelFormatError(f"{empty} is empty; {_saving(folder)}")
 
 
 def refuse_without_words(folder: Path, tokenizer: Any) -> None:
@@ -54,10 +54,10 @@ def refuse_without_words(folder: Path, tokenizer: Any) -> None:
             return
     names = ", ".join(file.name for file in vocabulary_files(folder))
     if not names:
-        raise EncoderError(_nothing_there(folder))
+        raise TokenizerMissingError(_nothing_there(folder))
     kind = type(tokenizer)
     reads = ", ".join(sorted({str(name) for name in kind.vocab_files_names.values()}))
-    raise EncoderError(
+    raise TokenizerMismatchError(
         f"{folder} has a tokenizer without words, to which all texts are alike: {kind.__name__} reads {reads}, and finds "
         f"none in {names}; {_saving(folder)}"
     )
@@ -68,11 +68,11 @@ def unloadable(folder: Path, refused: Exception) -> EncoderError:
     reads_others = "auto_map" in written_json(folder / "tokenizer_config.json")  # by code of the model's author
     names = {file.name for file in vocabulary_files(folder)}
     if not names and not reads_others:
-        return EncoderError(_nothing_there(folder))
+        return TokenizerMissingError(_nothing_there(folder))
     reason = " ".join(str(refused).split())[:400]
     if names == {"vocab.json"} and not reads_others and not (folder / "merges.txt").is_file():
         reason = "vocab.json without merges.txt"
-    return EncoderError(f"{folder} has no tokenizer that loads: {reason}; {_saving(folder)}")
+    return TokenizerMismatchError(f"{folder} has no tokenizer that loads: {reason}; {_saving(folder)}")
 
 
 def _nothing_there(folder: Path) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.encoder.dropout import draw_fast
-from distcse.errors import EncoderError
+from distcse.encoder.dropout import fast_dropout
+from distcse.errors import EncoderSettingError, UnsupportedModelError
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
 _POSITIONS = 64
@@ -20,7 +20,7 @@ _POSITIONS = 64
 
 
 @torch.no_grad()
-def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
+def factorize_embeddings(backbone: nn.Module, dimension: int) -> nn.Module:
     """A BERT- or RoBERTa-shaped backbone -> an ELECTRA of the same layers, its embeddings `dimension` numbers wide.
 
     With x the sum of a token's embeddings less its mean over the H numbers, BERT goes on with g·x/σ(x) + b. Here x is kept in
@@ -35,11 +35,13 @@ def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
     config: Any = backbone.config
     width = int(config.hidden_size)
     if config.model_type not in _FAMILIES:
-        raise EncoderError(
+        raise UnsupportedModelError(
             f"word_dimension is for backbones shaped like BERT and RoBERTa, not {config.model_type}; leave it null"
         )
     if not 2 <= dimension < width:
-        raise EncoderError(f"word_dimension is {dimension}; allowed: 2 to {width - 1}, less than the backbone's width")
+        raise EncoderSettingError(
+            f"word_dimension is {dimension}; allowed: 2 to {width - 1}, less than the backbone's width"
+        )
     old: Any = backbone.embeddings
     words, types = old.word_embeddings.weight, old.token_type_embeddings.weight
     positions = old.position_embeddings.weight
@@ -77,7 +79,7 @@ def narrow_words(backbone: nn.Module, dimension: int) -> nn.Module:
     narrow.embeddings_project.weight.copy_(widen)
     narrow.embeddings_project.bias.copy_(old.LayerNorm.bias)
     narrow.encoder.load_state_dict(backbone.encoder.state_dict())  # type: ignore[union-attr]
-    draw_fast(narrow)
+    fast_dropout(narrow)
     student: nn.Module = narrow.train(backbone.training)
     return student
 

@@ -1,39 +1,39 @@
 """Measures of a sentence encoder by the protocols of the papers, one protocol a file."""
 
 from distcse.evaluation.agreement import AgreementTask, agreement
-from distcse.evaluation.candidates import Reading, candidate_of, named, open_candidate, scorer_of
-from distcse.evaluation.catalogue import STSB_DEV, SUITES, Shelf, suites_named
-from distcse.evaluation.evaluation import About, Candidate, Evaluation, Score, evaluate
-from distcse.evaluation.exposure import Exposure
+from distcse.evaluation.candidates import LoadOptions, candidate_of, named, open_candidate, scorer_of
+from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, suites_named
+from distcse.evaluation.evaluation import Candidate, Evaluation, ModelInfo, Score, evaluate
+from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.leakage import excluded_from, refuse_test_as_dev
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, VectorModel
-from distcse.evaluation.pairs import PairTask
-from distcse.evaluation.retrieval import Collection, RetrievalTask
+from distcse.evaluation.pairs import PairClassificationTask
+from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
-from distcse.evaluation.suites import OwnSet, Protocol, Tasks, collect, labelled_dev
+from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect, labelled_dev
 from distcse.evaluation.tables import read_table
 
 __all__ = [
     "STSB_DEV",
     "SUITES",
-    "About",
     "AgreementTask",
     "Candidate",
-    "Collection",
+    "Contamination",
+    "CustomSet",
+    "DatasetFolder",
     "Ensemble",
+    "EvalConfig",
     "Evaluation",
-    "Exposure",
+    "LoadOptions",
     "Model",
-    "OwnSet",
+    "ModelInfo",
+    "PairClassificationTask",
     "PairModel",
     "PairScores",
-    "PairTask",
-    "Protocol",
-    "Reading",
+    "RetrievalDataset",
     "RetrievalTask",
     "Score",
     "ScoredPairs",
-    "Shelf",
     "StsTask",
     "Tasks",
     "VectorModel",

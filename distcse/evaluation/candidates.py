@@ -10,11 +10,11 @@ from typing import Any
 
 from distcse.device import speed_of
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import pooling_unless_told
-from distcse.encoder.laid_out import lay_out
-from distcse.errors import EvaluationError
-from distcse.evaluation.evaluation import About, Candidate
-from distcse.evaluation.exposure import Exposure
+from distcse.encoder.folder import default_pooling
+from distcse.encoder.laid_out import use_mkldnn_linear
+from distcse.errors import EvaluationOptionError
+from distcse.evaluation.evaluation import Candidate, ModelInfo
+from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
 from distcse.evaluation.runs import numbered
 from distcse.ranks import RankSpaceEncoder, is_rank_space
@@ -22,7 +22,7 @@ from distcse.storage import model_of
 
 
 @dataclass(frozen=True)
-class Reading:
+class LoadOptions:
     """How models are loaded and run.
 
     Args:
@@ -60,17 +60,17 @@ def named(models: Sequence[str]) -> dict[str, str]:
     for text in models:
         name, equals, path = text.partition("=")
         if not path if equals else not name:
-            raise EvaluationError(f"{text!r} names no model; write MODEL or NAME=MODEL")
+            raise EvaluationOptionError(f"{text!r} names no model; write MODEL or NAME=MODEL")
         if not equals or os.path.isdir(text):  # runs/lr=3e-5/model is a path
             name, equals, path = _name_of(text), "", text
         others = found.setdefault(name, [])
         if path in others or (others and not equals):
-            raise EvaluationError(f"two models are called {name}; name one: NAME={path}")
+            raise EvaluationOptionError(f"two models are called {name}; name one: NAME={path}")
         others.append(path)
     return numbered(found)
 
 
-def open_candidate(name: str, source: str, reading: Reading, on_progress: Progress | None = None) -> Candidate:
+def open_candidate(name: str, source: str, reading: LoadOptions, on_progress: Progress | None = None) -> Candidate:
     """Load a model; a run directory stands for the student in it.
 
     Raises:
@@ -80,12 +80,12 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
     folder = resolve_model(model_of(source), reading.trust_remote_code)
     if is_cross_encoder(folder):
         scorer = CrossEncoder.load(folder, reading.max_length, reading.trust_remote_code).to(reading.device)
-        pairs = scorer_of(name, source, scorer, Exposure.read(folder), reading.decided_precision, on_progress)
-        lay_out(scorer, reading.decided_precision)
+        pairs = scorer_of(name, source, scorer, Contamination.read(folder), reading.decided_precision, on_progress)
+        use_mkldnn_linear(scorer, reading.decided_precision)
         return pairs
     if is_rank_space(folder):
         ranker = _ranker(folder, source, reading)
-        about = About(
+        about = ModelInfo(
             name,
             source,
             f"rank space, λ = {ranker.weight:g}",
@@ -93,18 +93,18 @@ def open_candidate(name: str, source: str, reading: Reading, on_progress: Progre
             ranker.encoder.max_length,
             _parameters(ranker.encoder),
         )
-        lay_out(ranker.encoder, reading.decided_precision)
+        use_mkldnn_linear(ranker.encoder, reading.decided_precision)
         model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.decided_precision, on_progress))
-        return Candidate(about, model, Exposure.read(folder))
+        return Candidate(about, model, Contamination.read(folder))
     knobs: dict[str, Any] = {
         "max_length": reading.max_length,
         "trust_remote_code": reading.trust_remote_code,
         "prompt": reading.prompt,
     }
-    pooling = pooling_unless_told(folder, reading.pooling)
+    pooling = default_pooling(folder, reading.pooling)
     encoder = Encoder.load(folder, pooling=pooling, **knobs).to(reading.device)
-    vectors = candidate_of(name, source, encoder, Exposure.read(folder), reading.decided_precision, on_progress)
-    lay_out(encoder, reading.decided_precision)
+    vectors = candidate_of(name, source, encoder, Contamination.read(folder), reading.decided_precision, on_progress)
+    use_mkldnn_linear(encoder, reading.decided_precision)
     return vectors
 
 
@@ -112,12 +112,12 @@ def candidate_of(
     name: str,
     source: str,
     encoder: Encoder,
-    exposure: Exposure,
+    exposure: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
     """A candidate of an encoder that is loaded already."""
-    about = About(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _parameters(encoder))
+    about = ModelInfo(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _parameters(encoder))
     return Candidate(about, VectorModel.of(encoder, precision, on_progress), exposure)
 
 
@@ -125,21 +125,21 @@ def scorer_of(
     name: str,
     source: str,
     encoder: CrossEncoder,
-    exposure: Exposure,
+    exposure: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
     """A candidate of a cross-encoder that is loaded already."""
-    about = About(name, source, "cross-encoder", "pair", encoder.max_length, _parameters(encoder))
+    about = ModelInfo(name, source, "cross-encoder", "pair", encoder.max_length, _parameters(encoder))
     return Candidate(about, PairScores(encoder, on_progress, precision), exposure)
 
 
-def _ranker(folder: Path, source: str, reading: Reading) -> RankSpaceEncoder:
+def _ranker(folder: Path, source: str, reading: LoadOptions) -> RankSpaceEncoder:
     """A rank space, whose references were encoded by what its folder says."""
     ranker = RankSpaceEncoder.load(folder, reading.trust_remote_code).to(reading.device)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
     if (reading.max_length or saved[0], reading.prompt or saved[1]) != saved:
-        raise EvaluationError(
+        raise EvaluationOptionError(
             f"{source} ranks among references that were encoded with max_length {saved[0]} and prompt {saved[1]!r}, and "
             "sentences are read as they were; leave out --max-length and --prompt, or make it anew of another encoder"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationDataError, EvaluationOptionError
 from distcse.evaluation.tables import Table, file_of, read_table
 
 Suite = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"]
@@ -59,7 +59,7 @@ PUBLISHED = {"sts": STS, "transfer": TRANSFER, "pairs": PAIRS, "ranking": STS}
 
 
 @dataclass
-class Shelf:
+class DatasetFolder:
     """What of a data folder was found, and what was not: nothing is left out in silence."""
 
     data: Path
@@ -67,15 +67,15 @@ class Shelf:
     warnings: list[str]
 
     @classmethod
-    def of(cls, data: Path) -> Shelf:
+    def of(cls, data: Path) -> DatasetFolder:
         """A shelf over a data folder; `EvaluationError` where there is no such folder."""
         if not os.path.isdir(data):
-            raise EvaluationError(
+            raise EvaluationDataError(
                 f"{data} is no folder; it must hold {STSB_DEV.folder}/dev.tsv.gz and the like (see docs/evaluation.md)"
             )
         return cls(data, [], [])
 
-    def take(self, known: KnownSet) -> dict[str, Table] | None:
+    def load(self, known: KnownSet) -> dict[str, Table] | None:
         """All splits of a set; None, and a note, where one of them is missing. Odd row counts are warned of."""
         files = {split: file_of(self.data / known.folder, split) for split in known.rows}
         if absent := [split for split, file in files.items() if file is None]:
@@ -95,5 +95,5 @@ def suites_named(names: Iterable[str]) -> list[Suite]:
     """Suites in their usual order; `EvaluationError` for a name that is none."""
     wanted = set(names)
     if unknown := sorted(wanted - set(SUITES)):
-        raise EvaluationError(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+        raise EvaluationOptionError(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
     return [suite for suite in SUITES if suite in wanted]

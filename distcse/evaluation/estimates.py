@@ -117,7 +117,7 @@ class AucOf:
 
 
 @dataclass(frozen=True)
-class Reported:
+class ReportedEstimate:
     """A figure as its protocol rounds it; resampled as what it was rounded from."""
 
     value: float

@@ -9,20 +9,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationResultError
 from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
-from distcse.evaluation.exposure import Exposure
+from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.models import Model, VectorModel
 from distcse.evaluation.neighbours import Changed, Changes, Neighbourhoods
 from distcse.evaluation.suites import Tasks
-from distcse.evaluation.tasks import Task, can_do
-from distcse.events import Listener, Stage, ignore
-from distcse.storage import put
+from distcse.evaluation.tasks import EvalTask, can_do
+from distcse.events import Listener, StageProgress, ignore
+from distcse.storage import write_text_atomic
 
 
 @dataclass(frozen=True)
-class About:
+class ModelInfo:
     """What a reader wants to know of a model that was measured."""
 
     name: str
@@ -34,7 +34,7 @@ class About:
     parameters: int
     seconds: float = 0.0
     """Spent in the model itself, all suites together."""
-    exposure: Mapping[str, float] = field(default_factory=dict)
+    contamination: Mapping[str, float] = field(default_factory=dict)
     """Share of the sentences of each `suite/set` that it was trained on, where that is known."""
 
 
@@ -42,9 +42,9 @@ class About:
 class Candidate:
     """A model to measure."""
 
-    about: About
+    about: ModelInfo
     model: Model
-    exposure: Exposure = field(default_factory=lambda: Exposure({}))
+    contamination: Contamination = field(default_factory=lambda: Contamination({}))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Score:
 class Evaluation:
     """Everything measured, as it is stored in evaluation.json."""
 
-    models: Sequence[About]
+    models: Sequence[ModelInfo]
     base: str
     """The model that tables compare the others with."""
     scores: Sequence[Score]
@@ -96,19 +96,19 @@ class Evaluation:
         found = next((s for s in self.scores if (s.suite, s.set, s.measure) == (suite, of, measure)), None)
         if found is None or model not in found.values:
             there = ", ".join(sorted({f"{s.suite}/{s.set}/{s.measure}" for s in self.scores}))
-            raise EvaluationError(f"{suite}/{of}/{measure} of {model} was not measured; there are: {there}")
+            raise EvaluationResultError(f"{suite}/{of}/{measure} of {model} was not measured; there are: {there}")
         return found.values[model]
 
-    def share_seen(self, score: Score, model: str) -> float:
+    def overlap_fraction(self, score: Score, model: str) -> float:
         """Share of a set's sentences that were in a model's training text; for an average the largest of its sets'."""
-        exposure = next(about.exposure for about in self.models if about.name == model)
+        exposure = next(about.contamination for about in self.models if about.name == model)
         measured = {s.set for s in self.scores if s.suite == score.suite and not s.average}
         sets = _averaged(score.suite, measured) if score.average else [score.set]
         return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
 
     def write(self, file: Path) -> None:
         """Store as JSON."""
-        put(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))
+        write_text_atomic(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
@@ -122,13 +122,13 @@ class Evaluation:
             return cls(
                 **{
                     **stored,
-                    "models": [About(**about) for about in stored["models"]],
+                    "models": [ModelInfo(**about) for about in stored["models"]],
                     "scores": [_score(score) for score in stored["scores"]],
                     "neighbours": {name: _changes(entry) for name, entry in stored["neighbours"].items()},
                 }
             )
         except (OSError, ValueError, KeyError, TypeError) as bad:
-            raise EvaluationError(f"{file} is no evaluation: {bad}") from None
+            raise EvaluationResultError(f"{file} is no evaluation: {bad}") from None
 
 
 def evaluate(
@@ -159,7 +159,7 @@ def evaluate(
         if isinstance(model, VectorModel):
             model.prepare(text for task in able for text in task.sentences())
         for done, task in enumerate(able):
-            post(Stage(name, done, len(able), f"sets, now {task.suite} {task.name}"))
+            post(StageProgress(name, done, len(able), f"sets, now {task.suite} {task.name}"))
             outcome = task.measure(model)
             for measure, estimate in outcome.figures.items():
                 estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
@@ -167,7 +167,7 @@ def evaluate(
         models.append(_about(candidate, tasks.tasks))
         seen.look(name, model)
         note = f"{len(able)} {'set' if len(able) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
-        post(Stage(name, len(able), len(able), "sets", finished=True, note=note))
+        post(StageProgress(name, len(able), len(able), "sets", finished=True, note=note))
         del candidate, model  # the next one has its place
     base = base or models[0].name
     return Evaluation(
@@ -183,12 +183,12 @@ def evaluate(
     )
 
 
-def _about(candidate: Candidate, tasks: Iterable[Task]) -> About:
+def _about(candidate: Candidate, tasks: Iterable[EvalTask]) -> ModelInfo:
     exposure = {}
-    if candidate.exposure.shares:
-        shares = {f"{task.suite}/{task.name}": candidate.exposure.of(task.sentences()) for task in tasks}
+    if candidate.contamination.overlap:
+        shares = {f"{task.suite}/{task.name}": candidate.contamination.of(task.sentences()) for task in tasks}
         exposure = {name: share for name, share in shares.items() if share is not None}
-    return About(**{**asdict(candidate.about), "seconds": candidate.model.seconds, "exposure": exposure})
+    return ModelInfo(**{**asdict(candidate.about), "seconds": candidate.model.seconds, "exposure": exposure})
 
 
 def _scores(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str, Estimate]]]) -> list[Score]:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from distcse.corpus import likeness
-from distcse.errors import EvaluationError
-from distcse.files import put, writing
-from distcse.storage import publish
+from distcse.corpus import normalized_key
+from distcse.errors import EvaluationResultError
+from distcse.files import storage_errors, write_text_atomic
+from distcse.storage import upload_dir
 
 _FILE = Path("distcse") / "exposure.json"
 TRANSDUCTIVE_FROM = 0.5
@@ -23,7 +23,7 @@ NOTICED_FROM = 0.01
 
 
 @dataclass(frozen=True)
-class Met:
+class OverlapCounts:
     """How many of a set's different sentences were in a training corpus."""
 
     sentences: int
@@ -35,22 +35,22 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Exposure:
+class Contamination:
     """Share of each set's sentences that were in a training corpus, by fingerprint of the set."""
 
-    shares: Mapping[str, float]
-    met: Mapping[str, Met] = field(default_factory=dict)
+    overlap: Mapping[str, float]
+    overlap_counts: Mapping[str, OverlapCounts] = field(default_factory=dict)
     """The counts behind the shares; models of earlier versions have none."""
 
     def of(self, sentences: Iterable[str]) -> float | None:
         """The share for a set; None where the run did not look at this set."""
-        return self.shares.get(fingerprint(sentences))
+        return self.overlap.get(fingerprint(sentences))
 
     @property
-    def told(self) -> str:
+    def describe(self) -> str:
         """All sets together, in words."""
         total, exact, alike = (
-            sum(getattr(met, name) for met in self.met.values()) for name in ("sentences", "exact", "alike")
+            sum(getattr(met, name) for met in self.overlap_counts.values()) for name in ("sentences", "exact", "alike")
         )
         if not alike:
             return f"none of {total:,} test sentences was in the training text"
@@ -62,17 +62,17 @@ class Exposure:
     def write(self, model: Path) -> None:
         """Put it into a model's folder."""
         file = model / _FILE
-        with writing(file):
+        with storage_errors(file):
             file.parent.mkdir(exist_ok=True)
         found = {
-            mark: {"share": share, **(asdict(self.met[mark]) if mark in self.met else {})}
-            for mark, share in self.shares.items()
+            mark: {"share": share, **(asdict(self.overlap_counts[mark]) if mark in self.overlap_counts else {})}
+            for mark, share in self.overlap.items()
         }
-        put(file, json.dumps(found, indent=2))
-        publish(model)
+        write_text_atomic(file, json.dumps(found, indent=2))
+        upload_dir(model)
 
     @classmethod
-    def read(cls, model: Path) -> Exposure:
+    def read(cls, model: Path) -> Contamination:
         """From a model's folder; empty where distcse did not train it.
 
         Raises:
@@ -85,24 +85,24 @@ class Exposure:
             found = json.loads(file.read_text(encoding="utf-8"))
             entries = {mark: told if isinstance(told, dict) else {"share": told} for mark, told in found.items()}
             shares = {mark: float(told.pop("share")) for mark, told in entries.items()}
-            return cls(shares, {mark: Met(**told) for mark, told in entries.items() if told})
+            return cls(shares, {mark: OverlapCounts(**told) for mark, told in entries.items() if told})
         except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError) as broken:
-            raise EvaluationError(
+            raise EvaluationResultError(
                 f"{file} cannot be read ({broken}): which test sentences the model was trained on is not known; restore it, or "
                 "remove it"
             ) from None
 
     @classmethod
-    def measure(cls, corpus: Iterable[str], sets: Iterable[Iterable[str]]) -> Exposure:
+    def measure(cls, corpus: Iterable[str], sets: Iterable[Iterable[str]]) -> Contamination:
         """Read a corpus once and find the share of each set's different sentences that are in it."""
-        texts = [{_one_line(sentence): likeness(sentence) for sentence in sentences} for sentences in sets]
+        texts = [{_one_line(sentence): normalized_key(sentence) for sentence in sentences} for sentences in sets]
         keys = [{key for key in mine.values() if key} for mine in texts]
         wanted: set[str] = set().union(*keys)
         exactly: set[str] = set().union(*texts)
         alike: set[str] = set()
         exact: set[str] = set()
         for sentence in corpus:
-            if (key := likeness(sentence)) in wanted:
+            if (key := normalized_key(sentence)) in wanted:
                 alike.add(key)
                 if (text := _one_line(sentence)) in exactly:
                     exact.add(text)
@@ -111,13 +111,13 @@ class Exposure:
             if known:
                 mark, seen = _digest(known), known & alike
                 shares[mark] = len(seen) / len(known)
-                met[mark] = Met(len(known), len({mine[text] for text in mine.keys() & exact}), len(seen))
+                met[mark] = OverlapCounts(len(known), len({mine[text] for text in mine.keys() & exact}), len(seen))
         return cls(shares, met)
 
 
 def fingerprint(sentences: Iterable[str]) -> str:
     """What tells one set of sentences from another, whatever their order."""
-    return _digest({key for sentence in sentences if (key := likeness(sentence))})
+    return _digest({key for sentence in sentences if (key := normalized_key(sentence))})
 
 
 def _one_line(sentence: str) -> str:

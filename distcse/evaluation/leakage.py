@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from distcse.corpus import Excluded, likeness
-from distcse.errors import EvaluationError, RecipeError
-from distcse.evaluation.catalogue import STSB_DEV, Shelf
-from distcse.evaluation.pairs import PairTask
+from distcse.corpus import Excluded, normalized_key
+from distcse.errors import EvaluationDataError, InvalidValueError
+from distcse.evaluation.catalogue import STSB_DEV, DatasetFolder
+from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.sts import ScoredPairs, StsTask
-from distcse.evaluation.suites import Protocol, Tasks, published
+from distcse.evaluation.suites import EvalConfig, Tasks, published
 from distcse.recipe import CorpusSection
 
 _MOST = 0.5
@@ -33,13 +33,15 @@ def excluded_from(section: CorpusSection, data: str | None, also: Iterable[str] 
         return None
     folder = Path(str(data))
     sentences = [
-        text for task in published(folder, ("sts", "transfer", "pairs"), Protocol()).tasks for text in task.sentences()
+        text
+        for task in published(folder, ("sts", "transfer", "pairs"), EvalConfig()).tasks
+        for text in task.sentences()
     ]
-    if (dev := Shelf.of(folder).take(STSB_DEV)) is not None:
+    if (dev := DatasetFolder.of(folder).load(STSB_DEV)) is not None:
         sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
     sentences += also
     if not sentences:
-        raise EvaluationError(f"corpus.exclude_evaluation: {folder} holds no labelled set; set evaluation.data")
+        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} holds no labelled set; set evaluation.data")
     return Excluded.of(sentences)
 
 
@@ -58,13 +60,13 @@ def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks
     for task in tests.tasks:
         if isinstance(task, StsTask):
             test = _pairs(task.pairs.first, task.pairs.second)
-        elif isinstance(task, PairTask):
+        elif isinstance(task, PairClassificationTask):
             test = _pairs(task.first, task.second)
         else:
             continue
         share = len(dev & test) / max(1, len(test))
         if share >= _MOST:
-            raise RecipeError(
+            raise InvalidValueError(
                 f"the dev set holds {100 * share:.0f} % of the pairs of test set {task.name}: a figure on what chose the model "
                 "is no measurement; name another dev set (evaluation.dev), or write evaluation.dev_is_test: true"
             )
@@ -72,4 +74,6 @@ def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks
 
 def _pairs(first: Sequence[str], second: Sequence[str]) -> set[tuple[str, ...]]:
     """Pairs of sentences, whatever their order, case and punctuation."""
-    return {tuple(sorted((likeness(one), likeness(other)))) for one, other in zip(first, second, strict=True)}
+    return {
+        tuple(sorted((normalized_key(one), normalized_key(other)))) for one, other in zip(first, second, strict=True)
+    }

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.errors import EvaluationError
+from distcse.errors import ModelOutputError
 from distcse.ranks import RankSpaceEncoder, numbered
 
 Pairs = tuple[Sequence[str], Sequence[str]]
@@ -146,7 +146,7 @@ class PairScores:
 
 def _refuse_broken(broken: int, of: int, what: str) -> None:
     if broken:
-        raise EvaluationError(
+        raise ModelOutputError(
             f"the model gives no numbers (NaN or infinity) for {broken:,} of {of:,} {what}; it has diverged, "
             "or its precision is too low"
         )

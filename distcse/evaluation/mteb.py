@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.encoder import Encoder
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationDataError, EvaluationDependencyError
 from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
@@ -33,7 +33,7 @@ try:
     from mteb.cache import ResultCache
     from mteb.models import ModelMeta
 except ImportError as absent:
-    raise EvaluationError(f"{absent}; pip install 'distcse[mteb]'") from None
+    raise EvaluationDependencyError(f"{absent}; pip install 'distcse[mteb]'") from None
 
 _TASKS = {known.name: known.name for known in STS} | {"STS-B": "STSBenchmark"}
 _SPLITS = {"SICK-R": ("train", "trial", "test")}
@@ -99,7 +99,7 @@ def sts_tasks(data: Path) -> list[Any]:
             task.data_loaded = True
             tasks.append(task)
     if not tasks:
-        raise EvaluationError(f"{data} holds no set of MTEB's STS tasks")
+        raise EvaluationDataError(f"{data} holds no set of MTEB's STS tasks")
     return tasks
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.evaluation.models import Model, VectorModel
-from distcse.evaluation.tasks import Task
+from distcse.evaluation.tasks import EvalTask
 
 _SHOWN = 12
 _MOST = 5000
@@ -47,7 +47,7 @@ class Neighbourhoods:
         self._seen: dict[str, NDArray[np.float32]] = {}
 
     @classmethod
-    def of(cls, tasks: Sequence[Task]) -> Neighbourhoods:
+    def of(cls, tasks: Sequence[EvalTask]) -> Neighbourhoods:
         """In the sentences of STS-B, or else of the first set."""
         chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
         return cls(chosen[0].sentences() if chosen else [])

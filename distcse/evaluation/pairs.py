@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
+from distcse.errors import InsufficientLabelsError
 from distcse.evaluation.estimates import AucOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
@@ -16,7 +16,7 @@ from distcse.evaluation.tasks import TaskResult
 
 
 @dataclass(frozen=True)
-class PairTask:
+class PairClassificationTask:
     """Area under the ROC curve, times 100, of similarity for a label of 0 or 1."""
 
     name: str
@@ -27,11 +27,11 @@ class PairTask:
     pairs_only: bool = True
 
     @classmethod
-    def of(cls, name: str, table: Table) -> PairTask:
+    def of(cls, name: str, table: Table) -> PairClassificationTask:
         """From columns label (0 or 1), sentence1, sentence2."""
         labels = table.binary("label")
         if len(set(labels.tolist())) < 2:
-            raise EvaluationError(f"{table.file} holds label {labels[0]} alone; a ROC curve needs 0 and 1")
+            raise InsufficientLabelsError(f"{table.file} holds label {labels[0]} alone; a ROC curve needs 0 and 1")
         return cls(name, table.texts("sentence1"), table.texts("sentence2"), labels)
 
     def sentences(self) -> Iterable[str]:

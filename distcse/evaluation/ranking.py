@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationFormatError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.sts import ScoredPairs
@@ -32,7 +32,7 @@ class RankedList:
     """A query, its partners and their gold scores."""
 
     query: str
-    partners: list[str]
+    candidates: list[str]
     gold: NDArray[np.float64]
 
 
@@ -75,7 +75,7 @@ class RankingTask:
 
     def __post_init__(self) -> None:
         if (lowest := self.pairs.gold.min(initial=0.0)) < 0:
-            raise EvaluationError(
+            raise EvaluationFormatError(
                 f"ranking {self.name}: a score is {lowest:g}, and NDCG takes scores for gains; write scores of 0 and more"
             )
 
@@ -88,13 +88,13 @@ class RankingTask:
         return ranked_lists(self.pairs)
 
     def sentences(self) -> Iterable[str]:
-        return [text for entry in self.lists for text in (entry.query, *entry.partners)]
+        return [text for entry in self.lists for text in (entry.query, *entry.candidates)]
 
     def measure(self, model: PairModel) -> TaskResult:
         """Figures kcc and ndcg; the number of lists in the details."""
-        queries: Sequence[str] = [entry.query for entry in self.lists for _ in entry.partners]
-        partners = [partner for entry in self.lists for partner in entry.partners]
-        ends = np.cumsum([len(entry.partners) for entry in self.lists])[:-1]
+        queries: Sequence[str] = [entry.query for entry in self.lists for _ in entry.candidates]
+        partners = [partner for entry in self.lists for partner in entry.candidates]
+        ends = np.cumsum([len(entry.candidates) for entry in self.lists])[:-1]
         each = list(zip(np.split(model.similarities(queries, partners), ends), self.lists, strict=True))
         return TaskResult(
             {

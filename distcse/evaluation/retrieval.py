@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
@@ -28,7 +28,7 @@ _CELLS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Collection:
+class RetrievalDataset:
     """Queries, documents, and which of them belong together.
 
     Args:
@@ -44,7 +44,7 @@ class Collection:
     excluded: list[int | None]
 
     @classmethod
-    def paraphrases(cls, pairs: ScoredPairs, score: float = 5.0) -> Collection:
+    def paraphrases(cls, pairs: ScoredPairs, score: float = 5.0) -> RetrievalDataset:
         """DiffCSE §6.2: each side of a pair with the top score looks for the other among all sentences of the set."""
         documents = pairs.unique
         place = {text: number for number, text in enumerate(documents)}
@@ -54,7 +54,7 @@ class Collection:
             if gold == score and first != second
         ]
         if not chosen:
-            raise EvaluationError(f"{pairs.name} has no pair scored {score:g}; retrieval needs one")
+            raise InsufficientLabelsError(f"{pairs.name} has no pair scored {score:g}; retrieval needs one")
         both = [*chosen, *((second, first) for first, second in chosen)]
         return cls(
             [query for query, _ in both],
@@ -64,7 +64,7 @@ class Collection:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Collection:
+    def read(cls, folder: Path) -> RetrievalDataset:
         """From a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and, if graded, score).
 
         The files may be .tsv, .jsonl (both also .gz) or .parquet; BEIR's names of columns (`_id`, `query-id`, `corpus-id`)
@@ -80,11 +80,11 @@ class Collection:
         for row, (query, document, score) in enumerate(zip(asked, found, scores, strict=True)):
             for key, known, file in ((query, texts, queries.file), (document, places, corpus.file)):
                 if key not in known:
-                    raise EvaluationError(f"{place_of(relevant.file, row)}: {key!r} is no id in {file}")
+                    raise EvaluationFormatError(f"{place_of(relevant.file, row)}: {key!r} is no id in {file}")
             if score > 0:
                 gains.setdefault(query, {})[places[document]] = score
         if not gains:
-            raise EvaluationError(f"{relevant.file}: no row has a score above 0")
+            raise InsufficientLabelsError(f"{relevant.file}: no row has a score above 0")
         kept = [query for query in texts if query in gains]
         return cls(
             [texts[query] for query in kept],
@@ -99,7 +99,7 @@ class RetrievalTask:
     """Recall, MRR and NDCG on one collection."""
 
     name: str
-    collection: Collection
+    collection: RetrievalDataset
     documents_by: VectorModel | None = None
     """Whose index is searched: a teacher's, by the queries of a student that shares its space. None is the model itself."""
     suite: str = "retrieval"
@@ -137,7 +137,7 @@ class RetrievalTask:
 
 
 def relevant_ranks(
-    queries: NDArray[np.floating], documents: NDArray[np.floating], collection: Collection
+    queries: NDArray[np.floating], documents: NDArray[np.floating], collection: RetrievalDataset
 ) -> list[NDArray[np.int64]]:
     """Rank, counted from 1, of each relevant document of each query, in the order of `collection.relevant`.
 
@@ -176,12 +176,12 @@ def _by_id(table: Table) -> dict[str, str]:
     entries: dict[str, str] = {}
     for row, (key, title, text) in enumerate(zip(ids, titles, texts, strict=True)):
         if key in entries:
-            raise EvaluationError(f"{place_of(table.file, row)}: id {key!r} is there twice")
+            raise EvaluationFormatError(f"{place_of(table.file, row)}: id {key!r} is there twice")
         entries[key] = f"{title} {text}" if title else text
     return entries
 
 
 def _file(folder: Path, name: str) -> Path:
     if (file := file_of(folder, name)) is None:
-        raise EvaluationError(f"{folder} holds no {name}{ENDINGS[0]} (or {', '.join(ENDINGS[1:])})")
+        raise EvaluationDataError(f"{folder} holds no {name}{ENDINGS[0]} (or {', '.join(ENDINGS[1:])})")
     return file

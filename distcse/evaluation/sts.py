@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
+from distcse.errors import InsufficientLabelsError
 from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
@@ -42,7 +42,9 @@ class ScoredPairs:
         subsets = table.columns.get("subset", [""] * len(table))
         pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))
         if len(table) < 2 or np.ptp(pairs.gold) == 0:
-            raise EvaluationError(f"{table.file} holds {len(table)} pairs of one score; a correlation needs two scores")
+            raise InsufficientLabelsError(
+                f"{table.file} holds {len(table)} pairs of one score; a correlation needs two scores"
+            )
         return pairs
 
     @property

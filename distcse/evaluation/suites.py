@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distcse.errors import EvaluationError
-from distcse.evaluation.catalogue import PAIRS, STS, STSB, STSB_DEV, SUITES, TRANSFER, KnownSet, Shelf, Suite
+from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError, InsufficientLabelsError
+from distcse.evaluation.catalogue import PAIRS, STS, STSB, STSB_DEV, SUITES, TRANSFER, DatasetFolder, KnownSet, Suite
 from distcse.evaluation.geometry import GeometryTask
-from distcse.evaluation.pairs import PairTask
+from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import PARTNERS, RankingTask
-from distcse.evaluation.retrieval import Collection, RetrievalTask
+from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tables import ENDINGS, Table, file_of, read_table
-from distcse.evaluation.tasks import Task
+from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.transfer import Mode, TransferTask
 from distcse.files import text_checksum
 
@@ -24,7 +24,7 @@ FitProgress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Protocol:
+class EvalConfig:
     """What can be chosen about how suites are measured."""
 
     aggregate: Aggregate = "all"
@@ -38,7 +38,7 @@ class Protocol:
 class Tasks:
     """Tasks in the order of their tables, and what could not be made."""
 
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[EvalTask] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class OwnSet:
+class CustomSet:
     """A user's file (for transfer and retrieval perhaps a folder), measured as one of the suites."""
 
     suite: Suite
@@ -56,12 +56,12 @@ class OwnSet:
     path: Path
 
     @classmethod
-    def parse(cls, text: str) -> OwnSet:
+    def parse(cls, text: str) -> CustomSet:
         """From `suite=path` or `suite:name=path`; without a name the file's name is taken."""
         kind, equals, path = text.partition("=")
         suite, _, name = kind.partition(":")
         if not equals or not path or suite not in SUITES:
-            raise EvaluationError(
+            raise EvaluationOptionError(
                 f"--add {text}: expected SUITE=PATH or SUITE:NAME=PATH, SUITE one of {', '.join(SUITES)}"
             )
         stem = Path(path).name
@@ -69,10 +69,10 @@ class OwnSet:
         return cls(next(known for known in SUITES if known == suite), name or stem.removesuffix(ending), Path(path))
 
 
-def published(data: Path, suites: Iterable[Suite], protocol: Protocol) -> Tasks:
+def published(data: Path, suites: Iterable[Suite], protocol: EvalConfig) -> Tasks:
     """The sets of a folder with labelled sets, none where it holds none. `EvaluationError` for a malformed file."""
-    shelf, found = Shelf.of(data), Tasks()
-    library = _Library(shelf, protocol)
+    shelf, found = DatasetFolder.of(data), Tasks()
+    library = _DatasetRegistry(shelf, protocol)
     for suite in suites:
         found.tasks += library.tasks(suite)
     found.missing += dict.fromkeys(shelf.missing)
@@ -80,7 +80,7 @@ def published(data: Path, suites: Iterable[Suite], protocol: Protocol) -> Tasks:
     return found
 
 
-def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[OwnSet], protocol: Protocol) -> Tasks:
+def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[CustomSet], protocol: EvalConfig) -> Tasks:
     """Read all sets that are wanted.
 
     Raises:
@@ -91,56 +91,58 @@ def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[OwnSet], p
         found.tasks.append(_own_task(one, protocol))
     names = [(task.suite, task.name) for task in found.tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise EvaluationError(
+        raise EvaluationOptionError(
             f"two sets of suite {repeated[0]} are called {repeated[1]}; name one: --add SUITE:NAME=PATH"
         )
     if not found.tasks:
         lacking = f" ({'; '.join(found.missing[:3])})" if found.missing else ""
-        raise EvaluationError(f"nothing to measure: give --data a folder with labelled sets, or --add one{lacking}")
+        raise EvaluationOptionError(
+            f"nothing to measure: give --data a folder with labelled sets, or --add one{lacking}"
+        )
     return found
 
 
 def labelled_dev(data: Path) -> ScoredPairs:
     """STS-B dev from a folder with labelled sets; `EvaluationError` where it is not there."""
-    shelf = Shelf.of(data)
-    tables = shelf.take(STSB_DEV)
+    shelf = DatasetFolder.of(data)
+    tables = shelf.load(STSB_DEV)
     if tables is None:
-        raise EvaluationError(f"{shelf.missing[0]}; the dev score needs it")
+        raise EvaluationDataError(f"{shelf.missing[0]}; the dev score needs it")
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 
-class _Library:
+class _DatasetRegistry:
     """Tasks of the published sets; each file is read once, however many suites use it."""
 
-    def __init__(self, shelf: Shelf, protocol: Protocol) -> None:
+    def __init__(self, shelf: DatasetFolder, protocol: EvalConfig) -> None:
         self._shelf, self._protocol = shelf, protocol
         self._pairs: dict[str, ScoredPairs | None] = {}
 
-    def tasks(self, suite: Suite) -> list[Task]:
+    def tasks(self, suite: Suite) -> list[EvalTask]:
         """The tasks of one suite that can be made."""
         if suite == "transfer":
             return [task for known in TRANSFER if (task := self._transfer(known))]
         if suite == "pairs":
-            tables = [(known, self._shelf.take(known)) for known in PAIRS]
-            return [PairTask.of(known.name, table["test"]) for known, table in tables if table]
+            tables = [(known, self._shelf.load(known)) for known in PAIRS]
+            return [PairClassificationTask.of(known.name, table["test"]) for known, table in tables if table]
         if suite == "ranking":
             return [task for known in STS if (task := self._ranking(known))]
         if suite == "geometry":
             return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored(known))]
         if suite == "retrieval":
             stsb = self._scored(STSB)
-            return [RetrievalTask(STSB.name, Collection.paraphrases(stsb))] if stsb else []
+            return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
         sets = [pairs for known in STS if (pairs := self._scored(known))]
         return [StsTask(pairs, self._protocol.aggregate) for pairs in sets]
 
     def _scored(self, known: KnownSet) -> ScoredPairs | None:
         if known.name not in self._pairs:
-            tables = self._shelf.take(known)
+            tables = self._shelf.load(known)
             (split,) = known.rows
             self._pairs[known.name] = ScoredPairs.of(known.name, tables[split]) if tables else None
         return self._pairs[known.name]
 
-    def _ranking(self, known: KnownSet) -> Task | None:
+    def _ranking(self, known: KnownSet) -> EvalTask | None:
         pairs = self._scored(known)
         task = RankingTask(pairs) if pairs else None
         if task and not task.lists:
@@ -150,32 +152,34 @@ class _Library:
             return None
         return task
 
-    def _transfer(self, known: KnownSet) -> Task | None:
-        tables = self._shelf.take(known)
+    def _transfer(self, known: KnownSet) -> EvalTask | None:
+        tables = self._shelf.load(known)
         if tables is None:
             return None
         return _transfer_task(known.name, tables, self._protocol)
 
 
-def _transfer_task(name: str, tables: dict[str, Table], protocol: Protocol) -> TransferTask:
+def _transfer_task(name: str, tables: dict[str, Table], protocol: EvalConfig) -> TransferTask:
     told = protocol.on_fits
     progress = None if told is None else lambda done: told(name, done)
     return TransferTask.of(name, tables, protocol.transfer, protocol.device, progress)
 
 
-def _own_task(own: OwnSet, protocol: Protocol) -> Task:
+def _own_task(own: CustomSet, protocol: EvalConfig) -> EvalTask:
     if own.suite == "retrieval":
-        return RetrievalTask(own.name, Collection.read(own.path))
+        return RetrievalTask(own.name, RetrievalDataset.read(own.path))
     if own.suite == "transfer":
         return _transfer_task(own.name, _splits(own.path), protocol)
     table = read_table(own.path)
     if own.suite == "pairs":
-        return PairTask.of(own.name, table)
+        return PairClassificationTask.of(own.name, table)
     pairs = ScoredPairs.of(own.name, table)
     if own.suite == "ranking":
         task = RankingTask(pairs)
         if not task.lists:
-            raise EvaluationError(f"{own.path}: no sentence has {PARTNERS} partners with different scores to rank")
+            raise InsufficientLabelsError(
+                f"{own.path}: no sentence has {PARTNERS} partners with different scores to rank"
+            )
         return task
     return GeometryTask(pairs) if own.suite == "geometry" else StsTask(pairs, protocol.aggregate)
 
@@ -187,7 +191,9 @@ def _splits(path: Path) -> dict[str, Table]:
     files = {split: file_of(path, split) for split in ("all", "train", "dev", "test")}
     tables = {split: read_table(file) for split, file in files.items() if file is not None}
     if "all" in tables and len(tables) > 1:
-        raise EvaluationError(f"{path} holds all{ENDINGS[0]} beside other splits; keep it alone, or train and test")
+        raise EvaluationFormatError(
+            f"{path} holds all{ENDINGS[0]} beside other splits; keep it alone, or train and test"
+        )
     if "all" not in tables and not {"train", "test"} <= tables.keys():
-        raise EvaluationError(f"{path} holds neither all{ENDINGS[0]} nor train{ENDINGS[0]} and test{ENDINGS[0]}")
+        raise EvaluationDataError(f"{path} holds neither all{ENDINGS[0]} nor train{ENDINGS[0]} and test{ENDINGS[0]}")
     return tables

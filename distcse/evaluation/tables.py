@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
+from distcse.errors import EvaluationDataError, EvaluationFormatError
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Table:
         return self.columns[column] if column in self.columns else self._absent(column)
 
     def _absent(self, column: str) -> NoReturn:
-        raise EvaluationError(f"{self.file}: no column {column!r}; columns there: {', '.join(self.columns)}")
+        raise EvaluationFormatError(f"{self.file}: no column {column!r}; columns there: {', '.join(self.columns)}")
 
     def _each(self, column: str, read: Callable[[str], T], expected: str) -> list[T]:
         values = []
@@ -71,7 +71,7 @@ class Table:
                     raise ValueError
             except (ValueError, KeyError):
                 place = place_of(self.file, row)
-                raise EvaluationError(f"{place}, column {column!r}: {expected}, found {field!r}") from None
+                raise EvaluationFormatError(f"{place}, column {column!r}: {expected}, found {field!r}") from None
             values.append(value)
         return values
 
@@ -83,9 +83,9 @@ def read_table(file: Path) -> Table:
         EvaluationError: With the file and, where there is one, the line (counted from 1, the header being line 1) or row.
     """
     if not os.path.isfile(file):
-        raise EvaluationError(f"{file} does not exist")
+        raise EvaluationDataError(f"{file} does not exist")
     if not file.name.endswith(ENDINGS):
-        raise EvaluationError(f"{file}: unknown kind of file; known: {', '.join(ENDINGS)}")
+        raise EvaluationFormatError(f"{file}: unknown kind of file; known: {', '.join(ENDINGS)}")
     if file.suffix == ".parquet":
         return Table(file, _parquet(file))
     return Table(file, _json_lines(file) if file.name.endswith(_JSON) else _tab_separated(file))
@@ -108,17 +108,17 @@ def _tab_separated(file: Path) -> dict[str, list[str]]:
     while lines and not lines[-1].strip("\r"):
         lines.pop()
     if not lines:
-        raise EvaluationError(f"{file} is empty; expected a header line with the columns' names")
+        raise EvaluationFormatError(f"{file} is empty; expected a header line with the columns' names")
     header = lines[0].rstrip("\r").split("\t")
     _refuse_repeated(file, header)
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         fields = line.rstrip("\r").split("\t")
         if len(fields) != len(header):
-            raise EvaluationError(f"{file}, line {number}: {len(fields)} fields, the header has {len(header)}")
+            raise EvaluationFormatError(f"{file}, line {number}: {len(fields)} fields, the header has {len(header)}")
         rows.append(fields)
     if not rows:
-        raise EvaluationError(f"{file} holds a header and no rows")
+        raise EvaluationFormatError(f"{file} holds a header and no rows")
     return {name: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
 
 
@@ -131,13 +131,13 @@ def _json_lines(file: Path) -> dict[str, list[str]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as bad:
-            raise EvaluationError(f"{file}, line {number}: no JSON: {bad}") from None
+            raise EvaluationFormatError(f"{file}, line {number}: no JSON: {bad}") from None
         if not isinstance(row, dict) or (rows and row.keys() != rows[0].keys()):
             wanted = f"the keys of line 1 ({', '.join(rows[0])})" if rows else "an object"
-            raise EvaluationError(f"{file}, line {number}: expected {wanted}")
+            raise EvaluationFormatError(f"{file}, line {number}: expected {wanted}")
         rows.append(row)
     if not rows:
-        raise EvaluationError(f"{file} is empty; expected one JSON object a line")
+        raise EvaluationFormatError(f"{file} is empty; expected one JSON object a line")
     return {key: ["" if row[key] is None else str(row[key]) for row in rows] for key in rows[0]}
 
 
@@ -146,22 +146,22 @@ def _decoded(file: Path) -> str:
         content = file.read_bytes()
         content = gzip.decompress(content) if file.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as broken:
-        raise EvaluationError(f"{file} cannot be read: {broken}") from None
+        raise EvaluationFormatError(f"{file} cannot be read: {broken}") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as bad:
         line = content[: bad.start].count(b"\n") + 1
-        raise EvaluationError(f"{file}, line {line}: byte {content[bad.start]:#04x} is no UTF-8") from None
+        raise EvaluationFormatError(f"{file}, line {line}: byte {content[bad.start]:#04x} is no UTF-8") from None
 
 
 def _parquet(file: Path) -> dict[str, list[str]]:
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as broken:
-        raise EvaluationError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
+        raise EvaluationFormatError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
     _refuse_repeated(file, table.column_names)
     if not table.num_rows:
-        raise EvaluationError(f"{file} holds no rows")
+        raise EvaluationFormatError(f"{file} holds no rows")
     return {
         name: ["" if value is None else str(value) for value in table.column(name).to_pylist()]
         for name in table.column_names
@@ -170,4 +170,4 @@ def _parquet(file: Path) -> dict[str, list[str]]:
 
 def _refuse_repeated(file: Path, header: Sequence[str]) -> None:
     if repeated := [name for name in header if header.count(name) > 1]:
-        raise EvaluationError(f"{file}: two columns are called {repeated[0]!r}; rename one")
+        raise EvaluationFormatError(f"{file}: two columns are called {repeated[0]!r}; rename one")

@@ -18,7 +18,7 @@ class TaskResult:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Task(Protocol):
+class EvalTask(Protocol):
     """One set under one protocol."""
 
     @property
@@ -45,6 +45,6 @@ class Task(Protocol):
         ...
 
 
-def can_do(task: Task, model: Model) -> bool:
+def can_do(task: EvalTask, model: Model) -> bool:
     """Whether a model can be measured on a task at all."""
     return task.pairs_only or isinstance(model, VectorModel)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationError
-from distcse.evaluation.estimates import MeanOf, Reported
+from distcse.errors import EvaluationFormatError, InsufficientLabelsError
+from distcse.evaluation.estimates import MeanOf, ReportedEstimate
 from distcse.evaluation.logistic import SEED, Problem, fit
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
@@ -59,9 +59,9 @@ class Labelled:
         named = table.labels("label")
         names = sorted(set(named), key=_numbers_first) if names is None else list(names)
         if unknown := sorted(set(named) - set(names)):
-            raise EvaluationError(f"{table.file}: label {unknown[0]!r} is not among the training set's {names}")
+            raise EvaluationFormatError(f"{table.file}: label {unknown[0]!r} is not among the training set's {names}")
         if len(names) < 2:
-            raise EvaluationError(f"{table.file} holds one label, {names[0]!r}; a classifier needs two")
+            raise InsufficientLabelsError(f"{table.file} holds one label, {names[0]!r}; a classifier needs two")
         number = {name: place for place, name in enumerate(names)}
         words = [[text.split() for text in table.texts(column)] for column in columns]
         rows = sorted(
@@ -116,7 +116,7 @@ class TransferTask:
         if (test is None or dev is None) and smallest < needed:
             file = tables["all" if "all" in tables else "train"].file
             folds_told = f"{FOLDS} folds within {FOLDS} folds" if within else f"{FOLDS} folds"
-            raise EvaluationError(f"{file}: a label has {smallest} rows; {folds_told} need {needed} of each")
+            raise InsufficientLabelsError(f"{file}: a label has {smallest} rows; {folds_told} need {needed} of each")
         return cls(name, train, dev, test, mode, device, on_progress)
 
     def sentences(self) -> Iterable[str]:
@@ -196,7 +196,9 @@ class TransferTask:
 
     def _outcome(self, accuracy: float, right: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
         estimate = MeanOf(right.astype(np.float64), f"transfer/{self.name}")
-        return TaskResult({"accuracy": Reported(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths})
+        return TaskResult(
+            {"accuracy": ReportedEstimate(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths}
+        )
 
 
 def folds(labels: Rows) -> list[tuple[Rows, Rows]]:

@@ -132,7 +132,7 @@ def deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
     if recipe is not None:
         sections = [recipe.training] if isinstance(recipe, Recipe) else [recipe.bi, recipe.cross]
     wanted = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
-    if sections and all(section.engine == "plain" for section in sections):
+    if sections and all(section.engine == "torch" for section in sections):
         return [ok("deepspeed", "not asked for: training.engine is plain")]
     if find_spec("deepspeed") is None:
         if wanted:
@@ -143,7 +143,7 @@ def deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["no word"])[-1]
         verdict = fail if wanted else warn
-        return [verdict("deepspeed", f"does not import: {told}", "write training.engine=plain, or install it anew")]
+        return [verdict("deepspeed", f"does not import: {told}", "write training.engine=torch, or install it anew")]
     told = f"{done.stdout.strip().splitlines()[-1]}; no op is compiled: AdamW is torch's, CPU ops are switched off"
     if os.environ.get("DS_BUILD_OPS") == "1":
         return [

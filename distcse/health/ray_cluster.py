@@ -13,8 +13,8 @@ from typing import Any
 
 from distcse.errors import StorageError
 from distcse.health.check import Check, fail, ok, warn
-from distcse.storage import Mirror, probe
-from distcse.storage import address as named
+from distcse.storage import RemotePath, probe
+from distcse.storage import to_uri as named
 
 _DASHBOARD = 8265
 _CLIENT = 10001
@@ -57,7 +57,11 @@ def cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
     ) as mistake:  # Ray raises what it likes where a cluster cannot be joined; all of it is a failed check
         told = f"cannot join {address}: {' '.join(str(mistake).split())[:200]}"
         return [
-            fail("cluster", told, "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that versions are the same")
+            fail(
+                "cluster",
+                told,
+                "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that versions are the same",
+            )
         ]
     finally:
         if not was_up:
@@ -72,7 +76,7 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0)(_about_node)
-    buckets = [folder for folder in shared.values() if isinstance(folder, Mirror)]
+    buckets = [folder for folder in shared.values() if isinstance(folder, RemotePath)]
     asked = {
         node["NodeManagerAddress"]: ask.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -100,7 +104,7 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     return found or [ok("cluster", f"{told}; all with ray {mine['ray']} and python {mine['python']}")]
 
 
-def _about_node(buckets: Sequence[Mirror]) -> dict[str, Any]:
+def _about_node(buckets: Sequence[RemotePath]) -> dict[str, Any]:
     """What a node says of itself."""
     import platform
 
@@ -118,7 +122,7 @@ def _about_node(buckets: Sequence[Mirror]) -> dict[str, Any]:
     }
 
 
-def _sees(bucket: Mirror) -> bool:
+def _sees(bucket: RemotePath) -> bool:
     try:
         probe(bucket)
     except StorageError:  # why is told of this machine, by the check of its storage

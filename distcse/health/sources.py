@@ -14,7 +14,7 @@ from distcse.encoder.vocabulary import has_tokenizer
 from distcse.errors import CorpusError, EncoderError, RecipeError, StorageError
 from distcse.health.check import Check, fail, ok, warn
 from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
-from distcse.teachers.own import open_own
+from distcse.teachers.own import open_custom
 
 _PATIENCE = 5.0
 """Seconds to wait for a hub or an endpoint."""
@@ -33,7 +33,7 @@ def models(recipe: Recipe | MutualRecipe) -> list[Check]:
         for teacher in recipe.teachers.encoders:
             if teacher.endpoint is not None:
                 found += endpoint(teacher.backbone, teacher.endpoint)
-            elif teacher.code is not None:
+            elif teacher.class_path is not None:
                 found.append(_own(teacher))
             else:
                 asked.append((teacher.backbone, teacher.trust_remote_code))
@@ -63,10 +63,10 @@ def model(name: str, trust_remote_code: bool = False) -> list[Check]:
 
 def _own(teacher: TeacherSection) -> Check:
     try:
-        open_own(teacher)
+        open_custom(teacher)
     except RecipeError as refused:
         return fail("model", str(refused), "see docs/extending.md")
-    return ok("model", f"{teacher.backbone}: {teacher.code} is made")
+    return ok("model", f"{teacher.backbone}: {teacher.class_path} is made")
 
 
 def _on_hub(name: str, refused: str) -> Check:
@@ -93,7 +93,7 @@ def endpoint(name: str, section: EndpointSection) -> list[Check]:
     """Whether something answers at the address."""
     import requests
 
-    key = os.environ.get(section.key_variable)
+    key = os.environ.get(section.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = requests.get(f"{section.url}/models", headers=headers, timeout=_PATIENCE)
@@ -102,7 +102,7 @@ def endpoint(name: str, section: EndpointSection) -> list[Check]:
         return [fail("endpoint", told, "start it, or mend teachers.encoders.N.endpoint.url")]
     if answer.status_code in (401, 403):
         return [
-            fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.key_variable}")
+            fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.api_key_env}")
         ]
     if answer.status_code >= 500:
         return [warn("endpoint", f"{name}: {section.url} says {answer.status_code}", "look at its log")]

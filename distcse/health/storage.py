@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distcse.errors import StorageError
 from distcse.health.check import Check, fail, gib, ok, warn
-from distcse.storage import Mirror, address, is_in_job_copy, probe
+from distcse.storage import RemotePath, is_in_job_copy, probe, to_uri
 
 _LEAST, _GOOD = 2**30, 10 * 2**30
 
@@ -25,13 +25,13 @@ def kept(name: str, path: Path) -> list[Check]:
                 f"write {name}=/shared/FOLDER",
             )
         ]
-    if not isinstance(path, Mirror):
+    if not isinstance(path, RemotePath):
         return folder(name, path)
     try:
         probe(path)
     except StorageError as refused:
         return [fail(name, str(refused), f"or write {name}=FOLDER")]
-    return [ok(name, f"{address(path)}: written, read and deleted"), *folder("DISTCSE_MIRROR", path)]
+    return [ok(name, f"{to_uri(path)}: written, read and deleted"), *folder("DISTCSE_MIRROR", path)]
 
 
 def folder(name: str, path: Path, good: float = _GOOD) -> list[Check]:

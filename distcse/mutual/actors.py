@@ -12,12 +12,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from distcse.errors import DistcseError, RunError
-from distcse.events import Note, Reporter
-from distcse.mutual.exchange import Ended
+from distcse.errors import DistcseError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
+from distcse.events import LogMessage, Reporter
+from distcse.mutual.exchange import RunEnded
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Bench, PairScorer, Trained, Worker
+from distcse.mutual.work import GroupContext, PairScorer, PhaseResult, PhaseTrainer
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, reporter_of, unique_name
 from distcse.ray_backend.network import use_interface_of
@@ -44,12 +44,12 @@ _TOLD_AFTER = 30
 class TrainingActor:
     """One training worker of a group."""
 
-    def __init__(self, bench: Bench, rank: int, workers: int, cpus: float, gpus: float) -> None:
+    def __init__(self, bench: GroupContext, rank: int, workers: int, cpus: float, gpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
         self._rank, self._workers, self._gpus = rank, workers, gpus
-        self._worker = Worker(bench)
+        self._worker = PhaseTrainer(bench)
 
     def address(self) -> str:
         """Where the others find the first worker."""
@@ -72,11 +72,11 @@ class TrainingActor:
         dist.init_process_group(backend, init_method=f"tcp://{address}", rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
-        """See `Worker.prepare`."""
+        """See `PhaseTrainer.prepare`."""
         self._worker.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores, channel: Any) -> Trained | None:
-        """See `Worker.train`."""
+    def train(self, phase: Phase, labels: Scores, channel: Any) -> PhaseResult | None:
+        """See `PhaseTrainer.train`."""
         try:
             return self._worker.train(phase, labels, reporter_of(channel))
         finally:
@@ -86,7 +86,7 @@ class TrainingActor:
 class ScoringActor:
     """One scorer of a group."""
 
-    def __init__(self, bench: Bench, cpus: float) -> None:
+    def __init__(self, bench: GroupContext, cpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
@@ -100,7 +100,7 @@ class ScoringActor:
             allocator.release_memory()
 
 
-class GroupOnRay:
+class RayGroup:
     """See `Group`.
 
     Args:
@@ -109,7 +109,7 @@ class GroupOnRay:
         resources: CPUs and GPUs of one worker, which its scorer uses when it does not train.
     """
 
-    def __init__(self, bench: Bench, reporter: Reporter, resources: Mapping[str, float]) -> None:
+    def __init__(self, bench: GroupContext, reporter: Reporter, resources: Mapping[str, float]) -> None:
         self.name = bench.group.name
         self._bench, self._reporter, self._resources = bench, reporter, dict(resources)
         self._failures = 0
@@ -122,9 +122,9 @@ class GroupOnRay:
         # Not waited for, and a mistake in it is not heard: training does the same again, and tells it.
         self._persist(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
-    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
         told = ray.put(labels)
-        trained: Trained | None = self._persist(phase, lambda: self._train(phase, told))
+        trained: PhaseResult | None = self._persist(phase, lambda: self._train(phase, told))
         return trained
 
     def score(self, phase: Phase) -> Scores:
@@ -136,7 +136,7 @@ class GroupOnRay:
         self._kill()
         remove_placement_group(self._place)
 
-    def _train(self, phase: Phase, labels: Any) -> Trained | None:
+    def _train(self, phase: Phase, labels: Any) -> PhaseResult | None:
         channel = EventChannel(f"{self._bench.run.name}-{self.name}")
         try:
             trains = {"name": f"train {self.name} {phase.name}"}
@@ -151,7 +151,7 @@ class GroupOnRay:
                     ray.get(done)  # a worker that is lost leaves the others waiting for it, or failing
                 except RayTaskError as failed:
                     raise _lost_among(answers, failed) or failed from None
-            trained: Trained | None = ray.get(answers[0])
+            trained: PhaseResult | None = ray.get(answers[0])
             return trained
         finally:
             channel.close()
@@ -165,13 +165,13 @@ class GroupOnRay:
         return np.concatenate(self._answers(parts))
 
     def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        """What actors answer. `Ended` as soon as the run was asked to stop: closing the group ends what they do."""
+        """What actors answer. `RunEnded` as soon as the run was asked to stop: closing the group ends what they do."""
         waiting = list(asked)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
             ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
             if waiting and (self._closed or self._reporter.stop_requested()):
-                raise Ended
+                raise RunEnded
         return list(ray.get(list(asked)))
 
     def _persist(self, phase: Phase, work: Any) -> Any:
@@ -182,7 +182,7 @@ class GroupOnRay:
         """
         while True:
             if self._reporter.stop_requested():
-                raise Ended
+                raise RunEnded
             try:
                 self._open()
                 return work()
@@ -191,16 +191,16 @@ class GroupOnRay:
                 raise cause if isinstance(cause, DistcseError) else _told(self.name, phase, failed) from failed
             except RayError as lost:  # killed, out of memory, its node gone, or what it had made gone with it
                 if self._closed:
-                    raise RunError(f"group {self.name} was ended in {phase.name}") from lost
+                    raise ProcessLostError(f"group {self.name} was ended in {phase.name}") from lost
                 self._failures += 1
                 self._kill()
                 if self._failures > self._bench.recipe.mutual.max_failures:
-                    raise RunError(
+                    raise WorkersLostError(
                         f"group {self.name} lost a worker {self._failures} times, the last time in {phase.name}: "
                         f"{str(lost).splitlines()[0]}; --resume goes on from its last checkpoint"
                     ) from lost
                 self._reporter.emit(
-                    Note(f"lost a worker in {phase.name}; started again from its last checkpoint", True)
+                    LogMessage(f"lost a worker in {phase.name}; started again from its last checkpoint", True)
                 )
 
     def _open(self) -> None:
@@ -229,14 +229,14 @@ class GroupOnRay:
         ready, waited = self._place.ready(), 0.0
         while not ray.wait([ready], timeout=1)[0]:
             if self._closed or self._reporter.stop_requested():
-                raise Ended
+                raise RunEnded
             waited += 1
             if waited == _TOLD_AFTER:
                 wants = format_resources(self._resources)
                 told = (
                     f"waits for nodes with room for {workers} workers of {wants} each; ray: false runs groups in turns"
                 )
-                self._reporter.emit(Note(told, warning=True))
+                self._reporter.emit(LogMessage(told, warning=True))
         ray.get(ready)
 
     def _kill(self) -> None:
@@ -246,7 +246,7 @@ class GroupOnRay:
 
 
 def _place(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
-    labels = [group.nodes] * group.workers if group.nodes else None
+    labels = [group.node_labels] * group.workers if group.node_labels else None
     return placement_group([dict(resources)] * group.workers, strategy="PACK", bundle_label_selector=labels)
 
 
@@ -258,7 +258,7 @@ def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
     Raises:
         RunError: The cluster can never give them to all groups at the same time.
     """
-    nodes = [nodes_with(group.nodes, f"groups.{number}.nodes") for number, group in enumerate(groups)]
+    nodes = [nodes_with(group.node_labels, f"groups.{number}.node_labels") for number, group in enumerate(groups)]
     workers = sum(group.workers for group in groups)
     there = sum(node.get("GPU", 0.0) for node in nodes_with(None, ""))
     alone = all(group.workers == 1 for group in groups)
@@ -271,16 +271,20 @@ def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
         want = {"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})}
         wants.append(want)
         told = f"groups.{number}.workers={group.workers}"
-        demands.append(ResourceRequest(told, group.workers, want, group.nodes, "groups.N.workers", _SMALLER, _IN_TURNS))
+        demands.append(
+            ResourceRequest(told, group.workers, want, group.node_labels, "groups.N.workers", _SMALLER, _IN_TURNS)
+        )
     refuse_impossible(demands, alive())
     return wants
 
 
 def _rivals(group: GroupSection, groups: Sequence[GroupSection]) -> int:
     """Workers of all groups that may be put on a group's nodes, its own among them."""
-    mine = (group.nodes or {}).items()
+    mine = (group.node_labels or {}).items()
     return sum(
-        other.workers for other in groups if all((other.nodes or {}).get(name, value) == value for name, value in mine)
+        other.workers
+        for other in groups
+        if all((other.node_labels or {}).get(name, value) == value for name, value in mine)
     )
 
 
@@ -300,4 +304,4 @@ def _lost_among(answers: Sequence[Any], failed: RayTaskError) -> RayActorError |
 
 
 def _told(group: str, phase: Phase, failed: RayTaskError) -> RunError:
-    return RunError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")
+    return WorkFailedError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")

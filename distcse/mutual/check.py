@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.events import Note, Reporter, Stage
+from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.mutual.finals import checked_tasks
 from distcse.mutual.mining import require_mining
 from distcse.mutual.pairs import read_pairs
@@ -13,7 +13,7 @@ from distcse.mutual.run import read_by_groups
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import check_storage, require_lasting
-from distcse.storage import place
+from distcse.storage import resolve_path
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
 
@@ -23,7 +23,7 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
 
     Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
     """
-    require_packages(recipe.track)
+    require_packages(recipe.loggers)
     uses_deepspeed(recipe.bi)
     uses_deepspeed(recipe.cross)
     require_lasting(recipe.storage)
@@ -31,12 +31,12 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
     recipe = with_precisions(recipe, reporter)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
-        reporter.emit(Note(f"missing: {line}", warning=True))
+        reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
         _told(reporter, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
     else:
         require_mining(recipe.pairs.mine)
-        corpus = Corpus.prepare(recipe.pairs.mine.corpus, place(recipe.storage.cache))
+        corpus = Corpus.prepare(recipe.pairs.mine.corpus, resolve_path(recipe.storage.cache))
         _told(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)
@@ -52,11 +52,11 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
             from distcse.ray_backend.shared_storage import require_shared
 
             wants = resources_of(recipe.groups)
-            labels = [None] if in_sweep else [group.nodes for group in recipe.groups]
-            require_shared({"storage.runs": place(recipe.storage.runs)}, read_by_groups(recipe), labels)
+            labels = [None] if in_sweep else [group.node_labels for group in recipe.groups]
+            require_shared({"storage.runs": resolve_path(recipe.storage.runs)}, read_by_groups(recipe), labels)
             # In a sweep's trial all groups run in one process, in turns.
             for warning in lost_gpus_of_groups(recipe, recipe.groups, wants, alive()) if not in_sweep else []:
-                reporter.emit(Note(warning, warning=True))
+                reporter.emit(LogMessage(warning, warning=True))
             told = (
                 f"{group.name} {want['CPU']:g} CPUs a worker" for group, want in zip(recipe.groups, wants, strict=True)
             )
@@ -64,4 +64,4 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
 
 
 def _told(reporter: Reporter, what: str, note: str) -> None:
-    reporter.emit(Stage(what, 1, 1, "", finished=True, note=note))
+    reporter.emit(StageProgress(what, 1, 1, "", finished=True, note=note))

@@ -7,8 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distcse.errors import EvaluationError
-from distcse.evaluation import STSB_DEV, PairModel, PairTask, ScoredPairs, labelled_dev, read_table, sts_score
+from distcse.errors import EvaluationDataError, EvaluationFormatError
+from distcse.evaluation import (
+    STSB_DEV,
+    PairClassificationTask,
+    PairModel,
+    ScoredPairs,
+    labelled_dev,
+    read_table,
+    sts_score,
+)
 from distcse.evaluation.tables import file_of
 from distcse.files import text_checksum
 from distcse.recipe import MutualRecipe
@@ -48,10 +56,10 @@ class DevPairs:
         if "score" in table.columns:
             return cls._scored(f"{name}, Spearman", ScoredPairs.of(name, table))
         if "label" in table.columns:
-            task = PairTask.of(name, table)
+            task = PairClassificationTask.of(name, table)
             gold = task.labels.tolist()
             return cls(f"{name}, AUC", lambda m: task.measure(m).figures["auc"].value, task.first, task.second, gold)
-        raise EvaluationError(f"{file}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
+        raise EvaluationFormatError(f"{file}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
 
     @classmethod
     def _scored(cls, name: str, pairs: ScoredPairs) -> DevPairs:
@@ -62,7 +70,7 @@ def _file_of(recipe: MutualRecipe, name: str) -> Path:
     folder = Path(str(recipe.evaluation.data)) / "pairs" / name
     file = file_of(folder, "dev")
     if file is None:
-        raise EvaluationError(
+        raise EvaluationDataError(
             f"evaluation.dev is {name!r}, but {folder} holds no dev table; give a file: evaluation.dev=FILE.tsv"
         )
     return file

@@ -6,20 +6,20 @@ import threading
 from collections.abc import Callable, Sequence
 
 from distcse.mutual.labels import combine
-from distcse.mutual.ledger import Ledger, Scores
+from distcse.mutual.ledger import PhaseStore, Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Trained
+from distcse.mutual.work import PhaseResult
 from distcse.recipe import MutualRecipe
 
 _LOOK = 0.5
 """Seconds between two looks for a stop wish while a group waits."""
 
 
-class Ended(Exception):
+class RunEnded(Exception):
     """A group's work ends early without an error: the run was asked to stop, or another group failed."""
 
 
-class Exchange:
+class LabelExchange:
     """A meeting point of threads, one a group, over the run's ledger.
 
     Args:
@@ -32,7 +32,7 @@ class Exchange:
     def __init__(
         self,
         recipe: MutualRecipe,
-        ledger: Ledger,
+        ledger: PhaseStore,
         ending: threading.Event,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -43,7 +43,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._agree_where_due()  # a driver may have been killed after the last scores came, before their labels were made
 
-    def post(self, group: str, phase: Phase, scores: Scores, trained: Trained | None) -> None:
+    def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
         """A group's scores of a phase. Those of the last group make the labels."""
         with self._changed:
             self._ledger.post(group, phase, scores, trained)
@@ -66,7 +66,7 @@ class Exchange:
             while True:
                 # Polled: a stop wish is a flag that a signal handler sets, and nobody notifies the condition then.
                 if self._ending.is_set() or self._stop_requested():
-                    raise Ended
+                    raise RunEnded
                 if (labels := self._ledger.labels(phase)) is not None:
                     stopped = self._ledger.stopped_after
                     return None if stopped is not None and stopped <= phase else labels

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.evaluation import (
     SUITES,
-    About,
     Candidate,
+    Contamination,
     Ensemble,
+    EvalConfig,
     Evaluation,
-    Exposure,
-    Protocol,
+    ModelInfo,
     Tasks,
     candidate_of,
     collect,
@@ -22,7 +22,7 @@ from distcse.evaluation import (
     refuse_test_as_dev,
     scorer_of,
 )
-from distcse.events import Listener, Stage
+from distcse.events import Listener, StageProgress
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind
@@ -31,11 +31,11 @@ from distcse.recipe import MutualRecipe, decided
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
     """The labelled sets of the end, read at the beginning; none where there is no data."""
-    wanted = recipe.evaluation.final
+    wanted = recipe.evaluation.final_suites
     if wanted is None:
         wanted = ["sts"] if recipe.evaluation.data else []
     suites = [suite for suite in SUITES if suite in wanted]
-    return collect(Path(str(recipe.evaluation.data)), suites, [], Protocol()) if suites else Tasks()
+    return collect(Path(str(recipe.evaluation.data)), suites, [], EvalConfig()) if suites else Tasks()
 
 
 def checked_tasks(recipe: MutualRecipe) -> Tasks:
@@ -58,21 +58,21 @@ def final_scores(
     What the models were trained on is compared with every test set and noted in their folders: figures on sets whose
     sentences were among the pairs are transductive, and are marked so in every table and card.
     """
-    exposure = Exposure.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+    exposure = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
     for _, _, model in best:
         exposure.write(model)
     if not tasks.tasks:
         return None
-    note = f"compared with {len(tasks.tasks)} sets: {exposure.told}"
-    post(Stage("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
-    device, precision = device_here(), decided(recipe.evaluation.precision)
+    note = f"compared with {len(tasks.tasks)} sets: {exposure.describe}"
+    post(StageProgress("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    device, precision = default_device(), decided(recipe.evaluation.precision)
     candidates = []
     left = {name for name, _, _ in best}
     trusted = {group.name: group.trust_remote_code for group in recipe.groups}
     for group in recipe.groups:
         if group.name in left:
             encoder = Encoder.from_section(group).to(device)
-            known = Exposure.read(resolve_model(group.backbone))
+            known = Contamination.read(resolve_model(group.backbone))
             candidates.append(candidate_of(f"{group.name} start", group.backbone, encoder, known, precision))
     for kind in ("bi", "cross"):
         ours = []
@@ -88,7 +88,7 @@ def final_scores(
                 ours.append(scorer_of(title, str(model), scorer, exposure, precision))
         candidates += ours
         if len(ours) > 1:
-            about = About(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
+            about = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
             candidates.append(Candidate(about, Ensemble([one.model for one in ours]), exposure))
     settings = {"STS": "all", "device": device, "precision": precision}
     return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=post)

@@ -37,7 +37,7 @@ def _role(recipe: MutualRecipe, group: GroupSection, want: Resources, rule: str)
             f"{key}={group.workers}",
             group.workers,
             want,
-            group.nodes,
+            group.node_labels,
             key,
             {"GPU": f"groups.{number}.gpus_per_worker"},
         ),

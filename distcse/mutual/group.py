@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from distcse.errors import DistcseError, RunError
+from distcse.errors import DistcseError, WorkFailedError
 from distcse.events import Reporter
-from distcse.mutual.exchange import Ended
+from distcse.mutual.exchange import RunEnded
 from distcse.mutual.ledger import Scores
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Bench, PairScorer, Trained, Worker
+from distcse.mutual.work import GroupContext, PairScorer, PhaseResult, PhaseTrainer
 
 
 class Group(Protocol):
@@ -24,7 +24,7 @@ class Group(Protocol):
         """Begin what a phase needs and its labels do not change; returns at once."""
         ...
 
-    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
         """Train a phase to its end; None when the run was asked to stop."""
         ...
 
@@ -41,7 +41,7 @@ class Group(Protocol):
         ...
 
 
-class GroupHere:
+class LocalGroup:
     """In this process.
 
     Args:
@@ -49,15 +49,15 @@ class GroupHere:
         reporter: Receives its events.
     """
 
-    def __init__(self, bench: Bench, reporter: Reporter) -> None:
+    def __init__(self, bench: GroupContext, reporter: Reporter) -> None:
         self.name = bench.group.name
         self._reporter = reporter
-        self._worker, self._scorer = Worker(bench), PairScorer(bench)
+        self._worker, self._scorer = PhaseTrainer(bench), PairScorer(bench)
 
     def prepare(self, phase: Phase) -> None:
         self._worker.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
         return self._worker.train(phase, labels, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
@@ -65,13 +65,13 @@ class GroupHere:
 
     def _end_if_asked(self, done: int, total: int) -> None:
         if done < total and self._reporter.stop_requested():
-            raise Ended
+            raise RunEnded
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class InTurns:
+class SerializedGroup:
     """A group that works only when no other does: groups of one process share its cores and its random state.
 
     Args:
@@ -88,7 +88,7 @@ class InTurns:
         with self._alone(phase):
             self._group.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> Trained | None:
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
         with self._alone(phase):
             return self._group.train(phase, labels)
 
@@ -104,13 +104,13 @@ class InTurns:
         """This group's turn. A failure that is no mistake of the user's carries its name, as it does on Ray."""
         with self._turn:
             if self._stop_requested():
-                raise Ended
+                raise RunEnded
             try:
                 yield
-            except (DistcseError, Ended):
+            except (DistcseError, RunEnded):
                 raise
             except Exception as failed:
                 told = str(failed).strip().splitlines()
-                raise RunError(
+                raise WorkFailedError(
                     f"group {self.name} failed in {phase.name}: {type(failed).__name__}{': ' + told[-1] if told else ''}"
                 ) from failed

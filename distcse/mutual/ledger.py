@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import RunError
-from distcse.files import sealed, unsealed, writing
+from distcse.errors import ResumeMismatchError, RunRecordError
+from distcse.files import dump_checked_json, load_checked_json, storage_errors
 from distcse.mutual.phases import Phase
-from distcse.mutual.work import Trained
+from distcse.mutual.work import PhaseResult
 from distcse.runs.lease import Lease
-from distcse.storage import fetch, put, whole
+from distcse.storage import atomic_write, fetch, write_text_atomic
 
 Scores = NDArray[np.float32]
 
 
-class Ledger:
+class PhaseStore:
     """Notes of one run; several threads may write.
 
     Args:
@@ -41,15 +41,15 @@ class Ledger:
         self._lease = lease
         self._file = run / "ledger.json"
         self._labels = run / "labels"
-        with writing(self._labels):
+        with storage_errors(self._labels):
             self._labels.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "dropped": {}, "stopped_after": None}
         if fetch(self._file):
             try:
-                self._state = unsealed(self._file)
+                self._state = load_checked_json(self._file)
             except (OSError, ValueError) as broken:
-                raise RunError(f"{self._file} is not readable: {broken}; start a new run") from None
+                raise RunRecordError(f"{self._file} is not readable: {broken}; start a new run") from None
 
     @property
     def dropped(self) -> Mapping[str, str]:
@@ -66,13 +66,13 @@ class Ledger:
         """Note the pairs' fingerprint; `RunError` where the run began with others."""
         with self._lock:
             if self._state["pairs"] not in (None, pairs):
-                raise RunError(
+                raise ResumeMismatchError(
                     f"the pairs have changed since {self._file.parent} began; restore pairs.parquet, or start a new run"
                 )
             self._state["pairs"] = pairs
             self._write()
 
-    def post(self, group: str, phase: Phase, scores: Scores, trained: Trained | None) -> None:
+    def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
         """A group is through a phase."""
         with self._lock:
             told = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
@@ -113,7 +113,7 @@ class Ledger:
 
     def _store(self, name: str, array: Scores) -> str:
         file = self._labels / f"{name}.npy"
-        with whole(file) as beside, open(beside, "wb") as out:
+        with atomic_write(file) as beside, open(beside, "wb") as out:
             np.save(out, array)
         return hashlib.sha256(array.tobytes()).hexdigest()
 
@@ -123,12 +123,12 @@ class Ledger:
         try:
             array: Scores = np.load(file, allow_pickle=False)
         except (OSError, EOFError, ValueError) as broken:
-            raise RunError(f"{file} cannot be read: {broken}; start a new run") from None
+            raise RunRecordError(f"{file} cannot be read: {broken}; start a new run") from None
         if hashlib.sha256(array.tobytes()).hexdigest() != expected:
-            raise RunError(f"{file} is not what was stored (its checksum differs); start a new run")
+            raise RunRecordError(f"{file} is not what was stored (its checksum differs); start a new run")
         return array
 
     def _write(self) -> None:
         if self._lease is not None:
             self._lease.check()
-        put(self._file, sealed(self._state))
+        write_text_atomic(self._file, dump_checked_json(self._state))

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from distcse import host
 from distcse.corpus import Corpus
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import Encoder
-from distcse.encoder.laid_out import lay_out
-from distcse.errors import CorpusError, RunError
+from distcse.encoder.laid_out import use_mkldnn_linear
+from distcse.errors import CorpusTooSmallError, MissingDependencyError
 from distcse.evaluation import excluded_from
-from distcse.events import Listener, Stage
+from distcse.events import Listener, StageProgress
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs, chosen
 from distcse.recipe import MiningSection, MutualRecipe
-from distcse.storage import place
-from distcse.teachers.nearest import nearest, require_faiss
+from distcse.storage import resolve_path
+from distcse.teachers.nearest import knn, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _ASKED_PER_PAIR = 10
@@ -48,12 +48,12 @@ def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
     dev = DevPairs.of(recipe)
     also = [] if dev is None else [*dev.first, *dev.second]
     excluded = excluded_from(section.corpus, recipe.evaluation.data, also)
-    corpus = Corpus.prepare(section.corpus, place(recipe.storage.cache), excluded=excluded)
+    corpus = Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
     texts = corpus.texts(range(len(corpus)))
     first_of = {text: row for row, text in reversed(list(enumerate(texts)))}
     texts = list(first_of)  # each sentence once: its own double is no neighbour
     if len(texts) < 2:
-        raise CorpusError(f"the corpus has {len(texts)} different sentences; pairs want two")
+        raise CorpusTooSmallError(f"the corpus has {len(texts)} different sentences; pairs want two")
     random = np.random.Generator(np.random.PCG64([recipe.seed, _STREAM]))
     pools: list[tuple[float, Found]] = []
     if any(band.share for band in section.bands):
@@ -78,7 +78,7 @@ def _require_bm25s() -> Any:
     try:
         import bm25s
     except ImportError:
-        raise RunError(
+        raise MissingDependencyError(
             'pairs.mine.bm25_share needs bm25s; pip install "distcse[mining]", or write bm25_share=0'
         ) from None
     return bm25s
@@ -88,12 +88,14 @@ def _bands(
     recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], post: Listener
 ) -> list[tuple[float, Found]]:
     """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
-    encoder = Encoder.from_section(recipe.groups[0]).to(device_here())
-    lay_out(encoder)
+    encoder = Encoder.from_section(recipe.groups[0]).to(default_device())
+    use_mkldnn_linear(encoder)
     vectors = encoder.encode(
-        texts, normalize=True, on_progress=lambda done: post(Stage("mining", done, len(texts), "sentences encoded"))
+        texts,
+        normalize=True,
+        on_progress=lambda done: post(StageProgress("mining", done, len(texts), "sentences encoded")),
     )
-    cosines, neighbours = nearest(vectors, section.neighbours, "pairs.mine")
+    cosines, neighbours = knn(vectors, section.num_neighbors, "pairs.mine")
     rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
     pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
     there = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
@@ -102,7 +104,7 @@ def _bands(
         inside = there & (flat >= band.low) & (flat < band.high)
         one = _once(pairs[inside])
         note = f"{len(one):,} neighbours of cosine {band.low:g} to {band.high:g}"
-        post(Stage("mining", len(one), len(one), "pairs", finished=True, note=note))
+        post(StageProgress("mining", len(one), len(one), "pairs", finished=True, note=note))
         found.append((band.share, one))
     return found
 
@@ -122,13 +124,17 @@ def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Lis
     for begin in range(0, len(asked), _ASKED_AT_A_TIME):
         ours = asked[begin : begin + _ASKED_AT_A_TIME]
         queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in ours], tokens.vocab)
-        neighbours = min(section.neighbours + 1, len(texts))
+        neighbours = min(section.num_neighbors + 1, len(texts))
         rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=host.cpus())
         pairs = np.stack([np.repeat(ours, neighbours), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
-        post(Stage("mining", begin + len(ours), len(asked), "sentences compared by words"))
+        post(StageProgress("mining", begin + len(ours), len(asked), "sentences compared by words"))
     found = _once(np.concatenate(pools))
-    post(Stage("mining", len(found), len(found), "pairs", finished=True, note=f"{len(found):,} neighbours by BM25"))
+    post(
+        StageProgress(
+            "mining", len(found), len(found), "pairs", finished=True, note=f"{len(found):,} neighbours by BM25"
+        )
+    )
     return found
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distcse.errors import CorpusError
+from distcse.errors import CorpusCacheError, CorpusNotFoundError, CorpusTooSmallError
 from distcse.evaluation import read_table
 from distcse.evaluation.tables import ENDINGS
 from distcse.recipe import MutualRecipe
-from distcse.storage import fetch, whole
+from distcse.storage import atomic_write, fetch
 
 _DRAW_STREAM = 2**31
 
@@ -47,7 +47,7 @@ class Pairs:
 
     def write(self, file: Path) -> None:
         """Store as Parquet."""
-        with whole(file) as beside:
+        with atomic_write(file) as beside:
             pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), beside)
 
     @classmethod
@@ -58,7 +58,9 @@ class Pairs:
             table = pq.read_table(file)
         except (pa.ArrowException, OSError) as broken:
             told = " ".join(str(broken).split())
-            raise CorpusError(f"{file} cannot be read: {told}; remove it and --resume: pairs are read again") from None
+            raise CorpusCacheError(
+                f"{file} cannot be read: {told}; remove it and --resume: pairs are read again"
+            ) from None
         return cls(table["sentence1"].to_pylist(), table["sentence2"].to_pylist())
 
 
@@ -85,7 +87,7 @@ def chosen(found: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:
         draw = np.random.Generator(np.random.PCG64([recipe.seed, _DRAW_STREAM])).permutation(len(found))[:limit]
         found = [found[row] for row in np.sort(draw)]
     if len(found) < least:
-        raise CorpusError(
+        raise CorpusTooSmallError(
             f"there are {len(found)} different pairs, one batch wants {least}; give more, or lower batch_size"
         )
     return Pairs([first for first, _ in found], [second for _, second in found])
@@ -101,5 +103,5 @@ def _files(recipe: MutualRecipe) -> list[Path]:
     files = sorted(file for file in folder.glob("*") if file.name.endswith(ENDINGS)) if folder.is_dir() else []
     if not files:
         there = ", ".join(sorted(entry.name for entry in root.glob("*") if entry.is_dir())) or "nothing"
-        raise CorpusError(f"pairs.task is {section.task!r}, but {folder} holds no table; {root} holds {there}")
+        raise CorpusNotFoundError(f"pairs.task is {section.task!r}, but {folder} holds no table; {root} holds {there}")
     return files

@@ -38,7 +38,7 @@ def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:
     from distcse.mutual.actors import resources_of
 
     wants = zip(recipe.groups, resources_of(recipe.groups), strict=True)
-    groups = [device for group, want in wants for device in speeds.of(group.nodes, want.get("GPU", 0.0))]
+    groups = [device for group, want in wants for device in speeds.of(group.node_labels, want.get("GPU", 0.0))]
     return roles_on(recipe, groups, [*groups, local_speed()])
 
 

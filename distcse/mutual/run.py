@@ -13,21 +13,21 @@ from pathlib import Path
 from distcse.encoder import Encoder, model_fingerprint, resolve_model
 from distcse.errors import DistcseError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Doing, Event, InGroup, Note, Reporter, Stage, one_by_one
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, one_by_one
 from distcse.mutual.dev import DevPairs
-from distcse.mutual.exchange import Ended, Exchange
+from distcse.mutual.exchange import LabelExchange, RunEnded
 from distcse.mutual.finals import checked_tasks, final_scores, wanted_tasks
-from distcse.mutual.group import Group, GroupHere, InTurns
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.group import Group, LocalGroup, SerializedGroup
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.pairs import Pairs, read_pairs
 from distcse.mutual.phases import Kind, Phase, last_phase
 from distcse.mutual.roles import with_precisions
-from distcse.mutual.work import Bench, Trained
+from distcse.mutual.work import GroupContext, PhaseResult
 from distcse.ray_backend.cluster import cluster, coming_up
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.storage import address, fetch, fetch_folder, publish
+from distcse.storage import fetch, fetch_folder, to_uri, upload_dir
 from distcse.tracking import require_packages, tracking
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import uses_deepspeed
@@ -64,11 +64,11 @@ def run_mutual(recipe: MutualRecipe, reporter: Reporter, resume: RunDirectory | 
     Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
     labels. Raises a `DistcseError` that names what to mend.
     """
-    require_packages(recipe.track)
+    require_packages(recipe.loggers)
     for section in (recipe.bi, recipe.cross):
         uses_deepspeed(section)  # refused now rather than after the pairs
     tasks = checked_tasks(recipe)
-    dropped = Ledger(resume.path).dropped if resume else {}
+    dropped = PhaseStore(resume.path).dropped if resume else {}
     at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
     for group in (recipe.groups[number] for number in at_work):
         Encoder.from_section(group)
@@ -76,7 +76,7 @@ def run_mutual(recipe: MutualRecipe, reporter: Reporter, resume: RunDirectory | 
     directory = resume or RunDirectory.create(recipe)
     with directory.leased(reporter) as lease:
         reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
-        reporter.emit(Note(f"run directory {address(directory.path)}"))
+        reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
         with coming_up(recipe.ray):
             return _run(recipe, reporter, directory, lease, at_work, tasks)
 
@@ -94,13 +94,13 @@ def _run(
         directory.decide(recipe)
     pairs = _pairs(recipe, directory.path, reporter)
     directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
-    ledger = Ledger(directory.path, lease)
+    ledger = PhaseStore(directory.path, lease)
     ledger.begin(pairs.fingerprint)
-    benches = [Bench(recipe, number, directory.path, lease) for number in at_work]
+    benches = [GroupContext(recipe, number, directory.path, lease) for number in at_work]
     best, evaluation = [], None
     with tracking(recipe, directory.path, reporter.emit) as tracked:
-        with _groups(recipe, benches, tracked.heard(reporter)) as (groups, heard):
-            exchange = Exchange(recipe, ledger, ending, wished)
+        with _groups(recipe, benches, tracked.relay(reporter)) as (groups, heard):
+            exchange = LabelExchange(recipe, ledger, ending, wished)
             interrupted = _side_by_side(recipe, groups, ledger, exchange, heard)
         if not interrupted:
             best = _best(recipe, benches, ledger)
@@ -146,26 +146,28 @@ def _pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
         pairs.write(file)
     pairs = Pairs.read(file)
     reporter.emit(
-        Stage("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
+        StageProgress("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
     )
     return pairs
 
 
 @contextmanager
-def _groups(recipe: MutualRecipe, benches: list[Bench], reporter: Reporter) -> Iterator[tuple[list[Group], Reporter]]:
+def _groups(
+    recipe: MutualRecipe, benches: list[GroupContext], reporter: Reporter
+) -> Iterator[tuple[list[Group], Reporter]]:
     """The groups, and the reporter of their events."""
     if not recipe.ray:
         turn = threading.Lock()
         yield (
             [
-                InTurns(GroupHere(bench, _in_group(reporter, bench.group.name)), turn, reporter.stop_requested)
+                SerializedGroup(LocalGroup(bench, _in_group(reporter, bench.group.name)), turn, reporter.stop_requested)
                 for bench in benches
             ],
             reporter,
         )
         return
     with cluster():
-        from distcse.mutual.actors import GroupOnRay, resources_of  # Ray reads its settings when it is imported
+        from distcse.mutual.actors import RayGroup, resources_of  # Ray reads its settings when it is imported
         from distcse.mutual.gpus import lost_gpus_of_groups
         from distcse.ray_backend.metrics import metered
         from distcse.ray_backend.nodes import alive
@@ -174,13 +176,15 @@ def _groups(recipe: MutualRecipe, benches: list[Bench], reporter: Reporter) -> I
         at_work = [bench.group for bench in benches]
         wants = resources_of(at_work)
         for warning in lost_gpus_of_groups(recipe, at_work, wants, alive()):
-            reporter.emit(Note(warning, warning=True))
-        require_shared({"storage.runs": benches[0].run}, read_by_groups(recipe), [group.nodes for group in at_work])
+            reporter.emit(LogMessage(warning, warning=True))
+        require_shared(
+            {"storage.runs": benches[0].run}, read_by_groups(recipe), [group.node_labels for group in at_work]
+        )
         reporter = metered(reporter, benches[0].run.name)
         groups: list[Group] = []
         try:
             for bench, want in zip(benches, wants, strict=True):
-                groups.append(GroupOnRay(bench, _in_group(reporter, bench.group.name), want))
+                groups.append(RayGroup(bench, _in_group(reporter, bench.group.name), want))
             yield groups, reporter
         finally:
             for group in groups:
@@ -197,7 +201,7 @@ def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
 
 
 def _side_by_side(
-    recipe: MutualRecipe, groups: list[Group], ledger: Ledger, exchange: Exchange, reporter: Reporter
+    recipe: MutualRecipe, groups: list[Group], ledger: PhaseStore, exchange: LabelExchange, reporter: Reporter
 ) -> bool:
     """A thread a group, until all are through; whether they were asked to stop before."""
     stops = [False] * len(groups)
@@ -209,15 +213,15 @@ def _side_by_side(
             stops[number] = not _through(recipe, group, ledger, exchange, own)
             if stops[number]:
                 exchange.end()  # whoever waits for this one's scores waits in vain
-        except Ended:
+        except RunEnded:
             stops[number] = True
             exchange.end()  # wake the groups that wait for this one's scores
         except DistcseError as failed:
-            if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, str(failed)):
+            if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, failed.coded_message):
                 raise
             group.close()
-            own.emit(Note(f"dropped: {failed}", warning=True))
-            own.emit(Doing("", "dropped"))
+            own.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
+            own.emit(GroupActivity("", "dropped"))
 
     def follow_or_end(number: int) -> None:
         try:
@@ -241,34 +245,36 @@ def _side_by_side(
     return any(stops)
 
 
-def _through(recipe: MutualRecipe, group: Group, ledger: Ledger, exchange: Exchange, reporter: Reporter) -> bool:
+def _through(
+    recipe: MutualRecipe, group: Group, ledger: PhaseStore, exchange: LabelExchange, reporter: Reporter
+) -> bool:
     """Take a group through all phases that it has not been through; False when the run was asked to stop."""
     last = last_phase(recipe.mutual.cycles)
     for number in range(last.number + 1):
         phase = Phase(number)
         if group.name in ledger.posted(phase):
             continue
-        trained: Trained | None = None
+        trained: PhaseResult | None = None
         if number:
-            reporter.emit(Doing(phase.name, "preparing", number=number))
+            reporter.emit(GroupActivity(phase.name, "preparing", number=number))
             group.prepare(phase)
             before = Phase(number - 1)
             if missing := exchange.missing(before):
-                reporter.emit(Doing(phase.name, "waiting", missing, number))
+                reporter.emit(GroupActivity(phase.name, "waiting", missing, number))
             labels = exchange.labels(before)
             if labels is None:
                 break
-            reporter.emit(Doing(phase.name, "training", number=number))
+            reporter.emit(GroupActivity(phase.name, "training", number=number))
             trained = group.train(phase, labels)
             if trained is None:
                 return False
-        reporter.emit(Doing(phase.name, "scoring", number=number))
+        reporter.emit(GroupActivity(phase.name, "scoring", number=number))
         exchange.post(group.name, phase, group.score(phase), trained)
-    reporter.emit(Doing("", "finished"))
+    reporter.emit(GroupActivity("", "finished"))
     return True
 
 
-def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Best]:
+def _best(recipe: MutualRecipe, benches: list[GroupContext], ledger: PhaseStore) -> list[Best]:
     """The best cycle of each formulation of each group by dev score (the last one without), copied to `models/`."""
     found: list[Best] = []
     kinds: tuple[Kind, ...] = ("bi", "cross")
@@ -288,13 +294,13 @@ def _best(recipe: MutualRecipe, benches: list[Bench], ledger: Ledger) -> list[Be
             shutil.rmtree(target, ignore_errors=True)
             fetch_folder(bench.folder(best) / "model")
             shutil.copytree(bench.folder(best) / "model", target)
-            publish(target)
+            upload_dir(target)
             found.append(Best(group.name, kind, best, scored[best], target))
     return found
 
 
 def _in_group(reporter: Reporter, name: str) -> Reporter:
     def post(event: Event) -> None:
-        reporter.emit(event if isinstance(event, InGroup) else InGroup(name, event))
+        reporter.emit(event if isinstance(event, GroupEvent) else GroupEvent(name, event))
 
     return Reporter(post, reporter.stop_requested)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.corpus import BatchSampler, collate
-from distcse.device import sent
+from distcse.device import to_device
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.batching import alike
 from distcse.evaluation import PairModel, PairScores, VectorModel
@@ -100,8 +100,8 @@ def _batch(
     for part in parts:
         tokens = collate([rows[place] for place in part], pad, placed=on_cpu).to(device)
         sides = None if kinds is None else collate([kinds[place] for place in part], 0).to(device).ids
-        texts.append(Texts(tokens.ids, tokens.mask, tokens.places, sides))
-    return PairBatch(texts, sent(torch.tensor([place for part in parts for place in part]), device), seed)
+        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, sides))
+    return PairBatch(texts, to_device(torch.tensor([place for part in parts for place in part]), device), seed)
 
 
 class BiTokens:
@@ -215,7 +215,7 @@ class PairTask:
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         rows, seed = self._mine(step), dropout_seed(self._seed, step, self._rank)
         labels = self._labels[torch.from_numpy(rows)]
-        return StepInputs(self._tokens.batch(rows, seed, device, self._filled), sent(labels, device))
+        return StepInputs(self._tokens.batch(rows, seed, device, self._filled), to_device(labels, device))
 
     def compute_loss(self, inputs: Tensor, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(output, Tensor):

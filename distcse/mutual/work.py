@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.laid_out import lay_out
-from distcse.errors import EncoderError, RunError
+from distcse.encoder.laid_out import use_mkldnn_linear
+from distcse.errors import CheckpointError, NotFiniteError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter
-from distcse.files import sealed, unsealed
+from distcse.files import dump_checked_json, load_checked_json
 from distcse.mutual.dev import DevPairs
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Kind, Phase
 from distcse.mutual.task import BiTokens, CrossTokens, PairTask, pair_model
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
-from distcse.storage import fetch, put, remove
+from distcse.storage import fetch, remove, write_text_atomic
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_trainer_state
 from distcse.trainer.distributed import barrier, rank, world_size
 from distcse.trainer.dropout_rng import dropout_seed
@@ -34,7 +34,7 @@ _SLICE = 200_000
 
 
 @dataclass(frozen=True)
-class Trained:
+class PhaseResult:
     """What a phase leaves behind."""
 
     model: str
@@ -47,7 +47,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Bench:
+class GroupContext:
     """All that a group's worker or scorer is told; the folder is on storage that every one of them sees."""
 
     recipe: MutualRecipe
@@ -80,10 +80,10 @@ class Bench:
         return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31
 
 
-class Worker:
+class PhaseTrainer:
     """A group's training worker: one of several that train together, or the only one."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: GroupContext) -> None:
         self._bench = bench
         self._tokens: dict[Kind, BiTokens | CrossTokens] = {}
 
@@ -98,7 +98,7 @@ class Worker:
             )
         _ = self._dev
 
-    def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> Trained | None:
+    def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> PhaseResult | None:
         """Train a formulation from its start, or go on from its last checkpoint; None when the run was asked to stop.
 
         The phase's best model is left in its folder, beside what is told of it; checkpoints go when it is there.
@@ -118,7 +118,7 @@ class Worker:
             labels,
             bench.section(kind),
             self._dev,
-            bench.recipe.evaluation.every,
+            bench.recipe.evaluation.eval_steps,
             bench.seed(phase),
             rank(),
             world_size(),
@@ -147,7 +147,7 @@ class Worker:
         torch.manual_seed(self._bench.seed(phase))
         group, cross = self._bench.group, self._bench.recipe.cross
         before = Phase(phase.number - 1)
-        follows = self._bench.recipe.mutual.initialisation == "sequential" and before.number > 0
+        follows = self._bench.recipe.mutual.initialization == "sequential" and before.number > 0
         model = str(self._bench.folder(before) / "model")
         layers = None if follows else group.named_layers
         if phase.kind == "bi":
@@ -166,7 +166,7 @@ class Worker:
 class PairScorer:
     """Scores pairs with the best model of a phase."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: GroupContext) -> None:
         self._bench = bench
         self._pairs = Pairs.read(bench.pairs_file)
 
@@ -184,9 +184,9 @@ class PairScorer:
         Raises:
             EncoderError: A score is not finite.
         """
-        model = self._model(phase).to(device_here())
+        model = self._model(phase).to(default_device())
         precision = decided(self._bench.recipe.mutual.precision)
-        lay_out(model, precision)
+        use_mkldnn_linear(model, precision)
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
         scores = np.empty(end - begin, dtype=np.float32)
         for here in range(begin, end, _SLICE):
@@ -196,7 +196,7 @@ class PairScorer:
             scores[here - begin : here - begin + len(mine)] = found
         if broken := int((~np.isfinite(scores)).sum()):
             group = self._bench.group.name
-            raise EncoderError(f"group {group}, {phase.name}: {broken:,} of {len(scores):,} scores are no numbers")
+            raise NotFiniteError(f"group {group}, {phase.name}: {broken:,} of {len(scores):,} scores are no numbers")
         return scores
 
     def _model(self, phase: Phase) -> Encoder | CrossEncoder:
@@ -212,24 +212,24 @@ class PairScorer:
 def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
     best = checkpoints.best() or checkpoints.latest()
     if best is None:
-        raise RunError(f"{folder} has no checkpoint")
+        raise CheckpointError(f"{folder} has no checkpoint")
     position = load_trainer_state(best)
     weights = load_model_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
     dev = dict(position.scores).get(position.step)
-    told = Trained(str(folder / "model"), position.step, dev, steps)
-    put(folder / "trained.json", sealed(asdict(told)))
+    told = PhaseResult(str(folder / "model"), position.step, dev, steps)
+    write_text_atomic(folder / "trained.json", dump_checked_json(asdict(told)))
     remove(folder / "checkpoints")
 
 
-def _told(folder: Path) -> Trained | None:
+def _told(folder: Path) -> PhaseResult | None:
     file = folder / "trained.json"
     if not fetch(file):
         return None
     try:
-        return replace(Trained(**unsealed(file)), model=str(folder / "model"))
+        return replace(PhaseResult(**load_checked_json(file)), model=str(folder / "model"))
     except (OSError, ValueError) as broken:
-        raise RunError(
+        raise CheckpointError(
             f"{file} cannot be read ({broken}); remove {folder} and --resume: the phase is done again"
         ) from None

@@ -12,12 +12,12 @@ from distcse.objectives.detection import Detection, detection
 from distcse.objectives.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.objectives.list_mle import ListMLE, list_mle
 from distcse.objectives.list_net import ListNet, list_net
-from distcse.objectives.lists import mix_lists, shuffle_groups, trust_of, without_positive
+from distcse.objectives.lists import disagreement_weights, drop_positive, mix_lists, shuffle_rank_groups
 from distcse.objectives.objective import Objective, build_objective
 from distcse.objectives.pseudo_labels import bce_soft, mse_cosine
 from distcse.objectives.rank_regression import RankRegression, squared_errors
 from distcse.objectives.regression import Regression, cosine_errors, squared_distances
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views, gather_views
 
 __all__ = [
@@ -29,12 +29,14 @@ __all__ = [
     "Objective",
     "RankRegression",
     "Regression",
-    "Taught",
+    "TeacherOutputs",
     "Views",
     "bce_soft",
     "build_objective",
     "cosine_errors",
     "detection",
+    "disagreement_weights",
+    "drop_positive",
     "gather_views",
     "info_nce",
     "jensen_shannon",
@@ -44,9 +46,7 @@ __all__ = [
     "mse_cosine",
     "negative_entropy",
     "negative_weights",
-    "shuffle_groups",
+    "shuffle_rank_groups",
     "squared_distances",
     "squared_errors",
-    "trust_of",
-    "without_positive",
 ]

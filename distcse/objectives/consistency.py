@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 
 
@@ -63,7 +63,7 @@ class Consistency(nn.Module):
         self.tau1 = tau1
         self._divergence = {"js": jensen_shannon, "neg_entropy": negative_entropy}[form]
 
-    def forward(self, views: Views, taught: Taught | None = None) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs | None = None) -> Tensor:
         """This worker's share."""
         divergences = self._divergence(views.similarities / self.tau1, views.reverse / self.tau1)
         return divergences.sum() / views.columns

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 
 
@@ -75,11 +75,11 @@ class InfoNCE(nn.Module):
         self.above = above
         self.form = form
 
-    def forward(self, views: Views, taught: Taught | None = None) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs | None = None) -> Tensor:
         """This worker's share."""
         softened = None
         if self.above is not None:
-            assert taught is not None and taught.lists is not None
-            similar = taught.lists if taught.quiet is None else taught.quiet
+            assert taught is not None and taught.similarities is not None
+            similar = taught.similarities if taught.clean_similarities is None else taught.clean_similarities
             softened = negative_weights(similar[:, : views.columns], self.above, self.form, views.offset)
         return info_nce(views.similarities, self.tau1, views.offset, softened).sum() / views.columns

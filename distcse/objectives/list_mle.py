@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.objectives.lists import without_positive
-from distcse.objectives.taught import Taught
+from distcse.objectives.lists import drop_positive
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 
 _IN_DOUBLE = 600.0
@@ -41,8 +41,8 @@ def list_mle(
         trust: (R, L) weights: each place of the order counts as much as the sentence there; None counts all alike.
     """
     if exclude_positive:
-        similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)
-        trust = None if trust is None else without_positive(trust, offset)
+        similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
+        trust = None if trust is None else drop_positive(trust, offset)
     order = lists.argsort(dim=1, descending=True, stable=True)
     logits = (similarities / tau2).gather(1, order)
     if eps is not None:
@@ -101,17 +101,17 @@ class ListMLE(nn.Module):
         self.list_reduction = list_reduction
         self.eps = eps
 
-    def forward(self, views: Views, taught: Taught) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
         """This worker's share."""
-        assert taught.lists is not None
+        assert taught.similarities is not None
         losses = list_mle(
-            views.listed,
-            views.blanked(taught.lists),
+            views.extended_similarities,
+            views.mask_duplicates(taught.similarities),
             self.tau2,
             exclude_positive=self.exclude_positive,
             list_reduction=self.list_reduction,
             eps=self.eps,
             offset=views.offset,
-            trust=views.counted(taught.trust),
+            trust=views.mask_pair_weights(taught.pair_weights),
         )
         return losses.sum() / views.columns

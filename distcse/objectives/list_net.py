@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distcse.objectives.lists import without_positive
-from distcse.objectives.taught import Taught
+from distcse.objectives.lists import drop_positive
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 
 
@@ -26,8 +26,8 @@ def list_net(
     pair's own divergence, so that the teachers' list stays the minimum whatever the weights, and 1 everywhere changes nothing.
     """
     if exclude_positive:
-        similarities, lists = without_positive(similarities, offset), without_positive(lists, offset)
-        trust = None if trust is None else without_positive(trust, offset)
+        similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
+        trust = None if trust is None else drop_positive(trust, offset)
     target = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
     found = (similarities / tau2).log_softmax(dim=1)
     if trust is None:
@@ -44,16 +44,16 @@ class ListNet(nn.Module):
         self.tau3 = tau3
         self.exclude_positive = exclude_positive
 
-    def forward(self, views: Views, taught: Taught) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
         """This worker's share."""
-        assert taught.lists is not None
+        assert taught.similarities is not None
         losses = list_net(
-            views.listed,
-            views.blanked(taught.lists),
+            views.extended_similarities,
+            views.mask_duplicates(taught.similarities),
             self.tau2,
             self.tau3,
             exclude_positive=self.exclude_positive,
             offset=views.offset,
-            trust=taught.trust,
+            trust=taught.pair_weights,
         )
         return losses.sum() / views.columns

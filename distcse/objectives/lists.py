@@ -32,7 +32,7 @@ def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
     return (each * lists.to(share.dtype)).sum(dim=0)
 
 
-def trust_of(lists: Tensor, weights: Sequence[float] | Tensor, scale: float) -> Tensor:
+def disagreement_weights(lists: Tensor, weights: Sequence[float] | Tensor, scale: float) -> Tensor:
     """(T, R, C) cosines of T teachers -> (R, C) weights exp(-spread / scale) in (0, 1]: how far they agree on each pair.
 
     Teachers' cosines lie in ranges of their own: each list is brought to mean 0 and deviation 1 first. The spread is then the
@@ -45,7 +45,7 @@ def trust_of(lists: Tensor, weights: Sequence[float] | Tensor, scale: float) -> 
     return torch.exp(-mix_lists((standard - middle).square(), weights).sqrt() / scale)
 
 
-def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int, apart: Tensor | None = None) -> Tensor:
+def shuffle_rank_groups(lists: Tensor, group: int, seed: int, offset: int, apart: Tensor | None = None) -> Tensor:
     """(R, L) lists -> the same with neighbours in a row's order shuffled: noise on what a teacher cannot know (DistillCSE).
 
     In each row the others than the sentence itself, in descending order, fall into groups of `group`; inside a group the
@@ -71,7 +71,7 @@ def shuffle_groups(lists: Tensor, group: int, seed: int, offset: int, apart: Ten
     return torch.empty_like(lists).scatter_(1, order, lists.gather(1, order.gather(1, shuffled)))
 
 
-def without_positive(matrix: Tensor, offset: int) -> Tensor:
+def drop_positive(matrix: Tensor, offset: int) -> Tensor:
     """(R, C) -> (R, C - 1): row i without its own column `offset + i`.
 
     A gather by index, not a mask: no infinity enters, so no 0·∞ has to be cleaned out of the gradient.

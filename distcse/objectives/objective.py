@@ -11,10 +11,10 @@ from distcse.objectives.detection import Detection
 from distcse.objectives.info_nce import InfoNCE
 from distcse.objectives.list_mle import ListMLE
 from distcse.objectives.list_net import ListNet
-from distcse.objectives.own import own_term
+from distcse.objectives.own import custom_loss
 from distcse.objectives.rank_regression import RankRegression
 from distcse.objectives.regression import Regression
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 from distcse.recipe import ObjectiveSection, RankSection
 
@@ -49,7 +49,7 @@ class Objective(nn.Module):
         return "regression" in self.terms
 
     def forward(
-        self, views: Views, taught: Taught | None = None, found: Detection | None = None
+        self, views: Views, taught: TeacherOutputs | None = None, found: Detection | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This worker's share of the loss, and detached shares by name.
 
@@ -64,12 +64,12 @@ class Objective(nn.Module):
         Raises:
             ValueError: A rank term without lists, or lists of another shape than the student's.
         """
-        taught = taught or Taught()
-        wanted = (views.rows, views.columns + (0 if views.memory is None else len(views.memory)))
-        if taught.lists is None and self.needs_lists:
+        taught = taught or TeacherOutputs()
+        wanted = (views.rows, views.columns + (0 if views.queue is None else len(views.queue)))
+        if taught.similarities is None and self.needs_lists:
             raise ValueError(f"the rank term wants lists of shape {wanted}, got none")
-        if taught.lists is not None and taught.lists.shape != wanted:
-            raise ValueError(f"lists are of shape {tuple(taught.lists.shape)}; this worker's views want {wanted}")
+        if taught.similarities is not None and taught.similarities.shape != wanted:
+            raise ValueError(f"lists are of shape {tuple(taught.similarities.shape)}; this worker's views want {wanted}")
         # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
             shares = {name: term(views, taught) for name, term in self.terms.items()}
@@ -101,7 +101,7 @@ def build_objective(section: ObjectiveSection) -> Objective:
     weights: dict[str, float] = {}
     if section.info_nce is not None and section.info_nce.weight:
         twins = section.info_nce.false_negatives
-        softened = (twins.above, twins.form) if twins else (None, "mask")
+        softened = (twins.threshold, twins.form) if twins else (None, "mask")
         terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1, *softened), section.info_nce.weight
     if section.consistency is not None and section.consistency.beta:
         terms["consistency"] = Consistency(section.tau1, section.consistency.form)
@@ -116,9 +116,9 @@ def build_objective(section: ObjectiveSection) -> Objective:
         terms["regression"], weights["regression"] = Regression(section.regression.form), section.regression.weight
     if section.detection is not None:
         weights["detection"] = section.detection.weight
-    for name, own in section.own.items():
+    for name, own in section.custom.items():
         if own.weight:
-            terms[name], weights[name] = own_term(name, own), own.weight
+            terms[name], weights[name] = custom_loss(name, own), own.weight
     return Objective(terms, weights, section.combine)
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from torch import nn
 
-from distcse.errors import RecipeError
-from distcse.recipe import OwnTermSection
+from distcse.errors import CustomClassError
+from distcse.recipe import CustomLossSection
 from distcse.recipe.own import load_class
 
 
-def own_term(name: str, section: OwnTermSection) -> nn.Module:
-    """The term that a recipe names: a module that is called with `Views` and `Taught` and gives this worker's share.
+def custom_loss(name: str, section: CustomLossSection) -> nn.Module:
+    """The term that a recipe names: a module that is called with `Views` and `TeacherOutputs` and gives this worker's share.
 
     Raises:
         RecipeError: It cannot be imported or made, is no module, or has weights: nothing would train them.
     """
-    key = f"objective.own.{name}.code"
-    made = load_class(section.code, key)
+    key = f"objective.custom.{name}.class_path"
+    made = load_class(section.class_path, key)
     if not issubclass(made, nn.Module):
-        raise RecipeError(f"{key} is {section.code}, which is no torch.nn.Module")
+        raise CustomClassError(f"{key} is {section.class_path}, which is no torch.nn.Module")
     try:
-        term = made(**section.knobs)
+        term = made(**section.kwargs)
     except TypeError as refused:
-        raise RecipeError(f"{key}: {section.code} does not take objective.own.{name}.knobs: {refused}") from None
+        raise CustomClassError(
+            f"{key}: {section.class_path} does not take objective.custom.{name}.kwargs: {refused}"
+        ) from None
     if any(True for _ in term.parameters()):
-        raise RecipeError(
-            f"{key}: {section.code} has weights of its own, which no optimiser moves; keep a term without"
+        raise CustomClassError(
+            f"{key}: {section.class_path} has weights of its own, which no optimiser moves; keep a term without"
         )
     return term

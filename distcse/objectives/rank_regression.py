@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views
 
 _NO_PAIR = 1e-8
@@ -33,10 +33,10 @@ class RankRegression(nn.Module):
         self.upper = upper
         self.same_view = same_view
 
-    def forward(self, views: Views, taught: Taught) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
         """This worker's share: its own rows' errors over the number of pairs of the batch that all workers keep."""
-        assert taught.lists is not None
-        lists = taught.lists[:, : views.columns]
+        assert taught.similarities is not None
+        lists = taught.similarities[:, : views.columns]
         similarities = views.same if self.same_view else views.similarities
         pairs = kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.objectives.views import Views, unit
 
 
@@ -28,7 +28,7 @@ class Regression(nn.Module):
         super().__init__()
         self._errors = {"cosine": cosine_errors, "mse": squared_distances}[form]
 
-    def forward(self, views: Views, taught: Taught) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
         """This worker's share."""
         assert taught.targets is not None
         errors = self._errors(views.z1, taught.targets) + self._errors(views.z2, taught.targets)

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distcse.device import sent
+from distcse.device import to_device
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherOutputs:
     """Teachers' knowledge of this worker's R rows.
 
     Attributes:
-        lists: (R, L) weighted mean similarities to the C sentences of the global batch, and to those in the student's memory
+        similarities: (R, L) weighted mean similarities to the C sentences of the global batch, and to those in the student's memory
             where it has one: L = C + K. Perhaps with noise.
-        trust: (R, L) weights in (0, 1] of each similarity; None trusts all alike.
+        pair_weights: (R, L) weights in (0, 1] of each similarity; None trusts all alike.
         targets: (R, d) unit vectors that the student's shall be.
-        quiet: (R, L) the lists without noise, where they have any.
+        clean_similarities: (R, L) the lists without noise, where they have any.
     """
 
-    lists: Tensor | None = None
-    trust: Tensor | None = None
+    similarities: Tensor | None = None
+    pair_weights: Tensor | None = None
     targets: Tensor | None = None
-    quiet: Tensor | None = None
+    clean_similarities: Tensor | None = None
 
-    def to(self, device: torch.device) -> Taught:
+    def to(self, device: torch.device) -> TeacherOutputs:
         """The same on a device."""
-        parts = (self.lists, self.trust, self.targets, self.quiet)
-        return Taught(*(part if part is None else sent(part, device) for part in parts))
+        parts = (self.similarities, self.pair_weights, self.targets, self.clean_similarities)
+        return TeacherOutputs(*(part if part is None else to_device(part, device) for part in parts))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcse.device import sent
+from distcse.device import to_device
 
 _SHORTEST = 1e-12
 """Length below which a vector counts as zero."""
@@ -29,8 +29,8 @@ class Views:
         all_z1: (C, d) first views of the global batch.
         all_z2: (C, d) second views of the global batch.
         offset: Place of this worker's first row in the global batch.
-        memory: (K, d) vectors of sentences beyond the batch that lengthen its lists, without gradient; None has none.
-        met_again: (R, K) whether a sentence in the memory is the row itself.
+        queue: (K, d) vectors of sentences beyond the batch that lengthen its lists, without gradient; None has none.
+        duplicate_mask: (R, K) whether a sentence in the memory is the row itself.
     """
 
     z1: Tensor
@@ -38,8 +38,8 @@ class Views:
     all_z1: Tensor
     all_z2: Tensor
     offset: int = 0
-    memory: Tensor | None = None
-    met_again: Tensor | None = None
+    queue: Tensor | None = None
+    duplicate_mask: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -57,28 +57,28 @@ class Views:
         return _cosines(self.z1, self.all_z2)
 
     @cached_property
-    def listed(self) -> Tensor:
+    def extended_similarities(self) -> Tensor:
         """(R, C + K): S, and the cosines of z1_i and the memory, those of a sentence met again blanked; S without a memory."""
-        if self.memory is None:
+        if self.queue is None:
             return self.similarities
-        return self.blanked(torch.cat([self.similarities, _cosines(self.z1, self.memory)], dim=1))
+        return self.mask_duplicates(torch.cat([self.similarities, _cosines(self.z1, self.queue)], dim=1))
 
-    def blanked(self, matrix: Tensor) -> Tensor:
+    def mask_duplicates(self, matrix: Tensor) -> Tensor:
         """(R, C + K) similarities -> the same, a row's own sentence in the memory as far away as can be.
 
         Blanked in the student's list and in the teachers' alike, it has next to no weight in either, and no gradient.
         """
-        if self.met_again is None:
+        if self.duplicate_mask is None:
             return matrix
         batch, memory = matrix[:, : self.columns], matrix[:, self.columns :]
-        return torch.cat([batch, memory.masked_fill(self.met_again, _OPPOSITE)], dim=1)
+        return torch.cat([batch, memory.masked_fill(self.duplicate_mask, _OPPOSITE)], dim=1)
 
-    def counted(self, trust: Tensor | None) -> Tensor | None:
+    def mask_pair_weights(self, trust: Tensor | None) -> Tensor | None:
         """(R, C + K) weights of the pairs in a list, 0 for a sentence met again; None where all count alike."""
-        if self.met_again is None:
+        if self.duplicate_mask is None:
             return trust
         batch = torch.ones_like(self.similarities, requires_grad=False)
-        counted = torch.cat([batch, (~self.met_again).to(batch.dtype)], dim=1)
+        counted = torch.cat([batch, (~self.duplicate_mask).to(batch.dtype)], dim=1)
         return counted if trust is None else counted * trust
 
     @cached_property
@@ -94,7 +94,7 @@ class Views:
         return _cosines(self.z2, self.all_z1)
 
 
-def gather_views(z1: Tensor, z2: Tensor, memory: Tensor | None = None, met_again: Tensor | None = None) -> Views:
+def gather_views(z1: Tensor, z2: Tensor, memory: Tensor | None = None, duplicate_mask: Tensor | None = None) -> Views:
     """This worker's (R, d) views -> `Views` of the global batch, differentiable through the gather.
 
     The memory is the same on all workers; see `Views` for it.
@@ -109,10 +109,10 @@ def gather_views(z1: Tensor, z2: Tensor, memory: Tensor | None = None, met_again
         raise ValueError(f"views of shapes {tuple(z1.shape)} and {tuple(z2.shape)}; both hold the same sentences")
     z1, z2 = _wide(z1), _wide(z2)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Views(z1, z2, z1, z2, memory=memory, met_again=met_again)
+        return Views(z1, z2, z1, z2, queue=memory, duplicate_mask=duplicate_mask)
     _require_equal_rows(len(z1), z1.device)
     all_z1, all_z2 = _gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
-    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), memory, met_again)
+    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), memory, duplicate_mask)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -138,7 +138,7 @@ _gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
 
 
 def _require_equal_rows(rows: int, device: torch.device) -> None:
-    extremes = sent(torch.tensor([rows, -rows]), device)
+    extremes = to_device(torch.tensor([rows, -rows]), device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if device.type != "cpu":  # asked there, so that the host need not wait for the answer
         torch._assert_async(

@@ -18,8 +18,8 @@ import numpy as np
 
 from distcse import host
 from distcse.device import cpu_name, cpu_speed
-from distcse.errors import RunError
-from distcse.files import put
+from distcse.errors import WorkFailedError
+from distcse.files import write_text_atomic
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, sheet_of
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
@@ -106,7 +106,7 @@ def calibrate(kinds: list[Kind], cache: Path, threads: int) -> Path:
         "busy": answer["busy"],
         "factors": {**earlier.get("factors", {}), **measured},
     }
-    put(file, json.dumps(content, indent=2))
+    write_text_atomic(file, json.dumps(content, indent=2))
     return file
 
 
@@ -177,7 +177,7 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
     )
     if done.returncode:
         told = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise RunError(f"the measuring process ended with status {done.returncode}: {told[-1]}")
+        raise WorkFailedError(f"the measuring process ended with status {done.returncode}: {told[-1]}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from distcse.errors import RecipeError
+from distcse.errors import CommandLineError
 
 GIB = 2**30
 NOT_MEASURED = "from the data sheet, not measured"
@@ -207,16 +207,16 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
     """
     found = _FORM.match(text)
     if found is None:
-        raise RecipeError(
+        raise CommandLineError(
             f"--cluster {text!r} is not of the form 8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu or local"
         )
     first, second, name = found.groups()
     counts = [int(count) for count in (first, second) if count is not None]
     if 0 in counts:
-        raise RecipeError(f"--cluster {text!r} has 0 machines; write at least 1")
+        raise CommandLineError(f"--cluster {text!r} has 0 machines; write at least 1")
     if name == "local":
         if counts:
-            raise RecipeError(
+            raise CommandLineError(
                 f"--cluster {text!r}: local is this machine, once; write {counts[0]}xcpu for more like it"
             )
         return 1, 1, name
@@ -226,7 +226,7 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
         gpu for gpu in GPUS if gpu.lower().startswith(f"{name.lower()}-")
     ]
     if len(known) != 1:
-        raise RecipeError(
+        raise CommandLineError(
             f"--cluster: {name} is {'one of' if known else 'unknown; known are'} {', '.join(known or GPUS)}, cpu and local"
         )
     nodes, per_node = (counts[0], counts[1]) if len(counts) > 1 else (1, counts[0] if counts else 1)

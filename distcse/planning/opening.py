@@ -13,7 +13,7 @@ from distcse.planning.machines import GPUS, Cluster
 from distcse.planning.shapes import Shape, read_shape
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, MutualRecipe, Recipe, TrainedSection
-from distcse.storage import place
+from distcse.storage import resolve_path
 from distcse.student import roles as student_roles
 
 
@@ -30,7 +30,7 @@ def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualR
     if kind in GPUS:
         return Cluster(told, nodes, per_node, GPUS[kind], network)
     threads = threads_of(recipe, form)
-    machine = this_machine(place(recipe.storage.cache), threads)
+    machine = this_machine(resolve_path(recipe.storage.cache), threads)
     if kind == "local":
         per_node = max(1, recipe.training.workers) if isinstance(recipe, Recipe) else max(1, host.cpus() // threads)
     return Cluster(told, nodes, per_node, machine, network)
@@ -56,7 +56,7 @@ def calibrate_for(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> 
 
     Returns the file of constants; see `calibrate`.
     """
-    return calibrate(kinds_of(recipe), place(recipe.storage.cache), threads_of(recipe, form))
+    return calibrate(kinds_of(recipe), resolve_path(recipe.storage.cache), threads_of(recipe, form))
 
 
 def threads_of(recipe: Recipe | MutualRecipe, form: tuple[int, int, str]) -> int:

@@ -92,7 +92,7 @@ class StudentPlan:
     def host_bytes(self) -> float:
         """Memory of a worker's host: the order of the rows, and a GPU's checkpoint on its way."""
         graph = 0.0
-        if self.run.recipe.training.neighbours is not None:  # joined and indexed, by the driver
+        if self.run.recipe.training.neighbor_batching is not None:  # joined and indexed, by the driver
             graph = 2 * 4.0 * self.run.rows * self.run.joined_dimension
         checkpoint = 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
         return sampler_bytes(self.run.rows) + checkpoint + graph
@@ -103,7 +103,7 @@ class StudentPlan:
         shards = math.ceil(self.run.rows / self.run.recipe.teachers.shard_rows)
         if self.run.recipe.training.workers == 0:
             return 1
-        return max(1, min(shards, self.run.recipe.teachers.builders or self.cluster.devices))
+        return max(1, min(shards, self.run.recipe.teachers.embedding_workers or self.cluster.devices))
 
     @property
     def tables(self) -> dict[str, float]:
@@ -115,7 +115,7 @@ class StudentPlan:
         """Of the cache: text and tokens with their offsets, tables, neighbours."""
         lengths, section = self.run.lengths, self.run.recipe
         tokens = 2 * lengths.mean(section.student.max_length) + 8
-        graph = 4.0 * section.training.neighbours.farthest if section.training.neighbours else 0.0
+        graph = 4.0 * section.training.neighbor_batching.max_rank if section.training.neighbor_batching else 0.0
         return self.run.rows * (lengths.bytes_per_row + 8 + tokens + graph) + sum(self.tables.values())
 
     @property
@@ -125,7 +125,7 @@ class StudentPlan:
         found = [Phase("corpus and tokens", run.rows / machine.tokenise, 0.0, "one thread", "once for a corpus")]
         for number, teacher in enumerate(run.teachers):
             found.append(self._teacher_phase(number, teacher))
-        if run.recipe.training.neighbours is not None:
+        if run.recipe.training.neighbor_batching is not None:
             found.append(self._neighbours_phase())
         flops = run.step_flops(self.workers, self.batch, machine.kind) * self.workers * run.steps
         found.append(Phase("student", run.steps * self.step_seconds, flops, self.step.binding, f"{run.steps:,} steps"))
@@ -136,7 +136,7 @@ class StudentPlan:
                 run.dev_seconds(machine, self.step_seconds),
                 scores * run.dev_flops(),
                 "",
-                f"{scores:,}, with checkpoints" + (", beside the training" if run.recipe.evaluation.beside else ""),
+                f"{scores:,}, with checkpoints" + (", beside the training" if run.recipe.evaluation.async_eval else ""),
             )
         )
         return found
@@ -191,18 +191,18 @@ class StudentPlan:
         if self.host_bytes > host:
             what = (
                 f"a worker's host needs {_gib(self.host_bytes)} for the order of {self.run.rows:,} rows"
-                f"{' and their neighbours' if self.run.recipe.training.neighbours else ''}, {_gib(host)} are there"
+                f"{' and their neighbours' if self.run.recipe.training.neighbor_batching else ''}, {_gib(host)} are there"
             )
             knob = (
-                "set training.neighbours=null"
-                if self.run.recipe.training.neighbours
+                "set training.neighbor_batching=null"
+                if self.run.recipe.training.neighbor_batching
                 else "the order is held whole (docs/scaling.md)"
             )
             most = int(host / 40 / 10**6) * 10**6
             found.append(Problem(what, f"{knob}, or learn from fewer: corpus.limit={most}"))
-        if self.run.rows < self.batch + self.run.recipe.evaluation.held_out:
+        if self.run.rows < self.batch + self.run.recipe.evaluation.num_heldout:
             what = f"{self.run.rows:,} sentences are fewer than one batch of {self.batch} and the held-out rows"
-            found.append(Problem(what, "lower training.batch_size or evaluation.held_out"))
+            found.append(Problem(what, "lower training.batch_size or evaluation.num_heldout"))
         return found
 
     def _smaller(self, room: float) -> str:
@@ -230,13 +230,13 @@ class StudentPlan:
 
     def _advice(self) -> list[str]:
         found, recipe, machine = [], self.run.recipe, self.cluster.machine
-        gpus, kinds = recipe.teachers.builder_gpus, {teacher.kind for teacher in self.run.teachers}
+        gpus, kinds = recipe.teachers.gpus_per_actor, {teacher.kind for teacher in self.run.teachers}
         if machine.kind == "gpu" and gpus == 0 and kinds & {"table", "rank space"}:
             found.append(
-                "teachers.builder_gpus is 0, which embeds on CPUs; this plan counts on teachers.builder_gpus=null"
+                "teachers.gpus_per_actor is 0, which embeds on CPUs; this plan counts on teachers.gpus_per_actor=null"
             )
         if machine.kind == "gpu" and not gpus and kinds & {"live", "cross-encoder"}:
-            found.append("teachers that answer live have no GPU; this plan counts on teachers.builder_gpus=1")
+            found.append("teachers that answer live have no GPU; this plan counts on teachers.gpus_per_actor=1")
         if machine.kind == "gpu" and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32: bf16 has faster units on this GPU")
         if machine.kind == "gpu" and recipe.training.precision == "bf16" and "bf16" not in machine.matmul:
@@ -261,7 +261,7 @@ class StudentPlan:
         if self.step.binding == "host and launches":
             found.append("the host binds: a larger batch costs hardly more time a step")
         if self.step.binding == "teachers' lists":
-            found.append(f"lists bind: write teachers.servers={max(2, recipe.teachers.servers * 2)} or more")
+            found.append(f"lists bind: write teachers.num_servers={max(2, recipe.teachers.num_servers * 2)} or more")
         return found
 
     def _quicker(self) -> str | None:

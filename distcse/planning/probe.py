@@ -169,7 +169,7 @@ def _passes(timed: _Clock, device: Any, asked: dict[str, Any]) -> dict[str, Any]
 def _backbone(asked: dict[str, Any], layers: int) -> Any:
     from transformers import AutoConfig, AutoModel
 
-    from distcse.encoder.dropout import draw_fast
+    from distcse.encoder.dropout import fast_dropout
     from distcse.encoder.layers import keep_layers
     from distcse.encoder.loading import attention_of, set_dropout
 
@@ -179,7 +179,7 @@ def _backbone(asked: dict[str, Any], layers: int) -> Any:
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     keep_layers(model, range(layers))
-    draw_fast(model)
+    fast_dropout(model)
     return model.train(asked["training"])
 
 

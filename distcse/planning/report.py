@@ -107,7 +107,7 @@ def scaling_lines(rows: Sequence[Row], told: str) -> list[str]:
             f"{_ms(weak.network):>10}{_ms(weak.waiting):>10}{weak.efficiency:>8.0%}{_bytes(weak.memory):>11}  {weak.binding}"
         )
     if any(row.weak.binding == "teachers' lists" for row in rows):
-        lines.append("lists bind: these rows have the recipe's teachers.servers; try as many as workers")
+        lines.append("lists bind: these rows have the recipe's teachers.num_servers; try as many as workers")
     return lines
 
 

@@ -148,7 +148,7 @@ def _row(run: StudentRun, cluster: Cluster, count: int, batch: int, base: Scaled
     divides = next(workers for workers in range(min(count, batch), 0, -1) if batch % workers == 0)
     strong = simulate(run, cluster, divides, batch, base)
     weak = simulate(run, cluster, count, batch * count, base)
-    builders = min(count, run.recipe.teachers.builders or count)
+    builders = min(count, run.recipe.teachers.embedding_workers or count)
     return Row(count, strong, weak, teachers_seconds(run, cluster, builders), run.steps * strong.seconds)
 
 

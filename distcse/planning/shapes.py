@@ -13,7 +13,7 @@ from distcse.encoder.last_layer import can_stop_at_one
 from distcse.encoder.packing import has_known_layers
 from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.encoder.source import is_hub_id
-from distcse.errors import EncoderError
+from distcse.errors import EncoderError, ModelLoadError
 from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
 _DESCRIBING = ["config.json"]
@@ -133,8 +133,8 @@ def read_shape(section: EncoderSection) -> Shape:
 
         keep_layers(backbone, layers)
     shape = _measured(section.backbone, backbone, told_by)
-    if isinstance(section, StudentSection) and section.word_dimension is not None:
-        shape = _with_narrow_words(shape, config, section.word_dimension)
+    if isinstance(section, StudentSection) and section.embedding_size is not None:
+        shape = _with_narrow_words(shape, config, section.embedding_size)
     layout = _layout(section)
     pooling, head = section.pooling or layout.pooling, [dense for _, dense in layout.head if dense is not None]
     return replace(
@@ -171,7 +171,7 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
     except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(
+        raise ModelLoadError(
             f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}"
         ) from refused
 
@@ -206,7 +206,7 @@ def _without_numbers(config: Any, section: EncoderSection) -> Any:
         with torch.device("meta"):
             return model_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
     except (ValueError, KeyError, ImportError) as refused:
-        raise EncoderError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
+        raise ModelLoadError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
 
 
 def _layout(section: EncoderSection) -> Layout:
@@ -217,8 +217,8 @@ def _layout(section: EncoderSection) -> Layout:
 def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
     if not isinstance(section, TrainedSection) or section.layers is None:
         return None
-    if isinstance(section, StudentSection) and section.depth is not None:
-        return range(section.depth)
+    if isinstance(section, StudentSection) and section.num_layers is not None:
+        return range(section.num_layers)
     return section.named_layers
 
 

@@ -75,7 +75,7 @@ class StudentRun:
     def steps(self) -> int:
         """Of the whole run."""
         memory = self.recipe.objective.memory
-        learned = self.rows - self.recipe.evaluation.held_out - (memory.landmarks if memory else 0)
+        learned = self.rows - self.recipe.evaluation.num_heldout - (memory.num_anchors if memory else 0)
         return total_steps(self.recipe.training, max(1, learned // self.recipe.training.batch_size))
 
     @property
@@ -121,7 +121,7 @@ class StudentRun:
     def lists(self, workers: int, batch: int) -> Lists:
         """Sizes of one worker's lists of a global batch."""
         memory = self.recipe.objective.memory
-        remembered = memory.batches * batch + memory.landmarks if memory else 0
+        remembered = memory.num_batches * batch + memory.num_anchors if memory else 0
         return Lists(batch / workers, batch, remembered, self.student.dimension)
 
     def padded(self, rows: float) -> float:
@@ -140,7 +140,7 @@ class StudentRun:
             found.append(Pass(whole, 2 * rows, padded, True, precision, self.has_dropout))
         if self.generator is not None:
             found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
-        if (chunk := self.recipe.training.chunk) is not None:
+        if (chunk := self.recipe.training.grad_cache_chunk) is not None:
             # What is forgotten is made again: all of it but the last chunk of what comes last, the discriminator's where it is.
             share = max(0.0, 1 - chunk / rows)
             students = 1.0 if self.has_detector else share
@@ -160,9 +160,9 @@ class StudentRun:
     def quiet_passes(self, workers: int) -> list[Pass]:
         """What a step encodes without gradient, on average: landmarks, every so many steps."""
         memory = self.recipe.objective.memory
-        if memory is None or not memory.landmarks:
+        if memory is None or not memory.num_anchors:
             return []
-        texts = memory.landmarks / workers / memory.refresh
+        texts = memory.num_anchors / workers / memory.refresh_steps
         return [Pass(self.student, texts, self.padded(AT_A_TIME), False, self.recipe.training.precision, False)]
 
     def extra_flops(self, rows: float, passes: list[Pass]) -> float:
@@ -199,7 +199,7 @@ class StudentRun:
         engines/plain.py).
         """
         words, seen = self.student.vocabulary, self.lengths.words_of(sentences)
-        if kind != "cpu" or self.recipe.training.engine != "plain" or words < MANY or seen is None:
+        if kind != "cpu" or self.recipe.training.engine != "torch" or words < MANY or seen is None:
             return self.trained
         tables = 2 if self.has_detector else 1
         return self.trained - tables * ((words - seen) * self.student.word_width - words)
@@ -210,7 +210,7 @@ class StudentRun:
             return 0.0
         lists = self.lists(workers, batch)
         times = [self._one_teacher(teacher, machine, lists) for teacher in self.teachers]
-        return max(times) * workers / min(workers, self.recipe.teachers.servers)
+        return max(times) * workers / min(workers, self.recipe.teachers.num_servers)
 
     def _one_teacher(self, teacher: TeacherWork, machine: Machine, lists: Lists) -> float:
         if teacher.shape is None:
@@ -219,7 +219,7 @@ class StudentRun:
             return self._frozen(teacher, lists.rows * lists.length, self.lengths.pairs(), machine)
         if teacher.kind == "live":
             return self._frozen(teacher, lists.length, self.lengths, machine)
-        references = min(teacher.section.references, self.rows) if teacher.kind == "rank space" else None
+        references = min(teacher.section.num_references, self.rows) if teacher.kind == "rank space" else None
         return list_seconds(machine, teacher.shape.dimension, lists, references)
 
     def _frozen(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
@@ -257,8 +257,8 @@ class StudentRun:
         """
         score, checkpoint = self._score_seconds(machine), 12.0 * self.trained / machine.disk
         still = score
-        if self.recipe.evaluation.beside is not None:
-            still = max(0.0, score - self.recipe.evaluation.every * step)
+        if self.recipe.evaluation.async_eval is not None:
+            still = max(0.0, score - self.recipe.evaluation.eval_steps * step)
         return self.dev_scores * checkpoint + (self.dev_scores - 1) * still + score
 
     def _score_seconds(self, machine: Machine) -> float:
@@ -268,25 +268,27 @@ class StudentRun:
         elif score == "stsb":
             texts, length = float(STSB_SENTENCES), STSB_TOKENS
         else:
-            texts, length = float(self.recipe.evaluation.held_out), self.lengths.mean(self.recipe.student.max_length)
+            texts, length = float(self.recipe.evaluation.num_heldout), self.lengths.mean(self.recipe.student.max_length)
         work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
         encoded = _in_batches(work, max(1.0, work.tokens / _BATCH_TOKENS), machine) if texts else 0.0
         return encoded + texts / machine.tokenise
 
     def dev_flops(self) -> float:
         """Of one dev score."""
-        texts = {"none": 0, "stsb": STSB_SENTENCES}.get(self.recipe.dev_score, self.recipe.evaluation.held_out)
+        texts = {"none": 0, "stsb": STSB_SENTENCES}.get(self.recipe.dev_score, self.recipe.evaluation.num_heldout)
         length = STSB_TOKENS if self.recipe.dev_score == "stsb" else self.lengths.mean(self.recipe.student.max_length)
         return texts * length * self.student.forward_flops(length)
 
     @property
     def dev_scores(self) -> int:
         """How many there are: at the start, at every `every`th step and after the last."""
-        return self.steps // self.recipe.evaluation.every + 1 + (self.steps % self.recipe.evaluation.every > 0)
+        return (
+            self.steps // self.recipe.evaluation.eval_steps + 1 + (self.steps % self.recipe.evaluation.eval_steps > 0)
+        )
 
     def memory(self, machine: Machine, workers: int, batch: int, stage: int) -> WorkerMemory:
         """Bytes of one worker."""
-        rows = min(batch / workers, self.recipe.training.chunk or batch)
+        rows = min(batch / workers, self.recipe.training.grad_cache_chunk or batch)
         passes = self.passes(rows, machine.kind, float(self.recipe.student.max_length or self.padded(rows)))
         eager = machine.kind == "cpu" and (self.recipe.student.max_length or _EAGER_BELOW) < _EAGER_BELOW
         kept = sum(activation_bytes(work, machine.kind, eager) for work in passes if work.training)
@@ -323,11 +325,11 @@ def _in_batches(work: Pass, batches: float, machine: Machine) -> float:
 def _teacher(section: TeacherSection, mode: str) -> TeacherWork:
     if section.endpoint is not None:
         return TeacherWork(section.backbone, None, section, "endpoint")
-    if section.code is not None:
+    if section.class_path is not None:
         return TeacherWork(section.backbone, None, section, "own")
     folder = folder_of(section.backbone, section.trust_remote_code)
     shape = read_shape(section)
     if folder is not None and is_cross_encoder(folder):
         return TeacherWork(section.backbone, shape, section, "cross-encoder")
-    kind = "live" if mode == "live" else "rank space" if section.space == "rank" else "table"
+    kind = "live" if mode == "live" else "rank space" if section.similarity == "rank" else "table"
     return TeacherWork(section.backbone, shape, section, kind)

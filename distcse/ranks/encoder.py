@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from distcse.encoder import Encoder
-from distcse.errors import EncoderError
+from distcse.errors import EncoderSettingError, ModelFormatError
 from distcse.ranks.device import rank_space
 from distcse.ranks.pairs import pair_similarities
 from distcse.ranks.space import RANKS, Ranker
-from distcse.storage import fetch_folder, place, publish
+from distcse.storage import fetch_folder, resolve_path, upload_dir
 
 _ABOUT = Path("distcse") / "ranks.json"
 _REFERENCES = Path("distcse") / "references.safetensors"
@@ -46,9 +46,9 @@ class RankSpaceEncoder:
         ranks: str = "sort",
     ) -> None:
         if not 0 <= weight <= 1:
-            raise EncoderError(f"weight is {weight}; the share of ranks in a score lies between 0 and 1")
+            raise EncoderSettingError(f"weight is {weight}; the share of ranks in a score lies between 0 and 1")
         if ranks not in RANKS:
-            raise EncoderError(f"ranks is {ranks!r}; allowed: {', '.join(RANKS)}")
+            raise EncoderSettingError(f"ranks is {ranks!r}; allowed: {', '.join(RANKS)}")
         self.encoder = encoder
         self.weight = weight
         self.normalize = normalize
@@ -77,10 +77,12 @@ class RankSpaceEncoder:
         Raises:
             EncoderError: A folder has no references.
         """
-        folder = place(path)
+        folder = resolve_path(path)
         fetch_folder(folder)
         if not is_rank_space(folder):
-            raise EncoderError(f"{folder} has no {_ABOUT}; make it with RankSpaceEncoder.over(encoder, sentences).save")
+            raise ModelFormatError(
+                f"{folder} has no {_ABOUT}; make it with RankSpaceEncoder.over(encoder, sentences).save"
+            )
         about = json.loads((folder / _ABOUT).read_text())
         references = load_file(folder / _REFERENCES)["references"]
         encoder = Encoder.load(folder, trust_remote_code=trust_remote_code)
@@ -97,13 +99,13 @@ class RankSpaceEncoder:
 
     def save(self, path: str | Path) -> None:
         """Write encoder and references; other tools read the folder as the encoder alone."""
-        folder = place(path)
+        folder = resolve_path(path)
         self.encoder.save(folder)
         (folder / "distcse").mkdir(exist_ok=True)
         save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
         about = {"weight": self.weight, "normalize": self.normalize, "ranks": self.ranks}
         (folder / _ABOUT).write_text(json.dumps(about))
-        publish(folder)
+        upload_dir(folder)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """(p,) scores of p pairs of sentences; each different sentence is encoded and ranked once."""
@@ -122,8 +124,8 @@ class RankSpaceEncoder:
 def numbered(first: Sequence[str], second: Sequence[str]) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:
     """Different sentences of p pairs, and the places among them of each pair's two."""
     unique = list(dict.fromkeys([*first, *second]))
-    place = {text: number for number, text in enumerate(unique)}
-    left, right = (np.array([place[text] for text in side], dtype=np.int64) for side in (first, second))
+    index = {text: number for number, text in enumerate(unique)}
+    left, right = (np.array([index[text] for text in side], dtype=np.int64) for side in (first, second))
     return unique, left, right
 
 

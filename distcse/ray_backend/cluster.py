@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse import host
-from distcse.errors import RunError
+from distcse.errors import RayConnectionError
 from distcse.trainer import allocator
 
 _LOCAL_SETTINGS = {
@@ -107,7 +107,7 @@ class _Coming:
             self.up.result()
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
             address = self.wanted.address
-            raise RunError(
+            raise RayConnectionError(
                 f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
                 "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
                 "ray=false for groups"

@@ -84,7 +84,7 @@ def _warning(
     labels = lacking[0].demand.labels if len({_key(role.demand.labels) for role in lacking}) == 1 else None
     there = {"GPU": sum(node.resources.get("GPU", 0.0) for node in nodes if node.has(labels))}
     takers = [role for role in roles if role.gpus and not role.takes_whole]
-    taken = ", ".join(f"{role.gpus * role.demand.number:g} for {role.demand.told}" for role in takers)
+    taken = ", ".join(f"{role.gpus * role.demand.number:g} for {role.demand.description}" for role in takers)
     named = {id(role) for role in lacking}
     ways = [_changes(plan) for plan in plans if any(given.gpus for given in plan if id(given.role) in named)]
     keep = _listed([(role.gpu_key, "0") for role in lacking])

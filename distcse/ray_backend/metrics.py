@@ -16,7 +16,7 @@ from weakref import WeakSet
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Stage, Steps
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
 
 _TAGS = ("run", "group")
 _ALONE = "student"
@@ -88,22 +88,22 @@ class RunMetrics:
         self._embedded = Counter(_EMBEDDED, *_described(COUNTERS[_EMBEDDED]))
         self._counted: dict[str, int] = {}
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Record what an event says; events that hold no figure are passed over."""
         group = _ALONE
-        if isinstance(event, InGroup):
+        if isinstance(event, GroupEvent):
             group, event = event.group, event.event
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             self._steps(event, group)
         elif isinstance(event, DevScore):
             self._gauges.set("distcse_dev_score", event.score, group=group)
             self._gauges.set("distcse_best_dev_score", event.best, group=group)
-        elif isinstance(event, Stage) and event.name.startswith("teacher "):
+        elif isinstance(event, StageProgress) and event.name.startswith("teacher "):
             self._table(event, group)
-        elif isinstance(event, Doing) and event.number is not None:
+        elif isinstance(event, GroupActivity) and event.number is not None:
             self._gauges.set("distcse_phase", event.number, group=group)
 
-    def _steps(self, event: Steps, group: str) -> None:
+    def _steps(self, event: StepReport, group: str) -> None:
         self._gauges.set("distcse_step", event.step, group=group)
         self._gauges.set("distcse_learning_rate", event.lr, group=group)
         if event.seconds:
@@ -112,7 +112,7 @@ class RunMetrics:
         for part, value in event.losses.items():
             self._gauges.set("distcse_loss", value, group=group, part=part)
 
-    def _table(self, event: Stage, group: str) -> None:
+    def _table(self, event: StageProgress, group: str) -> None:
         teacher = event.name.removeprefix("teacher ")
         more = event.done - self._counted.get(teacher, 0)
         if more > 0:
@@ -128,7 +128,7 @@ def metered(reporter: Reporter, run: str) -> Reporter:
     metrics = RunMetrics(run)
 
     def post(event: Event) -> None:
-        metrics.hear(event)
+        metrics.on_event(event)
         reporter.emit(event)
 
     return Reporter(post, reporter.stop_requested)

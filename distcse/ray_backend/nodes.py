@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distcse.errors import RunError
+from distcse.errors import ClusterTooSmallError, NodeLabelError
 
 Resources = Mapping[str, float]
 """Amounts by Ray's names: {"CPU": 4, "GPU": 1}."""
@@ -42,7 +42,7 @@ class Node:
 class ResourceRequest:
     """Actors that must run at the same time, all alike."""
 
-    told: str
+    description: str
     """How the recipe asks for them, such as training.workers=2."""
     number: int
     each: Resources
@@ -82,7 +82,7 @@ def nodes_with(labels: Mapping[str, str] | None, knob: str) -> list[Resources]:
     chosen = [node.resources for node in alive() if node.has(labels)]
     if labels and not chosen:
         asked = _told_labels(labels)
-        raise RunError(
+        raise NodeLabelError(
             f'no node has the labels {asked} of {knob}; start some by ray start --labels "{asked}", or write null'
         )
     return chosen
@@ -112,13 +112,13 @@ def refuse_impossible(demands: Sequence[ResourceRequest], nodes: Sequence[Node])
     for demand in demands:
         there = [node.resources for node in nodes if node.has(demand.labels)]
         if (room := fitting(there, demand.each)) < demand.number:
-            raise RunError(
-                f"{demand.told} wants room for {demand.number} of {format_resources(demand.each)} each, and none lies on two "
+            raise ClusterTooSmallError(
+                f"{demand.description} wants room for {demand.number} of {format_resources(demand.each)} each, and none lies on two "
                 f"nodes: {whose(demand.labels)} {format_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
             )
 
 
-def lacking(demands: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
+def find_shortfall(demands: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
     """What nodes have no room for at the same time, in words; None where they have room for all.
 
     Who has the least choice is put first, where it leaves the others most; which may, rarely, find no room where there is some.
@@ -135,7 +135,7 @@ def lacking(demands: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | 
             if not fits:
                 where = f" on a node with {_told_labels(demand.labels)}" if demand.labels else ""
                 each = format_resources(demand.each)
-                return f"{demand.number - placed} of {demand.told} ({each} each){where}"
+                return f"{demand.number - placed} of {demand.description} ({each} each){where}"
             _, there = left[min(fits)[1]]
             for kind, amount in demand.each.items():
                 there[kind] = there.get(kind, 0.0) - amount
@@ -175,14 +175,14 @@ class ResourceWatchdog:
             return
         self._looked = now
         nodes = alive()
-        found = lacking(self._demands, nodes) if self._there - {node.id for node in nodes} else None
+        found = find_shortfall(self._demands, nodes) if self._there - {node.id for node in nodes} else None
         if found is None:
             self._since = None
         elif self._since is None:
             self._since = now
             self._tell(f"the cluster has no room any more for {found}; waiting up to {WAIT:g} s for a new node")
         elif now - self._since >= WAIT:
-            raise RunError(
+            raise ClusterTooSmallError(
                 f"the cluster had no room for {found} for {WAIT:g} s: a node was lost. Add one, or ask for less; what was "
                 "done is kept, --resume goes on"
             )
@@ -210,8 +210,8 @@ def _refuse_sum(demands: Sequence[ResourceRequest], nodes: Sequence[Resources], 
         asked = sum(demand.each[kind] * demand.number for demand in asking)
         if asked > there + _ROUNDING:
             ways = "; or ".join(dict.fromkeys(demand.ways_out([kind]) for demand in asking))
-            told = ", ".join(f"{demand.told} of {format_resources(demand.each)}" for demand in asking)
-            raise RunError(
+            told = ", ".join(f"{demand.description} of {format_resources(demand.each)}" for demand in asking)
+            raise ClusterTooSmallError(
                 f"the run needs {asked:g} {kind}s at the same time ({told}), {whose} {there:g}; lower {ways}"
             )
 

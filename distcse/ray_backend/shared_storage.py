@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.errors import RunError
-from distcse.files import put
-from distcse.storage import Mirror
+from distcse.errors import SharedStorageError
+from distcse.files import write_text_atomic
+from distcse.storage import RemotePath
 
 _PATIENCE = 120
 """Seconds for a node to answer: a process is started on it, and a network file system may sleep."""
@@ -31,7 +31,7 @@ def require_shared(written: Places, read: Places, labels: Sequence[Mapping[str, 
         labels: Of the nodes that may work; None is any node.
     """
     for address, problem in unseen(written, read, labels).items():
-        raise RunError(f"node {address} {problem}")
+        raise SharedStorageError(f"node {address} {problem}")
 
 
 def unseen(written: Places, read: Places, labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
@@ -41,12 +41,14 @@ def unseen(written: Places, read: Places, labels: Sequence[Mapping[str, str] | N
         return {}
     token = secrets.token_hex(6)
     marks = {
-        knob: folder / f".distcse-seen-{token}" for knob, folder in written.items() if not isinstance(folder, Mirror)
+        knob: folder / f".distcse-seen-{token}"
+        for knob, folder in written.items()
+        if not isinstance(folder, RemotePath)
     }
     here = {knob: folder for knob, folder in read.items() if folder.exists()}
     try:
         for mark in marks.values():
-            put(mark, token)
+            write_text_atomic(mark, token)
         answers = _asked(nodes, marks, here, token)
         return {address: problem for address, problem in answers.items() if problem is not None}
     finally:
@@ -100,7 +102,7 @@ def look(marks: Places, read: Places, token: str, node: str) -> str | None:
         except OSError:
             return (
                 f"does not see what is written to {mark.parent}, {knob}; set {knob} to a folder on storage that all nodes share, "
-                "or keep the work on nodes that see it: training.nodes and teachers.nodes, or groups.N.nodes"
+                "or keep the work on nodes that see it: training.node_labels and teachers.node_labels, or groups.N.node_labels"
             )
         try:
             beside.write_text(token)

@@ -30,47 +30,49 @@ from distcse.recipe.mutual import (
 )
 from distcse.recipe.objective import (
     ConsistencySection,
+    CustomLossSection,
     DetectionSection,
     FalseNegativesSection,
     InfoNCESection,
-    MemorySection,
     ObjectiveSection,
-    OwnTermSection,
+    QueueSection,
     RankRegressionSection,
     RankSection,
     RegressionSection,
 )
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.section import decided
-from distcse.recipe.sweep import KnobSection, ScheduleSection, SearchSection, Sweep, WinnerSection
-from distcse.recipe.track import MLflowSection, TrackSection, WandbSection
-from distcse.recipe.training import LoopSection, NeighboursSection, TrainingSection
+from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
+from distcse.recipe.track import LoggersSection, MLflowSection, WandbSection
+from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
 
 __all__ = [
     "BiSection",
     "ConsistencySection",
     "CorpusSection",
     "CrossSection",
+    "CustomLossSection",
     "DetectionSection",
     "EncoderSection",
     "EndpointSection",
     "EvaluationSection",
     "FalseNegativesSection",
+    "FinalRunsSection",
     "GroupSection",
     "InfoNCESection",
-    "KnobSection",
+    "LoggersSection",
     "LoopSection",
     "MLflowSection",
-    "MemorySection",
     "MiningSection",
     "MutualRecipe",
     "MutualSection",
-    "NeighboursSection",
+    "NeighborBatchingSection",
     "ObjectiveSection",
-    "OwnTermSection",
     "PairsSection",
+    "ParameterSection",
     "Pooling",
     "Projection",
+    "QueueSection",
     "RankRegressionSection",
     "RankSection",
     "Recipe",
@@ -82,11 +84,9 @@ __all__ = [
     "Sweep",
     "TeacherSection",
     "TeachersSection",
-    "TrackSection",
     "TrainedSection",
     "TrainingSection",
     "WandbSection",
-    "WinnerSection",
     "decided",
     "load_recipe",
     "packaged_recipes",

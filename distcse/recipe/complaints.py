@@ -11,6 +11,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
+
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 """Names of keys whose values are not told: messages end in logs."""
@@ -35,6 +37,12 @@ def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, 
     if len(lines) == 1:
         return f"{source}: {next(iter(lines))}"
     return f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def error_class(invalid: ValidationError, model: type[BaseModel]) -> type[RecipeError]:
+    """`UnknownKeyError` where all errors of a validation are unknown keys, else `InvalidValueError`."""
+    kinds = {error["type"] for error in _one_per_place(invalid.errors(include_url=False), model)}
+    return UnknownKeyError if kinds == {"extra_forbidden"} else InvalidValueError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

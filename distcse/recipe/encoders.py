@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from distcse.recipe.own import Code, Knob
+from distcse.recipe.own import ClassPath, CustomKwarg
 from distcse.recipe.section import FrozenPrecision, Gpus, Labels, Section, decided
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
@@ -66,12 +66,12 @@ class TrainedSection(EncoderSection):
 class StudentSection(TrainedSection):
     """The encoder that learns from lists."""
 
-    depth: Annotated[int, Field(ge=1)] | None = None
+    num_layers: Annotated[int, Field(ge=1)] | None = None
     """Layers to keep where `layers` is `auto`; null elsewhere."""
-    word_dimension: Annotated[int, Field(ge=2)] | None = None
+    embedding_size: Annotated[int, Field(ge=2)] | None = None
     """Numbers of a word embedding, by principal components of the backbone's: for very small students, most of whose weights
     are vocabulary. The saved model is an ELECTRA then. null keeps the backbone's."""
-    start_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the weights it began with in the student that is scored and saved (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
     itself goes on from what was learned. 0 saves that alone."""
     projection: Projection = "tanh_mlp"
@@ -79,10 +79,10 @@ class StudentSection(TrainedSection):
 
     @model_validator(mode="after")
     def _depth_belongs_to_auto(self) -> Self:
-        if (self.layers == "auto") != (self.depth is not None):
+        if (self.layers == "auto") != (self.num_layers is not None):
             raise ValueError(
-                f"layers is {self.layers} and depth {self.depth}; write layers: auto with depth: 3 (or another number), or "
-                "name the layers without a depth"
+                f"layers is {self.layers} and num_layers {self.num_layers}; write layers: auto with num_layers: 3 (or another number), or "
+                "name the layers without a num_layers"
             )
         return self
 
@@ -92,13 +92,13 @@ class EndpointSection(Section):
 
     url: str
     """Its base, such as http://host:8080/v1; `/embeddings` is asked. The teacher's `backbone` is the model's name there."""
-    key_variable: str = "OPENAI_API_KEY"
+    api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, where one is needed; the key itself is in no recipe."""
-    batch: Annotated[int, Field(ge=1)] = 64
+    batch_size: Annotated[int, Field(ge=1)] = 64
     """Sentences of one request."""
     connections: Annotated[int, Field(ge=1)] = 4
     """Requests under way at a time."""
-    timeout: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for an answer."""
     retries: Annotated[int, Field(ge=0)] = 5
     """Attempts after a lost connection or an answer such as 429 or 503, the pause doubling from half a second."""
@@ -110,7 +110,7 @@ class EndpointSection(Section):
         scheme, _, rest = url.rpartition("://")
         if "@" in rest.partition("/")[0]:
             raise ValueError(
-                "url holds a user's name or password; take it out, and give the key in key_variable's variable"
+                "url holds a user's name or password; take it out, and give the key in api_key_env's variable"
             )
         base = url.rstrip("/").removesuffix("/embeddings")
         if scheme not in ("http", "https"):
@@ -119,13 +119,13 @@ class EndpointSection(Section):
             raise ValueError(f"{url!r} ends in what distcse adds; write {base}")
         return url
 
-    @field_validator("key_variable")
+    @field_validator("api_key_env")
     @classmethod
     def _is_a_variable(cls, name: str) -> str:
         """What is refused is not repeated: it may be the key itself."""
         if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
             raise ValueError(
-                "key_variable is no name of an environment variable (capitals, digits, _); the key itself belongs in no recipe"
+                "api_key_env is no name of an environment variable (capitals, digits, _); the key itself belongs in no recipe"
             )
         return name
 
@@ -135,21 +135,21 @@ class TeacherSection(EncoderSection):
 
     endpoint: EndpointSection | None = None
     """Where the teacher is asked over HTTP instead of being loaded."""
-    code: Code | None = None
+    class_path: ClassPath | None = None
     """`module:Class` of a kind of teacher of your own ([how to write one](extending.md)); `backbone` is then a name for it."""
-    knobs: dict[str, Knob] = Field(default_factory=dict)
-    """What `code` is made with, by name."""
+    kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
+    """What `class_path` is made with, by name."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and
     1 − α (RankCSE §4.4, the unnumbered formula)."""
     alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Weights in its place in lists for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
-    space: Literal["cosine", "rank"] = "cosine"
-    """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `references` sentences."""
-    references: Annotated[int, Field(ge=2)] = 100_000
+    similarity: Literal["cosine", "rank"] = "cosine"
+    """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `num_references` sentences."""
+    num_references: Annotated[int, Field(ge=2)] = 100_000
     """Sentences of the corpus that a rank-space teacher orders, drawn alike for every seed; all of a smaller corpus."""
-    ranks: Literal["sort", "histogram"] = "sort"
+    rank_method: Literal["sort", "histogram"] = "sort"
     """How a rank-space teacher orders them: exactly, or by counting into 65,536 bins, which takes less time among tens of
     thousands and moves a similarity by 1e-5 at most (1e-6 among 100,000)."""
     precision: FrozenPrecision = "auto"
@@ -165,17 +165,19 @@ class TeacherSection(EncoderSection):
     @property
     def is_model(self) -> bool:
         """Whether `backbone` names a model that is loaded: neither one behind an endpoint nor one of your own."""
-        return self.endpoint is None and self.code is None
+        return self.endpoint is None and self.class_path is None
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:
-        if self.code is not None and self.endpoint is not None:
-            raise ValueError("code and endpoint are two kinds of teacher; keep one of them")
-        if self.knobs and self.code is None:
-            raise ValueError("knobs are for a teacher of your own; write code: module:Class, or take them away")
+        if self.class_path is not None and self.endpoint is not None:
+            raise ValueError("class_path and endpoint are two kinds of teacher; keep one of them")
+        if self.kwargs and self.class_path is None:
+            raise ValueError("kwargs are for a teacher of your own; write class_path: module:Class, or take them away")
         if not self.is_model:
             kind, others = (
-                ("code", ("max_length", "prompt")) if self.code else ("endpoint", ("max_length", "precision"))
+                ("class_path", ("max_length", "prompt"))
+                if self.class_path
+                else ("endpoint", ("max_length", "precision"))
             )
             plain = {name: field.default for name, field in type(self).model_fields.items()}
             if self.precision == "fp32":  # what it comes to for a teacher of these kinds
@@ -195,25 +197,25 @@ class TeachersSection(Section):
     mode: Literal["auto", "table", "live"] = "auto"
     """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is
     `table` wherever the rows are fixed. A cross-encoder has no vectors and always runs live."""
-    builders: Annotated[int, Field(ge=1)] | None = None
+    embedding_workers: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
-    builder_gpus: Gpus | None = None
+    gpus_per_actor: Gpus | None = None
     """GPUs, or a fraction of one, for each embedding actor and each server that answers live or in rank space; null gives an
     embedding actor a whole one where there are any, and a server, which works beside the students, none."""
-    nodes: Labels | None = None
+    node_labels: Labels | None = None
     """Labels of the nodes that embedding actors and servers are put on; null takes any."""
-    servers: Annotated[int, Field(ge=1)] = 1
+    num_servers: Annotated[int, Field(ge=1)] = 1
     """List servers of each teacher; workers share them evenly."""
-    deadline: Annotated[float, Field(gt=0)] = 60
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
     """Seconds without a sign of life after which a server, an embedding actor or the process of dev scores hangs, and is ended
     and started again. It gives signs while it works, however long a list or a shard takes."""
-    block_steps: Annotated[int, Field(ge=1, le=1024)] = 32
+    prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
     """Steps whose lists travel as one object; the next block is always asked for ahead."""
     shard_rows: Annotated[int, Field(ge=1)] = 4096
     """Rows of one table shard: what is lost at most when a builder is killed."""
-    shuffle_groups: Annotated[int, Field(ge=2)] | None = None
+    rank_noise_group: Annotated[int, Field(ge=2)] | None = None
     """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""
-    trust: Annotated[float, Field(gt=0)] | None = None
+    disagreement_scale: Annotated[float, Field(gt=0)] | None = None
     """Pairs on which several teachers disagree count less: by exp(-spread / trust), the spread being the standard deviation
     over teachers of a pair's similarity, in standard deviations of its list. null lets all pairs count alike."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096

@@ -12,12 +12,12 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from distcse.errors import RecipeError
-from distcse.recipe.complaints import explain, nearest
+from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.recipe.complaints import error_class, explain, nearest
 from distcse.recipe.mutual import MutualRecipe
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
-from distcse.storage import fetch, is_address, place
+from distcse.storage import fetch, is_uri, resolve_path
 
 Document = dict[str, Any]
 R = TypeVar("R", bound=Recipe | MutualRecipe)
@@ -43,7 +43,7 @@ def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> Docu
     for key_node, _ in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
-            raise RecipeError(
+            raise RecipeSyntaxError(
                 f"{loader.name}, line {line}: key {key!r} was given on line {seen[key]} already; keep one"
             )
         seen[key] = line
@@ -64,7 +64,9 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a student that learns from lists; see `read_recipe`."""
     recipe = read_recipe(name, overrides)
     if isinstance(recipe, MutualRecipe):
-        raise RecipeError(f"recipe {name} is one of mutual distillation; it has groups, and no student of its own")
+        raise InvalidValueError(
+            f"recipe {name} is one of mutual distillation; it has groups, and no student of its own"
+        )
     return recipe
 
 
@@ -95,13 +97,13 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     document = recipe.model_dump(mode="json")
     for path, value in values.items():
         *parents, last = path.split(".")
-        place: Any = document
+        node: Any = document
         for depth, key in enumerate(parents):
             inside = ".".join(parents[: depth + 1])
-            if isinstance(place, dict) and key in place and place[key] is None:
-                raise RecipeError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
-            place = _enter(place, key, inside)
-        place[_index(place, last, path) if isinstance(place, list) else last] = value
+            if isinstance(node, dict) and key in node and node[key] is None:
+                raise OverrideError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
+            node = _enter(node, key, inside)
+        node[_index(node, last, path) if isinstance(node, list) else last] = value
     return _validated(type(recipe), document, f"with {', '.join(f'{path}={value}' for path, value in values.items())}")
 
 
@@ -112,8 +114,10 @@ def read_sweep(file: str, overrides: Sequence[str] = ()) -> Sweep:
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     if not os.path.isfile(file):
-        raise RecipeError(f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml")
-    document = _parse(_content(file), file, "a search space", "knobs:")
+        raise RecipeNotFoundError(
+            f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml"
+        )
+    document = _parse(_content(file), file, "a search space", "parameters:")
     for override in overrides:
         _apply(document, override)
     return _validated(Sweep, document, file)
@@ -124,12 +128,12 @@ def _validated(kind: type[S], document: Document, name: str) -> S:
     try:
         return cast(S, kind.model_validate(document))
     except ValidationError as invalid:
-        raise RecipeError(explain(invalid, kind, document, source=f"{called} {name}")) from None
+        raise error_class(invalid, kind)(explain(invalid, kind, document, source=f"{called} {name}")) from None
 
 
 def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:
     """A recipe whose student keeps these layers, where it left the choice to the run."""
-    return with_values(recipe, {"student.layers": list(layers), "student.depth": None})
+    return with_values(recipe, {"student.layers": list(layers), "student.num_layers": None})
 
 
 def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
@@ -139,15 +143,17 @@ def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
 
 
 def _read(name: str) -> Document:
-    if is_address(name):
-        fetch(place(name))
-        name = str(place(name))
+    if is_uri(name):
+        fetch(resolve_path(name))
+        name = str(resolve_path(name))
     if os.path.isfile(name):
         text = _content(name)
     elif name in (known := packaged_recipes()):
         text = files("distcse.recipes").joinpath(f"{name}.yaml").read_bytes()
     else:
-        raise RecipeError(f"no recipe or file {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}")
+        raise RecipeNotFoundError(
+            f"no recipe or file {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
+        )
     return _parse(text, name)
 
 
@@ -155,16 +161,18 @@ def _content(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as refused:
-        raise RecipeError(f"{file} cannot be read: {refused.strerror or refused}") from None
+        raise RecipeNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
 
 
 def _parse(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
     try:
         document = _constructed(text, source)
     except ValueError as broken:
-        raise RecipeError(f"{source} is not YAML: {broken}") from None
+        raise RecipeSyntaxError(f"{source} is not YAML: {broken}") from None
     if not isinstance(document, dict):
-        raise RecipeError(f"{source} is not {kind}: expected keys such as `{key}`, found {type(document).__name__}")
+        raise RecipeSyntaxError(
+            f"{source} is not {kind}: expected keys such as `{key}`, found {type(document).__name__}"
+        )
     return document
 
 
@@ -175,7 +183,7 @@ def _read_in_engine_settings(document: Document) -> None:
         file = section.get("deepspeed") if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(file, str):
             if not Path(file).is_file():
-                raise RecipeError(
+                raise RecipeNotFoundError(
                     f"{name}.deepspeed: no file {file!r}; such as cluster/deepspeed/zero2.yaml, or a mapping"
                 )
             section["deepspeed"] = _parse(
@@ -187,23 +195,23 @@ def _apply(document: Document, override: str) -> None:
     """Set `a.b.0.c=value` in the document; the value is YAML, so numbers, lists and null mean what they mean there."""
     path, equals, value = override.partition("=")
     if not equals or not path:
-        raise RecipeError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+        raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
     *parents, last = path.split(".")
-    place: Any = document
+    node: Any = document
     for depth, key in enumerate(parents):
-        place = _enter(place, key, ".".join(parents[: depth + 1]))
+        node = _enter(node, key, ".".join(parents[: depth + 1]))
     parsed = _value(value, path)
-    if isinstance(place, list):
-        place[_index(place, last, path)] = parsed
+    if isinstance(node, list):
+        node[_index(node, last, path)] = parsed
     else:
-        place[last] = parsed
+        node[last] = parsed
 
 
 def _value(text: str, path: str) -> Any:
     try:
         return _constructed(text, path)
     except ValueError as broken:
-        raise RecipeError(f"{path}: {text[:200]!r} is not a YAML value: {broken}") from None
+        raise OverrideError(f"{path}: {text[:200]!r} is not a YAML value: {broken}") from None
 
 
 def _constructed(text: bytes | str, name: str) -> Any:
@@ -235,21 +243,21 @@ def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _enter(place: Any, key: str, path: str) -> Any:
-    if isinstance(place, list):
-        inner = place[_index(place, key, path)]
+def _enter(node: Any, key: str, path: str) -> Any:
+    if isinstance(node, list):
+        inner = node[_index(node, key, path)]
     else:
-        if place.get(key) is None:
-            place[key] = {}
-        inner = place[key]
+        if node.get(key) is None:
+            node[key] = {}
+        inner = node[key]
     if not isinstance(inner, dict | list):
-        raise RecipeError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
+        raise OverrideError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
     return inner
 
 
-def _index(place: list[Any], key: str, path: str) -> int:
-    if not key.isdecimal() or int(key) >= len(place):
-        raise RecipeError(f"{path}: {key!r} is no place in a list of {len(place)}; allowed: 0 to {len(place) - 1}")
+def _index(node: list[Any], key: str, path: str) -> int:
+    if not key.isdecimal() or int(key) >= len(node):
+        raise OverrideError(f"{path}: {key!r} is no place in a list of {len(node)}; allowed: 0 to {len(node) - 1}")
     return int(key)
 
 
@@ -311,7 +319,7 @@ def _found_storage(storage: StorageSection) -> StorageSection:
 
 def _located(name: str) -> str | None:
     """An address is one everywhere."""
-    return name.rstrip("/") if is_address(name) else _absolute(name)
+    return name.rstrip("/") if is_uri(name) else _absolute(name)
 
 
 def _absolute_paths(path: str | list[str] | None) -> str | list[str | None] | None:

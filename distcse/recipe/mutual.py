@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
-from distcse.recipe.track import TrackSection
+from distcse.recipe.track import LoggersSection
 from distcse.recipe.training import LoopSection
 
 
@@ -37,7 +37,7 @@ class MiningSection(Section):
     """Where the sentences come from."""
     pairs: Annotated[int, Field(ge=2)] = 10_000
     """Pairs to mine."""
-    neighbours: Annotated[int, Field(ge=1)] = 20
+    num_neighbors: Annotated[int, Field(ge=1)] = 20
     """Nearest sentences looked at for each sentence, by the first group's bi-encoder as it starts, and by BM25."""
     bands: list[BandSection] = Field(
         default_factory=lambda: [
@@ -96,7 +96,7 @@ class GroupSection(TrainedSection):
     """Training workers, each with a scorer beside it."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly among all workers of all groups."""
-    nodes: Labels | None = None
+    node_labels: Labels | None = None
     """Labels of the nodes that workers and their scorers are put on; null takes any."""
     gpus_per_worker: Gpus | None = None
     """GPUs of a worker, which its scorer shares; null takes one where the cluster has enough for all groups."""
@@ -159,7 +159,7 @@ class MutualSection(Section):
 
     cycles: Annotated[int, Field(ge=1)] = 3
     """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
-    initialisation: Literal["refresh", "sequential"] = "refresh"
+    initialization: Literal["refresh", "sequential"] = "refresh"
     """Where each phase starts: `refresh` from the backbones, `sequential` from the weights of the phase before."""
     combine: Literal["mean", "median", "trimmed_mean"] = "mean"
     """How the groups' scores of a pair become its label: of raw cosines, or of sigmoid outputs; never of logits."""
@@ -189,12 +189,12 @@ class MutualEvaluationSection(Section):
     column `label`); or `none`, and the last one is taken."""
     dev_is_test: bool = False
     """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
-    every: Annotated[int, Field(ge=1)] = 200
+    eval_steps: Annotated[int, Field(ge=1)] = 200
     """Steps of an epoch between two dev scores, each also a checkpoint; the end of an epoch is one, too."""
     precision: Precision = "auto"
     """Arithmetic of dev scores and of the final evaluation. `auto` is bf16 where the devices that score have fast bf16 units,
     else fp32; the report names it."""
-    final: list[Measure] | None = None
+    final_suites: list[Measure] | None = None
     """Measured at the end for all starts, bi-encoders, cross-encoders and their ensembles; null is sts where there is data."""
 
 
@@ -219,7 +219,7 @@ class MutualRecipe(Section):
     """What is measured."""
     storage: StorageSection = StorageSection()
     """Where results live."""
-    track: TrackSection = TrackSection()
+    loggers: LoggersSection = LoggersSection()
     """Who else is told of the run."""
     ray: bool = True
     """Run the groups side by side as actors; false runs them in this process, in turns."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.own import Code, Knob
+from distcse.recipe.own import ClassPath, CustomKwarg
 from distcse.recipe.section import Name, Section, Weight
 
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]
@@ -16,10 +16,10 @@ Temperature = Annotated[float, Field(ge=1e-4, le=10)]
 class FalseNegativesSection(Section):
     """Pairs of a batch that the teachers call near-identical are no negatives."""
 
-    above: Annotated[float, Field(gt=-1, lt=1)] = 0.9
+    threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.9
     """Similarity, by the teachers' weighted mean, from which on a pair says the same."""
     form: Literal["mask", "soften"] = "mask"
-    """`mask` leaves such negatives out; `soften` lets their weight fall from 1 at `above` to 0 at similarity 1."""
+    """`mask` leaves such negatives out; `soften` lets their weight fall from 1 at `threshold` to 0 at similarity 1."""
 
 
 class InfoNCESection(Section):
@@ -41,20 +41,20 @@ class ConsistencySection(Section):
     """`js` is the paper's Jensen–Shannon divergence; `neg_entropy` is what the public code computes."""
 
 
-class MemorySection(Section):
+class QueueSection(Section):
     """Sentences beyond the batch that lengthen every list; the gradient goes through the batch's side only."""
 
-    batches: Annotated[int, Field(ge=0)] = 8
+    num_batches: Annotated[int, Field(ge=0)] = 8
     """Recent batches whose student vectors, as they were then, are kept in a queue."""
-    landmarks: Annotated[int, Field(ge=0)] = 0
+    num_anchors: Annotated[int, Field(ge=0)] = 0
     """Rows of the corpus, drawn by the seed and not trained on, that are in every list."""
-    refresh: Annotated[int, Field(ge=1)] = 16
-    """Steps after which the landmarks are encoded anew by the student."""
+    refresh_steps: Annotated[int, Field(ge=1)] = 16
+    """Steps after which the anchors are encoded anew by the student."""
 
     @model_validator(mode="after")
-    def _holds_something(self) -> MemorySection:
-        if not self.batches and not self.landmarks:
-            raise ValueError("holds nothing; write batches or landmarks above 0, or memory: null")
+    def _holds_something(self) -> QueueSection:
+        if not self.num_batches and not self.num_anchors:
+            raise ValueError("holds nothing; write num_batches or num_anchors above 0, or queue: null")
         return self
 
 
@@ -75,7 +75,7 @@ class RankSection(Section):
     """ListMLE's reduction over a list; `mean` divides by the list's length."""
     eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
     """ListMLE: null is exact; 1e-10 or 1e-7 adds the public codes' constant inside the logarithm."""
-    memory: MemorySection | None = None
+    queue: QueueSection | None = None
     """Longer lists than the batch; null keeps them as long as the batch."""
 
 
@@ -123,8 +123,11 @@ class DetectionSection(Section):
     """Share of tokens that are masked, inserted or deleted; each view has its own."""
     replace: Literal["all_positions", "masked_only"] = "all_positions"
     """The generator's choice counts everywhere, as in the public code, or at masked positions alone."""
+    sampling: Literal["argmax", "sample"] = "argmax"
+    """The generator's token: its likeliest one, as in the public code, or one drawn with its probability, as in the paper."""
     reduction: Literal["all", "nonpad"] = "all"
-    """The mean is over all positions, padding too, as in the public code, to which λ is tuned; or over tokens."""
+    """The mean is over all positions, padding too, as in the public code, to which λ is tuned; or over tokens. Padding is that
+    of the global batch's edited sentences, for any number of workers, noise streams and chunks."""
     condition: Literal["projected", "pooled"] = "projected"
     """The vector that the discriminator is told: behind the projection, or before it."""
     generator_dropout: bool = True
@@ -137,14 +140,14 @@ class DetectionSection(Section):
         return self
 
 
-class OwnTermSection(Section):
+class CustomLossSection(Section):
     """A term of your own ([how to write one](extending.md))."""
 
-    code: Code
+    class_path: ClassPath
     """`module:Class`, importable wherever the run's workers are."""
     weight: Weight = 1.0
     """Weight of the term in the sum."""
-    knobs: dict[str, Knob] = Field(default_factory=dict)
+    kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
     """What the class is made with, by name."""
 
 
@@ -165,7 +168,7 @@ class ObjectiveSection(Section):
     """Vector targets beside lists, or instead; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
-    own: dict[Name, OwnTermSection] = Field(default_factory=dict)
+    custom: dict[Name, CustomLossSection] = Field(default_factory=dict)
     """Terms of your own, by the name that reports give them."""
     combine: Literal["sum", "hinge"] = "sum"
     """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
@@ -173,11 +176,11 @@ class ObjectiveSection(Section):
     @model_validator(mode="after")
     def _own_names_are_new(self) -> ObjectiveSection:
         taken = [*type(self).model_fields, "loss", "pos_cos", "neg_cos", "edited_found", "kept_found"]
-        if named := next((name for name in self.own if name in taken), None):
-            raise ValueError(f"own has a term called {named!r}, a name that is taken; give it another")
+        if named := next((name for name in self.custom if name in taken), None):
+            raise ValueError(f"custom has a term called {named!r}, a name that is taken; give it another")
         return self
 
     @property
-    def memory(self) -> MemorySection | None:
+    def memory(self) -> QueueSection | None:
         """What lengthens the lists; None where nothing does, or no list counts."""
-        return self.rank.memory if self.rank is not None and self.rank.gamma else None
+        return self.rank.queue if self.rank is not None and self.rank.gamma else None

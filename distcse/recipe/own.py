@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from distcse.errors import RecipeError
+from distcse.errors import CustomClassError
 
 
 def _is_module_and_class(text: str) -> str:
@@ -17,8 +17,8 @@ def _is_module_and_class(text: str) -> str:
     return text
 
 
-Code = Annotated[str, AfterValidator(_is_module_and_class)]
-Knob = bool | int | float | str | None | list[int] | list[float] | list[str]
+ClassPath = Annotated[str, AfterValidator(_is_module_and_class)]
+CustomKwarg = bool | int | float | str | None | list[int] | list[float] | list[str]
 
 
 def load_class(code: str, key: str) -> type:
@@ -35,10 +35,10 @@ def load_class(code: str, key: str) -> type:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as lacking:
-        raise RecipeError(
+        raise CustomClassError(
             f"{key} is {code}, but there is no module {lacking.name!r} to import; install it, or put its folder on PYTHONPATH "
             "(for a Ray job: --working-dir)"
         ) from None
     if not isinstance(found, type):
-        raise RecipeError(f"{key} is {code}, but module {module} has no class {name}")
+        raise CustomClassError(f"{key} is {code}, but module {module} has no class {name}")
     return found

@@ -10,9 +10,9 @@ from distcse.errors import StorageError
 from distcse.recipe.encoders import StudentSection, TeachersSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.section import Gpus, Name, Precision, Section
-from distcse.recipe.track import TrackSection
+from distcse.recipe.track import LoggersSection
 from distcse.recipe.training import TrainingSection
-from distcse.storage import is_address, place
+from distcse.storage import is_uri, resolve_path
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
 
@@ -53,7 +53,7 @@ class CorpusSection(Section):
         return self
 
 
-class BesideSection(Section):
+class AsyncEvalSection(Section):
     """What the process that scores beside the training takes, on one of the nodes that may train."""
 
     cpus: Annotated[float, Field(gt=0)] = 1.0
@@ -72,11 +72,11 @@ class EvaluationSection(Section):
     last one is taken. `auto` is `stsb` where `data` is given, else `agreement` where there are teachers."""
     dev_is_test: bool = False
     """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
-    held_out: Annotated[int, Field(ge=0)] = 512
+    num_heldout: Annotated[int, Field(ge=0)] = 512
     """Rows of the corpus that are never trained on and that `agreement` is measured on."""
-    every: Annotated[int, Field(ge=1)] = 125
+    eval_steps: Annotated[int, Field(ge=1)] = 125
     """Steps between two dev scores; each is also a checkpoint."""
-    beside: BesideSection | None = None
+    async_eval: AsyncEvalSection | None = None
     """Dev scores are made by a process beside the workers, which go on meanwhile; `{}` takes a CPU for it. A score is known one
     checkpoint later at the latest, and so early stopping stops one later. null scores in the workers, as trials of a sweep do."""
     precision: Precision = "auto"
@@ -84,7 +84,7 @@ class EvaluationSection(Section):
     else fp32; the report names it."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after so many dev scores without a new best; null never stops early."""
-    final: list[Measure] | None = None
+    final_suites: list[Measure] | None = None
     """Measured at the end for start, student and teachers; null takes `sts`, `ranking`, `geometry` and `retrieval` where
     `data` is given, else `agreement`."""
     transfer: Literal["strict", "fast"] = "strict"
@@ -105,11 +105,11 @@ class StorageSection(Section):
     def _is_a_folder_or_an_address(cls, name: str) -> str:
         """What is refused is not repeated: it may hold a key."""
         try:
-            if is_address(name):
-                place(name)
+            if is_uri(name):
+                resolve_path(name)
         except StorageError as refused:
             raise ValueError(str(refused)) from None
-        return name.rstrip("/") if is_address(name) else name
+        return name.rstrip("/") if is_uri(name) else name
 
 
 class Recipe(Section):
@@ -133,7 +133,7 @@ class Recipe(Section):
     """What is measured."""
     storage: StorageSection = StorageSection()
     """Where results and tables live."""
-    track: TrackSection = TrackSection()
+    loggers: LoggersSection = LoggersSection()
     """Who else is told of the run."""
 
     @property
@@ -158,11 +158,11 @@ class Recipe(Section):
             raise ValueError(
                 "objective.combine hinge is between info_nce and rank_regression; keep both, with weights above 0, or write sum"
             )
-        if self.teachers.mode == "live" and any(teacher.space == "rank" for teacher in self.teachers.encoders):
+        if self.teachers.mode == "live" and any(teacher.similarity == "rank" for teacher in self.teachers.encoders):
             raise ValueError("a teacher in rank space serves from a table; write teachers.mode: table")
-        if self.evaluation.every % self.training.gradient_accumulation:
+        if self.evaluation.eval_steps % self.training.gradient_accumulation:
             raise ValueError(
-                f"evaluation.every is {self.evaluation.every}, which is no multiple of training.gradient_accumulation "
+                f"evaluation.eval_steps is {self.evaluation.eval_steps}, which is no multiple of training.gradient_accumulation "
                 f"{self.training.gradient_accumulation}; a checkpoint holds no half-summed gradient"
             )
         weights = (
@@ -172,7 +172,7 @@ class Recipe(Section):
             terms.rank_regression and terms.rank_regression.weight,
             terms.regression and terms.regression.weight,
             terms.detection and terms.detection.weight,
-            *(own.weight for own in terms.own.values()),
+            *(own.weight for own in terms.custom.values()),
         )
         if not any(weights):
             raise ValueError(
@@ -187,20 +187,20 @@ class Recipe(Section):
         asking = {
             "objective.regression": terms.regression,
             "objective.info_nce.false_negatives": terms.info_nce and terms.info_nce.false_negatives,
-            "training.neighbours": self.training.neighbours,
+            "training.neighbor_batching": self.training.neighbor_batching,
         }
         for name, wants in asking.items():
             if wants is not None and not there:
                 raise ValueError(f"{name} needs teachers; add teachers.encoders, or write {name}: null")
-        lists = terms.rank is not None or bool(terms.own)
-        if self.teachers.trust is not None and not (lists and there > 1):
+        lists = terms.rank is not None or bool(terms.custom)
+        if self.teachers.disagreement_scale is not None and not (lists and there > 1):
             raise ValueError(
-                "teachers.trust weighs the pairs of lists on which several teachers disagree, and here is "
-                f"{'one teacher' if lists else 'no objective.rank'}; write teachers.trust: null"
+                "teachers.disagreement_scale weighs the pairs of lists on which several teachers disagree, and here is "
+                f"{'one teacher' if lists else 'no objective.rank'}; write teachers.disagreement_scale: null"
             )
-        if self.teachers.shuffle_groups is not None and not (lists or terms.rank_regression is not None):
+        if self.teachers.rank_noise_group is not None and not (lists or terms.rank_regression is not None):
             raise ValueError(
-                "teachers.shuffle_groups is noise on lists, and no term learns from any; write teachers.shuffle_groups: null"
+                "teachers.rank_noise_group is noise on lists, and no term learns from any; write teachers.rank_noise_group: null"
             )
         if terms.regression is None:
             return self
@@ -232,9 +232,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _memory_and_batch_meet_in_one_space(self) -> Recipe:
         rank = self.objective.rank
-        if rank is not None and rank.memory is not None and self.student.projection == "batch_norm_mlp":
+        if rank is not None and rank.queue is not None and self.student.projection == "batch_norm_mlp":
             raise ValueError(
-                "objective.rank.memory holds vectors that no batch normalised; write student.projection: none or tanh_mlp"
+                "objective.rank.queue holds vectors that no batch normalised; write student.projection: none or tanh_mlp"
             )
         return self
 
@@ -243,8 +243,8 @@ class Recipe(Section):
         terms = self.objective
         hindrances = {
             "objective.detection: null": terms.detection is not None and terms.detection.weight,
-            "objective.rank.memory: null": terms.memory is not None,
-            "objective.own: {}": bool(terms.own),  # their Python would run once, and never again
+            "objective.rank.queue: null": terms.memory is not None,
+            "objective.custom: {}": bool(terms.custom),  # their Python would run once, and never again
             "student.trust_remote_code: false": self.student.trust_remote_code,
         }
         if self.training.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
@@ -256,10 +256,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _start_can_be_mixed_in(self) -> Recipe:
-        if self.student.start_share and self.training.zero_stage == 3:
+        if self.student.init_weight_mix and self.training.zero_stage == 3:
             raise ValueError(
-                "student.start_share is mixed into whole weights, which no worker holds under ZeRO 3; "
-                "write training.zero_stage: 2, or student.start_share: 0"
+                "student.init_weight_mix is mixed into whole weights, which no worker holds under ZeRO 3; "
+                "write training.zero_stage: 2, or student.init_weight_mix: 0"
             )
         return self
 
@@ -269,22 +269,22 @@ class Recipe(Section):
             raise ValueError(
                 "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
             )
-        if self.evaluation.beside is not None and not self.training.workers:
+        if self.evaluation.async_eval is not None and not self.training.workers:
             raise ValueError(
-                "evaluation.beside starts a process of Ray's, and training.workers is 0, which wants none; write "
-                "training.workers: 1, or evaluation.beside: null"
+                "evaluation.async_eval starts a process of Ray's, and training.workers is 0, which wants none; write "
+                "training.workers: 1, or evaluation.async_eval: null"
             )
-        final = self.evaluation.final or []
+        final = self.evaluation.final_suites or []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
         if self.evaluation.data is None and (self.dev_score == "stsb" or labelled):
             raise ValueError(
-                f"{'evaluation.dev is stsb' if labelled is None else f'evaluation.final has {labelled}'}, "
+                f"{'evaluation.dev is stsb' if labelled is None else f'evaluation.final_suites has {labelled}'}, "
                 "but evaluation.data is not set; write evaluation.data: FOLDER"
             )
-        can_agree = self.teachers.encoders and self.evaluation.held_out >= 3
+        can_agree = self.teachers.encoders and self.evaluation.num_heldout >= 3
         if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:
             raise ValueError(
-                "agreement needs teachers and evaluation.held_out of at least 3; "
+                "agreement needs teachers and evaluation.num_heldout of at least 3; "
                 "or score on labelled data: evaluation.data: FOLDER (with sts/stsb/dev.tsv.gz)"
             )
         if self.dev_score == "none" and self.evaluation.patience is not None:
@@ -292,5 +292,5 @@ class Recipe(Section):
                 "evaluation.patience needs a dev score; set evaluation.data: FOLDER, or write evaluation.patience: null"
             )
         if "docstring_retrieval" in final and self.corpus.docstrings is None:
-            raise ValueError("evaluation.final has docstring_retrieval, which needs corpus.docstrings")
+            raise ValueError("evaluation.final_suites has docstring_retrieval, which needs corpus.docstrings")
         return self

@@ -13,7 +13,7 @@ Tracker = Literal["tensorboard", "mlflow", "wandb"]
 Bounds = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
-class KnobSection(Section):
+class ParameterSection(Section):
     """One knob: exactly one of its keys says what it may be."""
 
     values: Annotated[list[Value], Field(min_length=1)] | None = None
@@ -24,7 +24,7 @@ class KnobSection(Section):
     """A number between two bounds above 0, each power of ten as likely as another."""
     integers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """A whole number between two bounds, both included."""
-    equals: str | None = None
+    expression: str | None = None
     """Arithmetic on other knobs, each by the last part of its path or by the whole of it: `tau2 / 2`."""
     simplex: bool = False
     """Weights that add to 1, every division of it as likely as another. The path has a `*`: teachers.encoders.*.alpha."""
@@ -33,8 +33,8 @@ class KnobSection(Section):
     def _one_kind(self) -> Self:
         given = self._given()
         if len(given) != 1:
-            kinds = "values, uniform, log_uniform, integers, equals, simplex"
-            raise ValueError(f"gives {' and '.join(given) or 'nothing'}; a knob has one of {kinds}")
+            kinds = "values, uniform, log_uniform, integers, expression, simplex"
+            raise ValueError(f"gives {' and '.join(given) or 'nothing'}; a parameter has one of {kinds}")
         bounds = self.uniform or self.log_uniform or self.integers
         if bounds and bounds[0] >= bounds[1]:
             raise ValueError(f"{given[0]} is {bounds}; the first bound must lie below the second")
@@ -58,7 +58,7 @@ class SearchSection(Section):
     """Every combination of `values`; independent draws; or Optuna's multivariate TPE, which learns from the trials so far."""
     trials: Annotated[int, Field(ge=1)] = 24
     """Trials in all; a grid has as many as it has."""
-    startup: Annotated[int, Field(ge=1)] = 8
+    n_startup_trials: Annotated[int, Field(ge=1)] = 8
     """Trials that TPE draws at random before it learns."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the draws."""
@@ -76,13 +76,13 @@ class ScheduleSection(Section):
     kind: Literal["none", "asha", "pbt"] = "asha"
     """ASHA ends a trial whose best dev score is not among the best of those that came as far. PBT goes on from a better trial's
     checkpoint with other values; its knobs are those that may change in the middle of a training."""
-    grace: Annotated[float, Field(gt=0, le=1)] = 0.2
+    grace_period: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of its training that every trial is given (ASHA), or between two exchanges (PBT)."""
-    reduction: Annotated[float, Field(gt=1)] = 3
+    reduction_factor: Annotated[float, Field(gt=1)] = 3
     """Of so many trials that come to a rung, one goes on (ASHA)."""
 
 
-class WinnerSection(Section):
+class FinalRunsSection(Section):
     """What is trained again and measured when the search is over."""
 
     seeds: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=lambda: [1, 2, 3])
@@ -98,32 +98,32 @@ class WinnerSection(Section):
 
 
 class Sweep(Section):
-    """A search over a recipe's knobs."""
+    """A search over a recipe's parameters."""
 
     name: Name = "sweep"
     """Name of the sweep's folder."""
-    knobs: Annotated[dict[str, KnobSection], Field(min_length=1)]
+    parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
     """By recipe path, such as `objective.rank.tau2`: what the knob may be."""
     search: SearchSection = SearchSection()
     """How the next trial is chosen."""
     schedule: ScheduleSection = ScheduleSection()
     """Which trials are ended early."""
-    winner: WinnerSection = WinnerSection()
+    final_runs: FinalRunsSection = FinalRunsSection()
     """What is trained again and measured at the end."""
-    trackers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
+    loggers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
     """Where trials are logged beside the sweep's own tables. MLflow and W&B are configured by their environment variables."""
 
     @model_validator(mode="after")
     def _can_be_searched(self) -> Self:
         if self.search.algorithm == "grid":
-            for path, knob in self.knobs.items():
-                if knob.kind not in ("values", "equals"):
+            for path, knob in self.parameters.items():
+                if knob.kind not in ("values", "expression"):
                     raise ValueError(
-                        f"a grid has values; knobs.{path} gives {knob.kind}; write values, or random or tpe"
+                        f"a grid has values; parameters.{path} gives {knob.kind}; write values, or random or tpe"
                     )
         if self.schedule.kind == "pbt" and self.search.algorithm == "tpe":
             raise ValueError("pbt changes values by itself; write search.algorithm: random")
-        for path, knob in self.knobs.items():
+        for path, knob in self.parameters.items():
             if knob.simplex != (".*." in path):
-                raise ValueError(f"knobs.{path}: simplex goes with a `*` in the path, and only with it")
+                raise ValueError(f"parameters.{path}: simplex goes with a `*` in the path, and only with it")
         return self

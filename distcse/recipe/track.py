@@ -39,7 +39,7 @@ class WandbSection(Section):
     """`offline` writes into the run's folder, for `wandb sync`; `online` sends as the run goes on."""
 
 
-class TrackSection(Section):
+class LoggersSection(Section):
     """Who else is told the run's figures, from the process that started it; none may stop or slow the run."""
 
     tensorboard: bool = False

@@ -26,30 +26,30 @@ _DECIDED = {
 _UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
-class NeighboursSection(Section):
+class NeighborBatchingSection(Section):
     """Batches in which sentences stand beside some of their nearest neighbours, as the teachers see them.
 
     In a random batch nearly all pairs are dissimilar; with neighbours in it, lists hold graded similarities. Every row still
     comes once an epoch. Near is who is so by the teachers that have tables; it is found once and kept beside them.
     """
 
-    companions: Annotated[int, Field(ge=1)] = 3
+    per_anchor: Annotated[int, Field(ge=1)] = 3
     """Neighbours that an anchor takes into its batch, at most; those that another anchor took are gone."""
-    nearest: Annotated[int, Field(ge=1)] = 1
+    min_rank: Annotated[int, Field(ge=1)] = 1
     """First rank of the band they are drawn from; above 1 leaves paraphrases and doubles apart."""
-    farthest: Annotated[int, Field(ge=1)] = 16
+    max_rank: Annotated[int, Field(ge=1)] = 16
     """Last rank of the band."""
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    anchor_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the anchors that take any; the others come alone."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> Self:
-        if self.nearest > self.farthest:
-            raise ValueError(f"nearest is {self.nearest} and farthest {self.farthest}; no rank lies between them")
-        if self.companions > (ranks := self.farthest - self.nearest + 1):
+        if self.min_rank > self.max_rank:
+            raise ValueError(f"min_rank is {self.min_rank} and max_rank {self.max_rank}; no rank lies between them")
+        if self.per_anchor > (ranks := self.max_rank - self.min_rank + 1):
             raise ValueError(
-                f"companions is {self.companions}, but the band from nearest {self.nearest} to farthest {self.farthest} has "
-                f"{ranks} ranks; write a farther farthest, or fewer companions"
+                f"per_anchor is {self.per_anchor}, but the band from min_rank {self.min_rank} to max_rank {self.max_rank} has "
+                f"{ranks} ranks; write a farther max_rank, or fewer per_anchor"
             )
         return self
 
@@ -76,7 +76,7 @@ class LoopSection(Section):
     precision: Precision = "auto"
     """Arithmetic of the forward and backward passes. `bf16` runs them under autocast; parameters, losses and optimiser stay fp32.
     `auto` is bf16 where all devices that may train have fast bf16 units (asked of PyTorch, and on a CPU measured), else fp32."""
-    engine: Literal["auto", "deepspeed", "plain"] = "auto"
+    engine: Literal["auto", "deepspeed", "torch"] = "auto"
     """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
@@ -88,7 +88,7 @@ class LoopSection(Section):
 
     @model_validator(mode="after")
     def _stage_has_its_engine(self) -> Self:
-        if self.zero_stage and self.engine == "plain":
+        if self.zero_stage and self.engine == "torch":
             raise ValueError("zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0")
         if self.deepspeed is not None and self.engine != "deepspeed":
             raise ValueError("deepspeed has settings of DeepSpeed; write engine: deepspeed, or deepspeed: null")
@@ -115,11 +115,11 @@ class LoopSection(Section):
 class TrainingSection(LoopSection):
     """The student's loop, and the workers that run it."""
 
-    neighbours: NeighboursSection | None = None
+    neighbor_batching: NeighborBatchingSection | None = None
     """Who stands beside whom in a batch; null leaves it to chance."""
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the same loop in this process, without Ray."""
-    least_workers: Annotated[int, Field(ge=1)] | None = None
+    min_workers: Annotated[int, Field(ge=1)] | None = None
     """Elastic: fewest workers that the run begins, or after a loss goes on, with where nodes have no room for all; null waits ten
     minutes for room for all `workers`. Tried are the numbers between the two that divide the batch, the largest first.
     Batches, lists and noise stay what they were, so weights do but for rounding; a run takes more workers when it is started
@@ -128,52 +128,58 @@ class TrainingSection(LoopSection):
     """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
     """GPUs of a worker, or a fraction of one; null takes one where the cluster has enough for all workers, else none."""
-    nodes: Labels | None = None
+    node_labels: Labels | None = None
     """Labels of the nodes that workers are put on; null takes any."""
-    dropout_streams: Annotated[int, Field(ge=1)] | None = None
+    dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None
     """Parts of a batch with dropout noise of their own; null is one a worker. A run that shall continue to equal weights on
     another number of workers names one number for both (a multiple of each)."""
-    chunk: Annotated[int, Field(ge=1)] | None = None
+    grad_cache_chunk: Annotated[int, Field(ge=1)] | None = None
     """Sentences that go through the student at a time (gradient cache): what they leave on their way is forgotten, and made
     again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass of all but one of them; the
-    gradient is that of the whole batch. Each chunk is a stream of dropout noise, so `dropout_streams` stays null. null keeps
+    gradient is that of the whole batch. Each chunk is a stream of dropout noise, so `dropout_rng_streams` stays null. null keeps
     all of a batch."""
     cuda_graphs: bool = False
     """On a GPU, record the step as a CUDA graph, one for each of the first eight shapes that batches have, and hand it over by
-    one call in place of thousands. For one worker and engine: plain. Not run on a GPU yet."""
+    one call in place of thousands. For one worker and engine: torch. Not run on a GPU yet."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a worker or node is lost."""
 
     @model_validator(mode="after")
     def _chunks_divide(self) -> Self:
-        if self.chunk is None:
+        if self.grad_cache_chunk is None:
             return self
-        if self.dropout_streams is not None:
-            raise ValueError("chunk and dropout_streams both part the batch; keep one of them")
+        if self.dropout_rng_streams is not None:
+            raise ValueError("grad_cache_chunk and dropout_rng_streams both part the batch; keep one of them")
         rows = self.batch_size // (self.workers or 1)
-        if rows % self.chunk:
+        if rows % self.grad_cache_chunk:
             allowed = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-            raise ValueError(f"chunk is {self.chunk}, which does not divide a worker's {rows} rows; allowed: {allowed}")
+            raise ValueError(
+                f"grad_cache_chunk is {self.grad_cache_chunk}, which does not divide a worker's {rows} rows; allowed: {allowed}"
+            )
         return self
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSection:
-        least = self.least_workers or 1
-        if self.least_workers is not None and least > self.workers:
+        least = self.min_workers or 1
+        if self.min_workers is not None and least > self.workers:
             raise ValueError(
-                f"least_workers is {least}, and workers {self.workers}; write least_workers of at most workers"
+                f"min_workers is {least}, and workers {self.workers}; write min_workers of at most workers"
             )
-        parts_of = {"workers": self.workers or 1, "least_workers": least, "dropout_streams": self.dropout_streams or 1}
+        parts_of = {
+            "workers": self.workers or 1,
+            "min_workers": least,
+            "dropout_rng_streams": self.dropout_rng_streams or 1,
+        }
         for key, parts in parts_of.items():
             if self.batch_size % parts:
                 allowed = ", ".join(str(n) for n in range(1, 65) if self.batch_size % n == 0)
                 raise ValueError(
                     f"{key} is {parts}, which does not divide batch_size {self.batch_size}; allowed: {allowed}"
                 )
-        for key, number in (("workers", self.workers or 1), ("least_workers", least)):
-            if self.dropout_streams and self.dropout_streams % number:
+        for key, number in (("workers", self.workers or 1), ("min_workers", least)):
+            if self.dropout_rng_streams and self.dropout_rng_streams % number:
                 raise ValueError(
-                    f"dropout_streams is {self.dropout_streams}, which is no multiple of {key} {number}; "
+                    f"dropout_rng_streams is {self.dropout_rng_streams}, which is no multiple of {key} {number}; "
                     f"write a multiple of {number}"
                 )
         return self
@@ -181,11 +187,11 @@ class TrainingSection(LoopSection):
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Self:
         hindrances = {
-            "engine: plain": self.engine != "plain",
+            "engine: torch": self.engine != "torch",
             "workers: 1": self.workers > 1,
             "gradient_accumulation: 1": self.gradient_accumulation > 1,
-            "chunk: null": self.chunk is not None,
-            "dropout_streams: null": self.dropout_streams not in (None, 1),
+            "grad_cache_chunk: null": self.grad_cache_chunk is not None,
+            "dropout_rng_streams: null": self.dropout_rng_streams not in (None, 1),
         }
         if self.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
             raise ValueError(
@@ -197,7 +203,7 @@ class TrainingSection(LoopSection):
     def worker_counts(self) -> list[int]:
         """Numbers of workers that the run may have, ascending: those that cut its batch and its streams into whole parts."""
         whole = math.gcd(self.batch_size, self._named_streams or self.batch_size)
-        return [n for n in range(self.least_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
+        return [n for n in range(self.min_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
 
     @property
     def streams(self) -> int:
@@ -206,4 +212,4 @@ class TrainingSection(LoopSection):
 
     @property
     def _named_streams(self) -> int | None:
-        return self.batch_size // self.chunk if self.chunk else self.dropout_streams
+        return self.batch_size // self.grad_cache_chunk if self.grad_cache_chunk else self.dropout_rng_streams

@@ -10,10 +10,10 @@ import yaml
 from distcse import __version__
 from distcse.encoder.source import PACKAGE
 from distcse.evaluation import Evaluation
-from distcse.files import put
+from distcse.files import write_text_atomic
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
-from distcse.storage import is_address, publish
+from distcse.storage import is_uri, upload_dir
 from distcse.student.run import Result
 
 
@@ -23,9 +23,9 @@ def write_card(result: Result) -> None:
     (model / "distcse").mkdir(exist_ok=True)
     if projection.exists():
         shutil.copyfile(projection, model / "distcse" / projection.name)
-    put(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
-    put(model / "README.md", card(result))
-    publish(model)
+    write_text_atomic(model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+    write_text_atomic(model / "README.md", card(result))
+    upload_dir(model)
 
 
 def card(result: Result) -> str:
@@ -64,7 +64,7 @@ def card(result: Result) -> str:
 
 def base_model(start: str) -> dict[str, str]:
     """The hub's metadata of what a model began as; nothing where that is no model of the hub."""
-    elsewhere = os.path.isabs(start) or is_address(start) or start.startswith(PACKAGE)
+    elsewhere = os.path.isabs(start) or is_uri(start) or start.startswith(PACKAGE)
     return {} if elsewhere else {"base_model": start}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distcse.evaluation.estimates import spearman
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.phases import Phase
 
 
@@ -51,7 +51,7 @@ class Cycles:
 
 def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Cycles:
     """From a run's ledger and events."""
-    ledger = Ledger(run)
+    ledger = PhaseStore(run)
     dev: dict[str, dict[int, float]] = {}
     agreement: dict[str, dict[str, float]] = {}
     number = 0

@@ -101,7 +101,7 @@ def legend(evaluation: Evaluation) -> list[str]:
     """What the marks mean, for those that are there: a line for models that saw the same share of a set."""
     models: dict[tuple[str, float], list[str]] = {}
     for about in evaluation.models:
-        for entry, share in about.exposure.items():
+        for entry, share in about.contamination.items():
             if share >= NOTICED_FROM:
                 models.setdefault((entry.replace("/", " ", 1), share), []).append(about.name)
     lines = []
@@ -144,7 +144,7 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         told = f"{'+' if apart.value >= 0 else ''}{number(score.measure, apart.value)} [{low}, {high}]"
     return Cell(
         number(score.measure, value),
-        _mark_of(evaluation.share_seen(score, model)),
+        _mark_of(evaluation.overlap_fraction(score, model)),
         told,
         apart is not None and apart.clear,
         best=len(score.values) > 1 and value == best,
@@ -153,7 +153,7 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
 
 def _mean(evaluation: Evaluation, score: Score, name: str, runs: Sequence[str]) -> Cell:
     spread = spreads(score).get(name)
-    seen = max(evaluation.share_seen(score, run) for run in runs)
+    seen = max(evaluation.overlap_fraction(score, run) for run in runs)
     return Cell(spread_text(score.measure, spread) or "–", _mark_of(seen) if spread else "")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import yaml
 
 from distcse import __version__
-from distcse.files import put
+from distcse.files import write_text_atomic
 from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
 from distcse.report.card import base_model, scores_told
-from distcse.storage import publish
+from distcse.storage import upload_dir
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
 
@@ -25,9 +25,9 @@ def write_group_cards(result: MutualResult) -> None:
     """Put README.md (the card) and distcse/recipe.yaml beside every model that was chosen."""
     for best in result.best:
         (best.model / "distcse").mkdir(exist_ok=True)
-        put(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
-        put(best.model / "README.md", group_card(result, best))
-        publish(best.model)
+        write_text_atomic(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
+        write_text_atomic(best.model / "README.md", group_card(result, best))
+        upload_dir(best.model)
 
 
 def group_card(result: MutualResult, best: Best) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from distcse.errors import RunError
+from distcse.errors import RunDirectoryError, RunError
 from distcse.report.cycles import Cycles, read_cycles
 from distcse.runs.directory import recorded
 
@@ -53,7 +53,7 @@ def read_run(path: Path) -> History:
         recipe = (path / "recipe.yaml").read_text(encoding="utf-8")
         events = list(_events(path / "events.jsonl"))
     except (OSError, ValueError, RunError) as lacking:
-        raise RunError(f"{path} cannot be read as a run: {lacking}") from None
+        raise RunDirectoryError(f"{path} cannot be read as a run: {lacking}") from None
     losses: dict[str, dict[int, float]] = {}
     dev: dict[int, float] = {}
     stages: list[tuple[str, float, str]] = []

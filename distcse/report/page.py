@@ -16,7 +16,7 @@ from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import beside
-from distcse.storage import put
+from distcse.storage import write_text_atomic
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
@@ -31,7 +31,7 @@ def put_pages(folder: Path, page: str, text: str) -> list[Path]:
     """Write report.html and report.md, each whole or not at all; their paths."""
     files = [folder / "report.html", folder / "report.md"]
     for file, written in zip(files, (page, text), strict=True):
-        put(file, written)
+        write_text_atomic(file, written)
     return files
 
 

@@ -13,7 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from distcse.events import DevScore, Doing, Event, InGroup, Listener, Note, Stage, Steps, TrialNews, as_line
+from distcse.events import (
+    DevScore,
+    Event,
+    GroupActivity,
+    GroupEvent,
+    Listener,
+    LogMessage,
+    StageProgress,
+    StepReport,
+    TrialUpdate,
+    as_line,
+)
 from distcse.report.knobs import in_a_line
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -36,8 +47,8 @@ class QuietView:
         self._console = console
 
     def show(self, event: Event) -> None:
-        told = event.event if isinstance(event, InGroup) else event
-        if isinstance(told, Note) and told.warning:
+        told = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(told, LogMessage) and told.warning:
             self._console.print(f"warning   {told.text}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -61,28 +72,28 @@ class PlainView:
         self._began = time.monotonic()
 
     def show(self, event: Event) -> None:
-        if isinstance(event, InGroup):
+        if isinstance(event, GroupEvent):
             self._show(event.event, event.group)
         else:
             self._show(event, "")
 
     def _show(self, event: Event, group: str) -> None:
-        if isinstance(event, Stage):
+        if isinstance(event, StageProgress):
             self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds is told once, at its end
             if event.finished or self._due(event.name):
                 self._line(_stage_line(event))
-        elif isinstance(event, Steps):
+        elif isinstance(event, StepReport):
             if event.step == event.total or self._due(f"steps {group}"):
                 rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
                 self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
         elif isinstance(event, DevScore):
             self._line(f"{group or 'dev':<9} {_dev_line(event)}")
-        elif isinstance(event, Doing):
+        elif isinstance(event, GroupActivity):
             self._line(f"{group:<9} {_doing_line(event)}")
-        elif isinstance(event, TrialNews):
+        elif isinstance(event, TrialUpdate):
             if event.status != "running" or self._due(f"trial {event.trial}"):
                 self._line(_trial_line(event))
-        elif isinstance(event, Note):
+        elif isinstance(event, LogMessage):
             told = f"{group:<9} {event.text}" if group else event.text
             self._line(("warning   " if event.warning else "") + told)
 
@@ -123,11 +134,11 @@ class LiveView:
         self._states: dict[str, _State] = {}
 
     def show(self, event: Event) -> None:
-        if isinstance(event, InGroup):
+        if isinstance(event, GroupEvent):
             self._in_group(event.group, event.event)
-        elif isinstance(event, Stage):
+        elif isinstance(event, StageProgress):
             self._stage(event)
-        elif isinstance(event, Steps):
+        elif isinstance(event, StepReport):
             note = f"{_pace(event)}{self._state('').dev}  {_losses(event)}{_waited(event)}"
             self._advance("train", event.step, event.total, note, _left(event))
             if event.step == event.total:
@@ -135,34 +146,34 @@ class LiveView:
         elif isinstance(event, DevScore):
             self._state("").scores.append(event.score)
             self._print(f"dev       {_dev_line(event)}")
-        elif isinstance(event, TrialNews):
+        elif isinstance(event, TrialUpdate):
             self._trial(event)
-        elif isinstance(event, Note):
+        elif isinstance(event, LogMessage):
             self._print(event.text, event.warning)
 
     def _in_group(self, group: str, event: Event) -> None:
         """A bar a group, all of them one under the other: its phase, its steps, its dev score, or whom it waits for."""
         state = self._state(group)
-        if isinstance(event, Doing):
+        if isinstance(event, GroupActivity):
             state.phase, state.note, state.scores = event.phase, _doing_line(event), []
             if event.activity in ("finished", "dropped"):
                 self._end(group)
                 self._print(f"{group:<9} {_doing_line(event)}")
             else:
                 self._advance(group, 0, None, state.note)
-        elif isinstance(event, Steps):
+        elif isinstance(event, StepReport):
             note = f"{state.note}{state.dev}  {_pace(event)}  {_losses(event)}"
             self._advance(group, event.step, event.total, note, _left(event))
         elif isinstance(event, DevScore):
             state.scores.append(event.score)
             self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
-        elif isinstance(event, Note):
+        elif isinstance(event, LogMessage):
             self._print(f"{group:<9} {event.text}", event.warning)
 
     def _state(self, group: str) -> _State:
         return self._states.setdefault(group, _State())
 
-    def _trial(self, event: TrialNews) -> None:
+    def _trial(self, event: TrialUpdate) -> None:
         """A bar for each trial that runs; a line for each that ended."""
         if event.status == "running":
             self._advance(event.trial, int(event.progress), 100, _trial_note(event))
@@ -173,7 +184,7 @@ class LiveView:
     def _print(self, text: str, warning: bool = False) -> None:
         self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False, soft_wrap=True)
 
-    def _stage(self, event: Stage) -> None:
+    def _stage(self, event: StageProgress) -> None:
         if event.finished:
             self._end(event.name)
             self._print(_stage_line(event))
@@ -253,28 +264,28 @@ def sparkline(scores: Sequence[float]) -> str:
     return "".join(_SPARKS[int((score - low) / spread * (len(_SPARKS) - 1)) if spread else 0] for score in shown)
 
 
-def _stage_line(event: Stage) -> str:
+def _stage_line(event: StageProgress) -> str:
     if event.finished:
         return f"{event.name:<9} {event.note or f'{event.done:,} {event.unit}'}"
     of = f"/{event.total:,}" if event.total else ""
     return f"{event.name:<9} {event.done:,}{of} {event.unit}"
 
 
-def _losses(event: Steps) -> str:
+def _losses(event: StepReport) -> str:
     parts = "".join(f"  {name} {value:.3f}" for name, value in event.losses.items() if name != "loss")
     return f"loss {event.losses['loss']:.4f}{parts}"
 
 
-def _pace(event: Steps) -> str:
+def _pace(event: StepReport) -> str:
     return f"{1 / event.seconds:.2f} steps/s"
 
 
-def _waited(event: Steps) -> str:
+def _waited(event: StepReport) -> str:
     share = 100 * event.waited / event.seconds if event.seconds else 0.0
     return f"  teachers waited for {share:.1f}%" if share else ""
 
 
-def _left(event: Steps) -> str:
+def _left(event: StepReport) -> str:
     return _clock((event.total - event.step) * event.seconds)
 
 
@@ -283,17 +294,17 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def _doing_line(event: Doing) -> str:
+def _doing_line(event: GroupActivity) -> str:
     waiting = f" for {', '.join(event.waiting_for)}" if event.waiting_for else ""
     return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
 
 
-def _trial_line(event: TrialNews) -> str:
+def _trial_line(event: TrialUpdate) -> str:
     why = f"  {event.why}" if event.why else ""
     return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{why}"
 
 
-def _trial_note(event: TrialNews) -> str:
+def _trial_note(event: TrialUpdate) -> str:
     score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
     return score + in_a_line(event.values)
 

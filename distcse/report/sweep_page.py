@@ -21,7 +21,7 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     """Write report.html and report.md into the sweep's folder; their paths."""
     space = Space(result.sweep, result.recipe)
     content = _content(result, space)
-    drawn = sweep_pictures(result.trials, space.knobs, content["importances"])
+    drawn = sweep_pictures(result.trials, space.parameters, content["importances"])
     page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
     return put_pages(result.directory, page, text)
@@ -29,7 +29,7 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
 
 def rows_of(result: SweepResult) -> list[Row]:
     """What the runs at the end came to: the dev score first, then the test sets."""
-    dev = dev_row(result.winners)
+    dev = dev_row(result.final_results)
     return [*([dev] if dev else []), *(set_rows(result.evaluation) if result.evaluation else [])]
 
 
@@ -37,7 +37,7 @@ def unfinished(result: SweepResult) -> list[str]:
     """Runs at the end that gave no model, and why: means are over the others."""
     return [
         f"{side_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.why}' if run.why else ''}"
-        for run in result.winners
+        for run in result.final_results
         if run.status != "finished"
     ]
 
@@ -47,7 +47,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
     ranked = sorted(
         result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
     )
-    paths = list(space.knobs)
+    paths = list(space.parameters)
     rows = rows_of(result)
     models = list(dict.fromkeys(name for row in rows for name in row.spreads))
     return {
@@ -55,8 +55,8 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "subtitle": _subtitle(result),
         "tiles": _tiles(result, rows, numbers),
         "interrupted": result.interrupted,
-        "winner": result.winner,
-        "winners_values": {path: shown(result.winner.values[path]) for path in paths} if result.winner else {},
+        "winner": result.best_trial,
+        "winners_values": {path: shown(result.best_trial.values[path]) for path in paths} if result.best_trial else {},
         "models": models,
         "summary": [
             {
@@ -66,7 +66,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "seeds": len(result.sweep.winner.seeds),
+        "seeds": len(result.sweep.final_runs.seeds),
         "unfinished": unfinished(result),
         "legend": legend(result.evaluation) if result.evaluation else [],
         "knobs": [short(path) for path in paths],
@@ -81,7 +81,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
                 "seconds": f"{trial.seconds:.0f}",
                 "values": [shown(trial.values[path]) for path in paths],
                 "why": trial.why,
-                "best": result.winner is not None and trial.name == result.winner.name,
+                "best": result.best_trial is not None and trial.name == result.best_trial.name,
             }
             for trial in ranked
         ],
@@ -104,9 +104,9 @@ def _subtitle(result: SweepResult) -> str:
 
 def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> list[dict[str, str]]:
     tiles = []
-    if result.winner is not None and result.winner.best is not None:
-        note = f"trial {numbers[result.winner.name]}, step {result.winner.best.step:,}"
-        tiles.append({"name": "best dev score", "figure": f"{result.winner.best.score:.2f}", "note": note})
+    if result.best_trial is not None and result.best_trial.best is not None:
+        note = f"trial {numbers[result.best_trial.name]}, step {result.best_trial.best.step:,}"
+        tiles.append({"name": "best dev score", "figure": f"{result.best_trial.best.score:.2f}", "note": note})
     averages = [row for row in rows if row.set.startswith("average")] or rows[:1]
     for name, spread in (averages[0].spreads if averages else {}).items():
         note = f"{averages[0].suite.upper()} {averages[0].set}, ± {spread.deviation:.2f} over {spread.number} seeds"

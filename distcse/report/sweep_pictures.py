@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from distcse.recipe import KnobSection
+from distcse.recipe import ParameterSection
 from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
 from distcse.report.knobs import short
 from distcse.tuning.records import Trial, winner_of
@@ -19,7 +19,7 @@ _CELLS = 8
 
 
 def sweep_pictures(
-    trials: Sequence[Trial], knobs: Mapping[str, KnobSection], importances: Mapping[str, float]
+    trials: Sequence[Trial], knobs: Mapping[str, ParameterSection], importances: Mapping[str, float]
 ) -> list[Picture]:
     """All pictures that there is something to draw for."""
     scored = [trial for trial in trials if trial.best is not None]
@@ -36,9 +36,9 @@ def sweep_pictures(
     return [picture for picture in drawn if picture is not None]
 
 
-def _parallel(trials: Sequence[Trial], knobs: Mapping[str, KnobSection]) -> Picture | None:
+def _parallel(trials: Sequence[Trial], knobs: Mapping[str, ParameterSection]) -> Picture | None:
     """One vertical scale a knob and one for the dev score; a line a trial, the better the stronger."""
-    paths = [path for path, knob in knobs.items() if knob.equals is None]
+    paths = [path for path, knob in knobs.items() if knob.expression is None]
     best = winner_of(trials)
     scores = [_score(trial) for trial in trials]
     low, high = min(scores), max(scores)
@@ -87,7 +87,7 @@ def _parallel(trials: Sequence[Trial], knobs: Mapping[str, KnobSection]) -> Pict
 class _Scale:
     """Where a knob's values lie between 0 and 1."""
 
-    def __init__(self, values: Sequence[Any], knob: KnobSection) -> None:
+    def __init__(self, values: Sequence[Any], knob: ParameterSection) -> None:
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
         self._names = None if numbers else sorted({str(value) for value in values})
         self._log = numbers and min(values) > 0 and (knob.log_uniform is not None or max(values) / min(values) >= 20)

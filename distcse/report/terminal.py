@@ -14,7 +14,7 @@ from rich.text import Text
 
 from distcse.evaluation import Evaluation
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
-from distcse.teachers.comparison import NEAREST, Comparison
+from distcse.teachers.comparison import NEAREST, TeacherComparison
 from distcse.tuning.summary import Row
 
 _PIPE_WIDTH = 1000
@@ -84,7 +84,7 @@ def print_lines(lines: list[str]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: TeacherComparison) -> None:
     """How far teachers agree, on standard output."""
     console = _for_tables()
     names = [f"teacher {number}" for number in range(len(comparison.teachers))]

@@ -28,12 +28,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from distcse.errors import RecipeError, RunError
-from distcse.events import Event, InGroup, Reporter, Saved, as_line
-from distcse.files import sealed, text_checksum, unsealed, writing
+from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunRecordError
+from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, as_line
+from distcse.files import dump_checked_json, load_checked_json, storage_errors, text_checksum
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
 from distcse.runs.lease import Lease, was_left_here
-from distcse.storage import Mirror, address, fetch, place, probe, put, refuse_job_copy, upload
+from distcse.storage import RemotePath, fetch, probe, refuse_job_copy, resolve_path, to_uri, upload, write_text_atomic
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a reader of a report wants to see; run.json has all."""
@@ -41,28 +41,28 @@ _SEAL = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 _MAY_CHANGE = (
     "training.workers",
-    "training.least_workers",
+    "training.min_workers",
     "training.cpus_per_worker",
     "training.gpus_per_worker",
     "training.engine",
     "training.zero_stage",
     "training.deepspeed",
-    "training.dropout_streams",
-    "training.chunk",
+    "training.dropout_rng_streams",
+    "training.grad_cache_chunk",
     "training.cuda_graphs",
     "training.max_failures",
-    "training.nodes",
+    "training.node_labels",
     "training.log_every",
-    "teachers.builders",
-    "teachers.builder_gpus",
-    "teachers.servers",
-    "teachers.nodes",
-    "teachers.block_steps",
+    "teachers.embedding_workers",
+    "teachers.gpus_per_actor",
+    "teachers.num_servers",
+    "teachers.node_labels",
+    "teachers.prefetch_steps",
     "teachers.tokens_per_batch",
-    "teachers.deadline",
-    "evaluation.final",
+    "teachers.heartbeat_timeout_s",
+    "evaluation.final_suites",
     "storage.cache",
-    "track",
+    "loggers",
 )
 """Knobs that a resumed run may set anew: none of them changes what is learned."""
 
@@ -70,7 +70,7 @@ _MAY_CHANGE_IN_GROUPS = (
     "ray",
     "groups.cpus_per_worker",
     "groups.gpus_per_worker",
-    "groups.nodes",
+    "groups.node_labels",
     "bi.engine",
     "bi.zero_stage",
     "bi.deepspeed",
@@ -81,9 +81,9 @@ _MAY_CHANGE_IN_GROUPS = (
     "cross.log_every",
     "mutual.on_failure",
     "mutual.max_failures",
-    "evaluation.final",
+    "evaluation.final_suites",
     "storage.cache",
-    "track",
+    "loggers",
 )
 _PLACE = re.compile(r"\.\d+\.")
 
@@ -108,8 +108,8 @@ class RunDirectory:
     def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
         require_lasting(recipe.storage)
-        stem = place(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if isinstance(stem, Mirror):  # nobody can make a folder there that others then cannot make
+        stem = resolve_path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if isinstance(stem, RemotePath):  # nobody can make a folder there that others then cannot make
             stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
         for attempt in range(1, 1000):
             path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
@@ -118,12 +118,12 @@ class RunDirectory:
             except FileExistsError:
                 continue
             except OSError as refused:
-                raise RunError(
+                raise RunDirectoryError(
                     f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
                 ) from None
             write_recipe(path / "recipe.yaml", recipe)
             return cls(path)
-        raise RunError(f"{stem} and 999 like it exist; clean {stem.parent}")
+        raise RunDirectoryError(f"{stem} and 999 like it exist; clean {stem.parent}")
 
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
@@ -134,8 +134,8 @@ class RunDirectory:
         return directory
 
     def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
-        """Work in the folder alone. Raises `InUseError` where another start does; one that was killed is followed at once."""
-        return nullcontext(Lease.stake(self.path)) if self._kept else Lease.held(self.path, reporter)
+        """Work in the folder alone. Raises `RunInUseError` where another start does; one that was killed is followed at once."""
+        return nullcontext(Lease.acquire(self.path)) if self._kept else Lease.held(self.path, reporter)
 
     def decide(self, recipe: Recipe | MutualRecipe) -> None:
         """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
@@ -158,20 +158,20 @@ class RunDirectory:
         """
         stored = path / "recipe.yaml"
         if not fetch(stored):
-            raise RunError(
-                f"{address(path)} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
+            raise RunDirectoryError(
+                f"{to_uri(path)} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
             )
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
         allowed = (*(_MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS), *also)
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
         if forbidden := [key for key in changed if not _PLACE.sub(".", key).startswith(allowed)]:
-            raise RecipeError(
+            raise FrozenKeyError(
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
         if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
-            raise RecipeError(
+            raise FrozenKeyError(
                 "ray cannot change in a resumed run with a group of several workers: in turns one worker does their work, with "
                 "other dropout noise; start a new run, or leave it"
             )
@@ -189,12 +189,12 @@ class RunDirectory:
         file = self.path / "run.json"
         if fetch(file):
             if changed := other_data(recorded(self.path)["data"], data):
-                raise RunError(
-                    f"the {changed[0]} has changed since {address(self.path)} began{_apart(*changed)}; restore it, or start a "
+                raise ResumeMismatchError(
+                    f"the {changed[0]} has changed since {to_uri(self.path)} began{_apart(*changed)}; restore it, or start a "
                     "new run"
                 )
             return
-        put(file, sealed({"data": dict(data), "seed": seed, **self.circumstances()}))
+        write_text_atomic(file, dump_checked_json({"data": dict(data), "seed": seed, **self.circumstances()}))
 
     @staticmethod
     def circumstances() -> dict[str, Any]:
@@ -213,19 +213,19 @@ class RunDirectory:
         """Note what a run began with; refuse to go on with another."""
         file = self.path / f"{name}.begun"
         if not fetch(file):
-            put(file, checksum)
+            write_text_atomic(file, checksum)
         elif (begun := file.read_text()) != checksum:
-            raise RunError(
-                f"the {name} have changed since {address(self.path)} began (checksum {checksum[:12]}, was {begun[:12]}); "
+            raise ResumeMismatchError(
+                f"the {name} have changed since {to_uri(self.path)} began (checksum {checksum[:12]}, was {begun[:12]}); "
                 "restore storage.cache, or start a new run"
             )
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl. In object storage it is as old as the last checkpoint: a resumed run tells the rest
         again."""
-        with writing(self._events), open(self._events, "a", encoding="utf-8") as opened:
+        with storage_errors(self._events), open(self._events, "a", encoding="utf-8") as opened:
             opened.write(as_line(event) + "\n")
-        if isinstance(event.event if isinstance(event, InGroup) else event, Saved):
+        if isinstance(event.event if isinstance(event, GroupEvent) else event, CheckpointSaved):
             self.store_events()
 
     def store_events(self) -> None:
@@ -242,7 +242,7 @@ def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cac
     """Raise `RecipeError` for a folder of a recipe that Ray deletes with the job."""
     for key in keys:
         fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
-        refuse_job_copy(f"storage.{key}", place(getattr(storage, key)), fix)
+        refuse_job_copy(f"storage.{key}", resolve_path(getattr(storage, key)), fix)
 
 
 def require_lasting_run(directory: Path) -> None:
@@ -254,15 +254,15 @@ def require_lasting_run(directory: Path) -> None:
 def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
     """Make a recipe's folders, if they are not there. `RunError` where that is refused, before any work."""
     for key in keys:
-        folder = place(getattr(storage, key))
-        if isinstance(folder, Mirror):
+        folder = resolve_path(getattr(storage, key))
+        if isinstance(folder, RemotePath):
             probe(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
                 pass
         except OSError as refused:
-            raise RunError(
+            raise RunDirectoryError(
                 f"cannot write in {folder}: {refused.strerror}; set storage.{key} to a folder you may write"
             ) from None
 
@@ -273,7 +273,7 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
         inner = (_differences(before.get(k), after.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return set().union(*inner)
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        inside = (_differences(b, a, f"{path}.{place}") for place, (b, a) in enumerate(zip(before, after, strict=True)))
+        inside = (_differences(b, a, f"{path}.{index}") for index, (b, a) in enumerate(zip(before, after, strict=True)))
         return set().union(*inside)
     return set() if before == after else {path}
 
@@ -281,7 +281,7 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
 def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
     """Store a resolved recipe with a checksum of itself: YAML that was cut short is still YAML, of another recipe."""
     text = recipe_yaml(recipe)
-    put(file, f"{text}# blake2b {text_checksum(text)} of the lines above\n")
+    write_text_atomic(file, f"{text}# blake2b {text_checksum(text)} of the lines above\n")
 
 
 def check_stored(file: Path) -> None:
@@ -289,10 +289,10 @@ def check_stored(file: Path) -> None:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as broken:
-        raise RunError(f"{file} cannot be read: {broken}") from None
+        raise RunRecordError(f"{file} cannot be read: {broken}") from None
     seal = _SEAL.search(text)
     if seal is None or text_checksum(text[: seal.start()]) != seal[1]:
-        raise RunError(
+        raise RunRecordError(
             f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other knobs start a new run"
         )
 
@@ -301,10 +301,10 @@ def recorded(run: Path) -> dict[str, Any]:
     """What a run noted in run.json. Raises `RunError` where it is not there, or not what was written."""
     try:
         fetch(run / "run.json")
-        return unsealed(run / "run.json")
+        return load_checked_json(run / "run.json")
     except (OSError, ValueError) as broken:
-        raise RunError(
-            f"{address(run / 'run.json')} cannot be read ({broken}); restore it, or start a new run"
+        raise RunRecordError(
+            f"{to_uri(run / 'run.json')} cannot be read ({broken}); restore it, or start a new run"
         ) from None
 
 

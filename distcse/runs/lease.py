@@ -35,10 +35,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import RunError, StoppedEarlyError, StorageError
-from distcse.events import Note, Reporter
-from distcse.files import writing
-from distcse.storage import Mirror, address, put, read
+from distcse.errors import RunError, RunInUseError, RunTakenOverError, StoppedEarlyError, StorageError
+from distcse.events import LogMessage, Reporter
+from distcse.files import storage_errors
+from distcse.storage import RemotePath, read, to_uri, write_text_atomic
 
 HEARTBEAT_S = 5.0
 """Seconds between two touches of a claim."""
@@ -51,10 +51,6 @@ _LOOK = 1.0
 _LOOK_STORED = 5.0
 _held_here: set[str] = set()
 """Tokens of the claims that this process works by: of others that name it, it could not say that it gave them back."""
-
-
-class InUseError(RunError):
-    """Somebody works in the folder."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class LeaseOwner:
         return cls(os.getpid(), socket.gethostname(), _kernel(), _began(os.getpid()))
 
     @property
-    def told(self) -> str:
+    def describe(self) -> str:
         """In words."""
         return f"process {self.pid} on {self.host}"
 
@@ -90,11 +86,11 @@ class Lease:
     and what could not be stored."""
 
     @classmethod
-    def stake(cls, folder: Path) -> Lease:
+    def acquire(cls, folder: Path) -> Lease:
         """Take a folder over: claims before this one no longer hold."""
         lease = cls(folder / "claim", secrets.token_hex(8), was_left_here(folder))
         _held_here.add(lease.token)
-        put(lease.file, json.dumps({"token": lease.token, "holder": asdict(LeaseOwner.here())}))
+        write_text_atomic(lease.file, json.dumps({"token": lease.token, "holder": asdict(LeaseOwner.here())}))
         return lease
 
     @classmethod
@@ -108,7 +104,7 @@ class Lease:
             waits_for: What somebody who works there does that is worth waiting for; None refuses at once.
 
         Raises:
-            InUseError: Somebody works there.
+            RunInUseError: Somebody works there.
         """
         lease = cls._when_free(folder, reporter, waits_for)
         ended = threading.Event()
@@ -125,19 +121,23 @@ class Lease:
         try:
             holds = self._holds()
         except OSError as lost:
-            raise RunError(f"{self.file} cannot be read: {lost.strerror}; who may write there is not known") from None
+            raise RunTakenOverError(
+                f"{self.file} cannot be read: {lost.strerror}; who may write there is not known"
+            ) from None
         if not holds:
             raise self._taken_over()
 
     def check_here(self) -> None:
         """As `check`, by what this machine knows: of a mirror that is enough to write in it, while storage is away too."""
-        if not isinstance(self.file, Mirror):
+        if not isinstance(self.file, RemotePath):
             self.check()
         elif self.file.is_file() and _parsed(self.file.read_bytes()).get("token") != self.token:
             raise self._taken_over()
 
     def _taken_over(self) -> RunError:
-        return RunError(f"{address(self.file.parent)} was taken over by a later start; this one writes nothing more")
+        return RunTakenOverError(
+            f"{to_uri(self.file.parent)} was taken over by a later start; this one writes nothing more"
+        )
 
     @classmethod
     def _when_free(cls, folder: Path, reporter: Reporter, waits_for: str | None) -> Lease:
@@ -147,20 +147,20 @@ class Lease:
             if (holder := who_works_in(folder, reporter)) is None:
                 with _in_order(folder):
                     if _read(folder / "claim") == seen:
-                        return cls.stake(folder)
+                        return cls.acquire(folder)
                 continue
             if waits_for is None:
-                raise InUseError(
-                    f"{address(folder)} is in use by {holder.told}; wait for its end, or stop it, then try again"
+                raise RunInUseError(
+                    f"{to_uri(folder)} is in use by {holder.describe}; wait for its end, or stop it, then try again"
                 )
             if not is_told:
-                reporter.emit(Note(f"{holder.told} {waits_for}; waiting for its end"))
+                reporter.emit(LogMessage(f"{holder.describe} {waits_for}; waiting for its end"))
                 is_told = True
             _wait(_LOOK, reporter)
 
     def _beat(self, ended: threading.Event) -> None:
         beats = 0
-        while not ended.wait(_BEAT_STORED if isinstance(self.file, Mirror) else HEARTBEAT_S):
+        while not ended.wait(_BEAT_STORED if isinstance(self.file, RemotePath) else HEARTBEAT_S):
             # A touch that storage refuses is not the end of the work: the next may succeed, and `check` tells who took over.
             with suppress(OSError, StorageError):
                 if self._holds():
@@ -175,7 +175,7 @@ class Lease:
         # Where that cannot be written (the disk is full, the folder gone), it is free when this process ends.
         with suppress(OSError, StorageError), _in_order(self.file.parent):
             if self._holds():
-                put(self.file, json.dumps({"token": self.token}))
+                write_text_atomic(self.file, json.dumps({"token": self.token}))
 
 
 def who_works_in(folder: Path, reporter: Reporter) -> LeaseOwner | None:
@@ -196,7 +196,7 @@ def who_works_in(folder: Path, reporter: Reporter) -> LeaseOwner | None:
 def was_left_here(folder: Path) -> bool:
     """Whether the latest start in a folder of object storage was this machine's."""
     file = folder / "claim"
-    if not isinstance(file, Mirror) or not file.is_file():
+    if not isinstance(file, RemotePath) or not file.is_file():
         return False
     token = _parsed(file.read_bytes()).get("token")
     return token is not None and token == _read(file).get("token")
@@ -207,13 +207,13 @@ def _is_silent(file: Path, holder: LeaseOwner, reporter: Reporter) -> bool:
     remaining = min(LEASE_TIMEOUT_S, LEASE_TIMEOUT_S - _age(file, last))
     if remaining > 0:
         reporter.emit(
-            Note(
-                f"{address(file.parent)} was in use by {holder.told}; looking for up to {remaining:.0f} s if it still is"
+            LogMessage(
+                f"{to_uri(file.parent)} was in use by {holder.describe}; looking for up to {remaining:.0f} s if it still is"
             )
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        _wait(_LOOK_STORED if isinstance(file, Mirror) else _LOOK, reporter)
+        _wait(_LOOK_STORED if isinstance(file, RemotePath) else _LOOK, reporter)
         if _touched(file) != last:
             return False
     return True
@@ -228,15 +228,15 @@ def _wait(seconds: float, reporter: Reporter) -> None:
 
 
 def _touch(file: Path, sign: str) -> None:
-    if isinstance(file, Mirror):
-        put(_beats(file), sign)
+    if isinstance(file, RemotePath):
+        write_text_atomic(_beats(file), sign)
     else:
         os.utime(file, follow_symlinks=False)
 
 
 def _touched(file: Path) -> float | bytes | None:
     """What another touch changes."""
-    if isinstance(file, Mirror):
+    if isinstance(file, RemotePath):
         return read(_beats(file))
     with open(file, "rb") as opened:  # opening asks a network file system's server, where a name alone asks its cache
         return os.fstat(opened.fileno()).st_mtime
@@ -274,8 +274,8 @@ def _parsed(content: bytes) -> dict[str, Any]:
 @contextmanager
 def _in_order(folder: Path) -> Iterator[None]:
     """One process of this machine after the other."""
-    if isinstance(folder, Mirror):  # which may not be here yet
-        with writing(folder):
+    if isinstance(folder, RemotePath):  # which may not be here yet
+        with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

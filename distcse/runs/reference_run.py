@@ -11,13 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distcse.errors import RunError
+from distcse.errors import ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import Reporter
-from distcse.files import sealed
+from distcse.files import dump_checked_json
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory, other_data, recorded
-from distcse.runs.lease import InUseError, who_works_in
-from distcse.storage import address, fetch_folder, put
+from distcse.runs.lease import who_works_in
+from distcse.storage import fetch_folder, to_uri, write_text_atomic
 
 _ELSEWHERE = ("storage.runs",)
 
@@ -67,14 +67,14 @@ class ReferenceRun:
         """
         _, recipe = RunDirectory.reopen(path, overrides, _ELSEWHERE)
         if (holder := who_works_in(path, reporter)) is not None:
-            raise InUseError(
-                f"{address(path)} is in use by {holder.told}; a rerun compares with what it comes to: wait for its end"
+            raise RunInUseError(
+                f"{to_uri(path)} is in use by {holder.describe}; a rerun compares with what it comes to: wait for its end"
             )
         noted = recorded(path)
         _fetch_models(path, recipe)
         if not _models(path):
-            raise RunError(
-                f"{address(path)} has no model to compare with: the run did not come to its end; --resume {address(path)} "
+            raise RunDirectoryError(
+                f"{to_uri(path)} has no model to compare with: the run did not come to its end; --resume {to_uri(path)} "
                 "first"
             )
         return cls(path, recipe, noted["data"], _differences(noted))
@@ -83,8 +83,8 @@ class ReferenceRun:
         """Raise `RunError` where what would be learned from is not what was."""
         if changed := other_data(self.data, data):
             name, before, now = changed
-            raise RunError(
-                f"the {name} is not the one that {address(self.path)} learned from (fingerprint {now[:12]}, was {before[:12]}); "
+            raise ResumeMismatchError(
+                f"the {name} is not the one that {to_uri(self.path)} learned from (fingerprint {now[:12]}, was {before[:12]}); "
                 "restore it: a rerun on other data would show nothing"
             )
 
@@ -92,14 +92,17 @@ class ReferenceRun:
         """The models of the two runs; noted in the second one's rerun.json."""
         first, second = _weights(self.path), _weights(run)
         if shapes(first) != shapes(second):
-            raise RunError(f"{self.path} and {run} hold models of different shapes")
+            raise ResumeMismatchError(f"{self.path} and {run} hold models of different shapes")
         largest, where = 0.0, ""
         for name, tensor in first.items():
             apart = float((tensor.double() - second[name].double()).abs().max()) if tensor.numel() else 0.0
             if apart > largest or not where:
                 largest, where = apart, name
         compared = Compared(_digest(first), _digest(second), largest, where)
-        put(run / "rerun.json", sealed({"of": address(self.path), **asdict(compared), "others": self.warnings}))
+        write_text_atomic(
+            run / "rerun.json",
+            dump_checked_json({"of": to_uri(self.path), **asdict(compared), "others": self.warnings}),
+        )
         return compared
 
 
@@ -129,7 +132,7 @@ def _weights(run: Path) -> dict[str, Tensor]:
         try:
             found.update({f"{place}/{name}": tensor for name, tensor in load_file(file).items()})
         except (OSError, SafetensorError) as broken:
-            raise RunError(f"{file} cannot be read: {broken}") from None
+            raise RunRecordError(f"{file} cannot be read: {broken}") from None
     return found
 
 

@@ -8,31 +8,31 @@ and then named by one object, its record, with checksums: a reader sees what was
 is what makes a thing exist. Things are removed record first. Lists of names serve to clean up and to look for a way out.
 """
 
-from distcse.storage.folders import fetch_folder, is_stored, publish, remove, withdraw
+from distcse.storage.folders import delete_dir, fetch_folder, is_stored, remove, upload_dir
 from distcse.storage.job_copy import is_in_job_copy, refuse_job_copy
-from distcse.storage.places import Mirror, address, is_address, place
+from distcse.storage.places import RemotePath, is_uri, resolve_path, to_uri
 from distcse.storage.probe import probe
 from distcse.storage.runs import model_of
-from distcse.storage.single import fetch, names, put, read, upload, whole
+from distcse.storage.single import atomic_write, fetch, names, read, upload, write_text_atomic
 
 __all__ = [
-    "Mirror",
-    "address",
+    "RemotePath",
+    "atomic_write",
+    "delete_dir",
     "fetch",
     "fetch_folder",
-    "is_address",
     "is_in_job_copy",
     "is_stored",
+    "is_uri",
     "model_of",
     "names",
-    "place",
     "probe",
-    "publish",
-    "put",
     "read",
     "refuse_job_copy",
     "remove",
+    "resolve_path",
+    "to_uri",
     "upload",
-    "whole",
-    "withdraw",
+    "upload_dir",
+    "write_text_atomic",
 ]

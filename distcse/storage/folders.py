@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distcse.errors import RunError
-from distcse.files import checksum, flush, sealed, text_checksum, unsealed_bytes, writing
+from distcse.errors import RunRecordError
+from distcse.files import checksum, dump_checked_json, fsync, load_checked_json_bytes, storage_errors, text_checksum
 from distcse.storage import objects
-from distcse.storage.places import Mirror, address, mirrors
+from distcse.storage.places import RemotePath, mirrors, to_uri
 
 _RECORD = "record.json"
 _AT_A_TIME = 8
@@ -46,25 +46,25 @@ class _Record:
         return cls(text_checksum(json.dumps(sorted(told.items())))[:12], told)
 
     @classmethod
-    def stored(cls, folder: Mirror) -> _Record | None:
+    def stored(cls, folder: RemotePath) -> _Record | None:
         """That of a folder; None where there is none."""
-        content = objects.read(f"{address(folder)}/{_RECORD}")
+        content = objects.read(f"{to_uri(folder)}/{_RECORD}")
         if content is None:
             return None
         try:
-            told = unsealed_bytes(content)
+            told = load_checked_json_bytes(content)
             return cls(told["content"], {name: (size, mark) for name, (size, mark) in told["files"].items()})
         except (ValueError, KeyError, TypeError) as broken:
-            raise RunError(
-                f"{address(folder)}/{_RECORD} is not what was written ({broken}); remove {address(folder)}"
+            raise RunRecordError(
+                f"{to_uri(folder)}/{_RECORD} is not what was written ({broken}); remove {to_uri(folder)}"
             ) from None
 
-    def at(self, folder: Mirror, name: str) -> str:
+    def at(self, folder: RemotePath, name: str) -> str:
         """The address of a file."""
-        return f"{address(folder)}/{self.content}/{name}"
+        return f"{to_uri(folder)}/{self.content}/{name}"
 
 
-def publish(folder: Path, files: Mapping[str, Path] | None = None) -> None:
+def upload_dir(folder: Path, files: Mapping[str, Path] | None = None) -> None:
     """Store a folder as it is now; in a folder that all machines share it is stored already.
 
     Args:
@@ -74,13 +74,13 @@ def publish(folder: Path, files: Mapping[str, Path] | None = None) -> None:
     Raises:
         StorageError: The storage refuses. What was stored before still is.
     """
-    if not isinstance(folder, Mirror):
+    if not isinstance(folder, RemotePath):
         return
     ours = files or {file.relative_to(folder).as_posix(): file for file in _files(folder)}
     now, before = _Record.of(ours), _Record.stored(folder)
     if now != before:
         _each(ours, lambda name: _store(folder, name, ours[name], now, before))
-        objects.write(f"{address(folder)}/{_RECORD}", sealed(asdict(now)).encode())
+        objects.write(f"{to_uri(folder)}/{_RECORD}", dump_checked_json(asdict(now)).encode())
         if before is not None and before.content != now.content:
             _delete(folder, before)
     _note(folder, now)
@@ -88,7 +88,7 @@ def publish(folder: Path, files: Mapping[str, Path] | None = None) -> None:
 
 def is_stored(folder: Path) -> bool:
     """Whether a folder is there, without fetching it."""
-    return _Record.stored(folder) is not None if isinstance(folder, Mirror) else folder.is_dir()
+    return _Record.stored(folder) is not None if isinstance(folder, RemotePath) else folder.is_dir()
 
 
 def fetch_folder(folder: Path, into: Path | None = None) -> bool:
@@ -102,7 +102,7 @@ def fetch_folder(folder: Path, into: Path | None = None) -> bool:
         StorageError: The storage refuses.
         RunError: What is stored is damaged.
     """
-    if not isinstance(folder, Mirror):
+    if not isinstance(folder, RemotePath):
         return folder.is_dir()
     wanted = _Record.stored(folder)
     while wanted is not None:
@@ -114,7 +114,7 @@ def fetch_folder(folder: Path, into: Path | None = None) -> bool:
             except FileNotFoundError:
                 now = _Record.stored(folder)
                 if now == wanted:
-                    raise RunError(f"{address(folder)} lacks files that its {_RECORD} names; remove it") from None
+                    raise RunRecordError(f"{to_uri(folder)} lacks files that its {_RECORD} names; remove it") from None
                 wanted = now  # replaced, or removed, in the meantime
                 continue
             if into is None:
@@ -126,18 +126,18 @@ def fetch_folder(folder: Path, into: Path | None = None) -> bool:
     return False
 
 
-def withdraw(folder: Path) -> None:
+def delete_dir(folder: Path) -> None:
     """Remove a stored folder and its mirror."""
-    if isinstance(folder, Mirror) and (record := _Record.stored(folder)) is not None:
-        objects.delete(f"{address(folder)}/{_RECORD}")
+    if isinstance(folder, RemotePath) and (record := _Record.stored(folder)) is not None:
+        objects.delete(f"{to_uri(folder)}/{_RECORD}")
         _delete(folder, record)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
     """Remove all that is below a folder, what others are reached by before the others."""
-    if isinstance(folder, Mirror):
-        for stored in sorted(objects.listed(address(folder)), key=lambda name: (name.count("/"), name)):
+    if isinstance(folder, RemotePath):
+        for stored in sorted(objects.listed(to_uri(folder)), key=lambda name: (name.count("/"), name)):
             objects.delete(stored)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,18 +147,18 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
 
 
-def _store(folder: Mirror, name: str, file: Path, now: _Record, before: _Record | None) -> None:
+def _store(folder: RemotePath, name: str, file: Path, now: _Record, before: _Record | None) -> None:
     same = before is not None and before.files.get(name) == now.files[name] and now.files[name][0] <= _MOST_COPIED
     if not (before and same and objects.copy(before.at(folder, name), now.at(folder, name))):
         objects.write(now.at(folder, name), file)
 
 
-def _delete(folder: Mirror, record: _Record) -> None:
+def _delete(folder: RemotePath, record: _Record) -> None:
     _each(record.files, lambda name: objects.delete(record.at(folder, name)))
 
 
-def _bring(folder: Mirror, into: Path, record: _Record) -> None:
-    with writing(into):
+def _bring(folder: RemotePath, into: Path, record: _Record) -> None:
+    with storage_errors(into):
         for name in record.files:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
     for name, (size, mark) in record.files.items():
@@ -171,17 +171,19 @@ def _download(stored: str, file: Path, mark: str) -> None:
     beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     digest = hashlib.blake2b(digest_size=16)
     try:
-        with writing(file):
+        with storage_errors(file):
             out = open(beside, "wb")  # noqa: SIM115 - closed below
         with out:
             for part in objects.chunks(stored):
                 digest.update(part)
-                with writing(file):
+                with storage_errors(file):
                     out.write(part)
         if digest.hexdigest() != mark:
-            raise RunError(f"{stored} is not what was stored: its checksum differs; remove the folder that it is in")
-        with writing(file):
-            flush(beside)
+            raise RunRecordError(
+                f"{stored} is not what was stored: its checksum differs; remove the folder that it is in"
+            )
+        with storage_errors(file):
+            fsync(beside)
             os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
@@ -192,7 +194,7 @@ def _each(names: Mapping[str, object], work: Callable[[str], None]) -> None:
         list(pool.map(work, names))
 
 
-def _is_here(folder: Mirror, into: Path, record: _Record) -> bool:
+def _is_here(folder: RemotePath, into: Path, record: _Record) -> bool:
     """Whether a mirror holds what a record says, as far as a look at the sizes tells."""
     try:
         noted = _notes(folder).read_text(encoding="utf-8") == record.content
@@ -201,22 +203,22 @@ def _is_here(folder: Mirror, into: Path, record: _Record) -> bool:
         return False
 
 
-def _note(folder: Mirror, record: _Record) -> None:
+def _note(folder: RemotePath, record: _Record) -> None:
     """A mirror was compared with a record, checksum by checksum."""
     notes = _notes(folder)
-    with writing(notes):
+    with storage_errors(notes):
         notes.parent.mkdir(parents=True, exist_ok=True)
         notes.write_text(record.content, encoding="utf-8")
 
 
-def _notes(folder: Mirror) -> Path:
+def _notes(folder: RemotePath) -> Path:
     return mirrors() / ".known" / text_checksum(str(folder))
 
 
 @contextmanager
-def _alone(folder: Mirror) -> Iterator[None]:
+def _alone(folder: RemotePath) -> Iterator[None]:
     lock = mirrors() / ".locks" / text_checksum(str(folder))
-    with writing(lock):
+    with storage_errors(lock):
         lock.parent.mkdir(parents=True, exist_ok=True)
         held = open(lock, "w")  # noqa: SIM115 - closed below, and its lock with it
     with held:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import StorageError
+from distcse.errors import ObjectStorageError
 from distcse.storage.places import endpoint_of, parts
 
 _ATTEMPTS = 6
@@ -144,7 +144,7 @@ def _told(address: str, done: str) -> Iterator[None]:
     except (OSError, ValueError, pyarrow.ArrowException) as refused:
         if isinstance(refused, FileNotFoundError) and done != "written":
             raise
-        raise StorageError(
+        raise ObjectStorageError(
             f"{address} cannot be {done}: {_reason(address, ' '.join(str(refused).split()))}. Nothing there is half written; "
             "what this machine has is kept, and --resume goes on from it"
         ) from None

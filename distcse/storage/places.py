@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PosixPath
 from typing import Any
 
-from distcse.errors import StorageError
+from distcse.errors import StorageAddressError
 from distcse.files import text_checksum
 
 _ADDRESS = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\r\n\t]+)*)/*")
@@ -15,19 +15,19 @@ _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("CLOUD_S
 _NO_ENDPOINT = "cloud"
 
 
-class Mirror(PosixPath):
+class RemotePath(PosixPath):
     """The local twin of a place in object storage. To another process or machine it travels as its address."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return place, (address(self),)
+        return resolve_path, (to_uri(self),)
 
 
-def is_address(text: str) -> bool:
+def is_uri(text: str) -> bool:
     """Whether a name says where in some network, rather than which folder."""
     return "://" in text
 
 
-def place(name: str | Path) -> Path:
+def resolve_path(name: str | Path) -> Path:
     """The folder or file of a name: as it is, or for an address its mirror on this machine.
 
     A path below the folder of mirrors is a mirror too: so what a message names can be typed.
@@ -38,13 +38,13 @@ def place(name: str | Path) -> Path:
     Raises:
         StorageError: An address of another kind, or with something in it that belongs in the environment.
     """
-    if isinstance(name, Mirror):
+    if isinstance(name, RemotePath):
         return name
     text = str(name)
-    if not is_address(text):
-        return Mirror(text) if _is_below(Path(text), mirrors()) else Path(text)
+    if not is_uri(text):
+        return RemotePath(text) if _is_below(Path(text), mirrors()) else Path(text)
     scheme, bucket, key = parts(text)
-    return Mirror(mirrors(), scheme, _known(scheme), bucket, *key.split("/"))
+    return RemotePath(mirrors(), scheme, _known(scheme), bucket, *key.split("/"))
 
 
 def parts(text: str) -> tuple[str, str, str]:
@@ -52,16 +52,16 @@ def parts(text: str) -> tuple[str, str, str]:
     found = _ADDRESS.fullmatch(text)
     if found is None or {".", ".."} & set(found[3].split("/")):
         # Not repeated: it may hold a key and its secret.
-        raise StorageError(
+        raise StorageAddressError(
             "that is no address of object storage; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and put credentials and "
             "endpoint in the environment (AWS_…, GOOGLE_…)"
         )
     return found[1], found[2], found[3].removeprefix("/")
 
 
-def address(path: Path) -> str:
+def to_uri(path: Path) -> str:
     """What a place is called: the address of what a mirror mirrors; a path as it is."""
-    if not isinstance(path, Mirror):
+    if not isinstance(path, RemotePath):
         return str(path)
     scheme, _, bucket, *key = path.relative_to(mirrors()).parts
     return "/".join([f"{scheme}://{bucket}", *key])

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import secrets
 
-from distcse.errors import StorageError
+from distcse.errors import ObjectStorageError
 from distcse.storage import objects
-from distcse.storage.places import Mirror, address
+from distcse.storage.places import RemotePath, to_uri
 
 
-def probe(folder: Mirror) -> None:
+def probe(folder: RemotePath) -> None:
     """Put a small object, read it and delete it again.
 
     Raises:
         StorageError: The storage refuses one of them.
     """
-    there = f"{address(folder)}/.distcse-probe-{secrets.token_hex(6)}"
+    there = f"{to_uri(folder)}/.distcse-probe-{secrets.token_hex(6)}"
     objects.write(there, b"distcse")
     found = objects.read(there)
     objects.delete(there)
     if found != b"distcse":
-        raise StorageError(f"{address(folder)}: what was written is not what is read")
+        raise ObjectStorageError(f"{to_uri(folder)}: what was written is not what is read")

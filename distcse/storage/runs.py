@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distcse.errors import EncoderError
+from distcse.errors import ModelNotFoundError
 from distcse.storage.folders import is_stored
-from distcse.storage.places import place
+from distcse.storage.places import resolve_path
 from distcse.storage.single import fetch, names
 
 
@@ -14,14 +14,14 @@ def model_of(source: str) -> str:
     Raises:
         EncoderError: A run with several models, or with none yet.
     """
-    run = place(source)
+    run = resolve_path(source)
     if not fetch(run / "recipe.yaml"):
         return source
     several = sorted(
         f"models/{group}/{kind}" for group in names(run / "models") for kind in names(run / "models" / group)
     )
     if several:
-        raise EncoderError(f"{source} holds several models; name one of them: {', '.join(several)}")
+        raise ModelNotFoundError(f"{source} holds several models; name one of them: {', '.join(several)}")
     if not is_stored(run / "model"):
-        raise EncoderError(f"{source} has no model: its run has not come to an end; wait for it, or --resume it")
+        raise ModelNotFoundError(f"{source} has no model: its run has not come to an end; wait for it, or --resume it")
     return str(run / "model")

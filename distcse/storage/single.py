@@ -8,23 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distcse import files
-from distcse.files import writing
+from distcse.files import storage_errors
 from distcse.storage import objects
-from distcse.storage.places import Mirror, address
+from distcse.storage.places import RemotePath, to_uri
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
-    """As `files.whole`; what is a mirror is uploaded when it is whole, and has its folders made."""
+def atomic_write(file: Path) -> Iterator[Path]:
+    """As `files.atomic_write`; what is a mirror is uploaded when it is whole, and has its folders made."""
     _make_room(file)
-    with files.whole(file) as beside:
+    with files.atomic_write(file) as beside:
         yield beside
     upload(file)
 
 
-def put(file: Path, text: str) -> None:
+def write_text_atomic(file: Path, text: str) -> None:
     """Write a text file, whole, wherever it is kept."""
-    with whole(file) as beside:
+    with atomic_write(file) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
@@ -34,40 +34,40 @@ def upload(file: Path) -> None:
     Raises:
         StorageError: The storage refuses.
     """
-    if isinstance(file, Mirror):
-        objects.write(address(file), file)
+    if isinstance(file, RemotePath):
+        objects.write(to_uri(file), file)
 
 
 def fetch(file: Path) -> bool:
     """Make a mirror's file what is stored; whether there is something. The file of a folder is, or is not, there."""
-    if not isinstance(file, Mirror):
+    if not isinstance(file, RemotePath):
         return os.path.isfile(file)  # Path.is_file raises for a name that is too long
-    content = objects.read(address(file))
+    content = objects.read(to_uri(file))
     if content is None:
         return False
     _make_room(file)
-    with files.whole(file) as beside:
+    with files.atomic_write(file) as beside:
         beside.write_bytes(content)
     return True
 
 
 def read(file: Path) -> bytes | None:
     """What is stored of a file, its mirror left as it is; None where there is nothing."""
-    if isinstance(file, Mirror):
-        return objects.read(address(file))
+    if isinstance(file, RemotePath):
+        return objects.read(to_uri(file))
     return file.read_bytes() if file.exists() else None
 
 
 def names(folder: Path) -> set[str]:
     """Names of what is in a folder, as the storage lists them."""
-    if isinstance(folder, Mirror):
-        above = f"{address(folder)}/"
-        return {name.removeprefix(above).partition("/")[0] for name in objects.listed(address(folder))}
+    if isinstance(folder, RemotePath):
+        above = f"{to_uri(folder)}/"
+        return {name.removeprefix(above).partition("/")[0] for name in objects.listed(to_uri(folder))}
     return {inside.name for inside in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _make_room(file: Path) -> None:
     """Each machine has mirrors of its own: what one has made, the others have not."""
-    if isinstance(file, Mirror):
-        with writing(file):
+    if isinstance(file, RemotePath):
+        with storage_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)

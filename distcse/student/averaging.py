@@ -15,7 +15,7 @@ from torch import Tensor
 from distcse.encoder import Encoder
 
 
-class Start:
+class WeightInterpolation:
     """The weights that an encoder begins with, and the share of them that what is scored and saved shall have.
 
     Args:

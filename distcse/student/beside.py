@@ -17,25 +17,25 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
-from distcse.device import device_here
-from distcse.errors import DistcseError, RunError
+from distcse.device import default_device
+from distcse.errors import DistcseError, ProcessLostError, WorkFailedError
 from distcse.events import Reporter
 from distcse.ray_backend.event_channel import unique_name
 from distcse.ray_backend.nodes import ResourceRequest
 from distcse.recipe import Recipe
 from distcse.student.lists import DistillationTask
-from distcse.student.plan import Job, Plan
-from distcse.teachers.actors import RemoteSource, guarded, use_assigned_gpus, use_assigned_threads
-from distcse.teachers.pulse import OUTLIVES, Pulse
+from distcse.student.plan import BatchLoader, TrainSpec
+from distcse.teachers.actors import RemoteTeacherClient, guarded, use_assigned_gpus, use_assigned_threads
+from distcse.teachers.pulse import RESTARTABLE, HeartbeatActor
 from distcse.trainer.checkpoints import ModelState
 
-_INSTEAD = "evaluation.beside=null scores in the workers"
+_INSTEAD = "evaluation.async_eval=null scores in the workers"
 
 
-class DevJudge(Pulse):
+class EvaluatorActor(HeartbeatActor):
     """Scores students; an actor. Its servers are those of the first worker."""
 
-    def __init__(self, job: Job, servers: Mapping[int, Any]) -> None:
+    def __init__(self, job: TrainSpec, servers: Mapping[int, Any]) -> None:
         use_assigned_gpus()
         use_assigned_threads()
         self._job, self._servers = job, servers
@@ -43,9 +43,9 @@ class DevJudge(Pulse):
     @cached_property
     def _task(self) -> DistillationTask:
         # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
-        sources = [RemoteSource(server, lambda _: None) for server in self._servers.values()]
-        task = DistillationTask(self._job, Plan(self._job, 0, 1), sources)
-        task.model.to(device_here()).eval()
+        sources = [RemoteTeacherClient(server, lambda _: None) for server in self._servers.values()]
+        task = DistillationTask(self._job, BatchLoader(self._job, 0, 1), sources)
+        task.model.to(default_device()).eval()
         return task
 
     def score(self, weights: Mapping[str, NDArray[Any]]) -> float:
@@ -54,7 +54,7 @@ class DevJudge(Pulse):
         return self._task.evaluate()
 
 
-class Beside:
+class RemoteEvaluator:
     """The first worker's `AsyncEvaluator`: an actor that is started for the first score, and ends with the worker.
 
     One that hangs is replaced while this is entered, and its score made again.
@@ -65,13 +65,13 @@ class Beside:
         reporter: Receives a warning when the actor is unresponsive.
     """
 
-    def __init__(self, job: Job, servers: Mapping[int, Any], reporter: Reporter) -> None:
+    def __init__(self, job: TrainSpec, servers: Mapping[int, Any], reporter: Reporter) -> None:
         self._job, self._servers = job, servers
         self._guard = guarded(job.recipe.teachers, reporter)
         self._judge: Any = None
         self._answer: Any = None
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> RemoteEvaluator:
         self._guard.__enter__()
         return self
 
@@ -80,9 +80,9 @@ class Beside:
 
     def begin(self, state: ModelState) -> None:
         if self._judge is None:
-            (demand,) = beside_demands(self._job.recipe)
+            (demand,) = evaluator_requests(self._job.recipe)
             self._judge = (
-                ray.remote(**OUTLIVES)(DevJudge)
+                ray.remote(**RESTARTABLE)(EvaluatorActor)
                 .options(
                     name=f"dev-scores-{unique_name(self._job.run.name)}",
                     num_cpus=demand.each["CPU"],
@@ -104,17 +104,25 @@ class Beside:
         except RayTaskError as failed:
             if isinstance(failed.cause, DistcseError):
                 raise failed.cause from failed
-            raise RunError(f"the dev score failed: {str(failed).strip().splitlines()[-1]}; {_INSTEAD}") from failed
+            raise WorkFailedError(
+                f"the dev score failed: {str(failed).strip().splitlines()[-1]}; {_INSTEAD}"
+            ) from failed
         except RayActorError as lost:
             told = str(lost).strip().splitlines()[0]
-            raise RunError(f"the process of the dev scores was lost again and again: {told}; {_INSTEAD}") from lost
+            raise ProcessLostError(
+                f"the process of the dev scores was lost again and again: {told}; {_INSTEAD}"
+            ) from lost
 
 
-def beside_demands(recipe: Recipe) -> list[ResourceRequest]:
+def evaluator_requests(recipe: Recipe) -> list[ResourceRequest]:
     """What dev scores beside the training take; nothing where the workers make them."""
-    section = recipe.evaluation.beside
+    section = recipe.evaluation.async_eval
     if section is None:
         return []
-    smaller = {"CPU": "evaluation.beside.cpus", "GPU": "evaluation.beside.gpus"}
+    smaller = {"CPU": "evaluation.async_eval.cpus", "GPU": "evaluation.async_eval.gpus"}
     each = {"CPU": section.cpus, "GPU": section.gpus or 0.0}
-    return [ResourceRequest("evaluation.beside", 1, each, recipe.training.nodes, "training.workers", smaller, _INSTEAD)]
+    return [
+        ResourceRequest(
+            "evaluation.async_eval", 1, each, recipe.training.node_labels, "training.workers", smaller, _INSTEAD
+        )
+    ]

@@ -8,20 +8,20 @@ import numpy as np
 
 from distcse.corpus import BatchSampler, Corpus
 from distcse.encoder import Encoder
-from distcse.errors import RecipeError, TeacherError
-from distcse.events import Note, Reporter, Stage
+from distcse.errors import InvalidValueError, TeacherOutputError
+from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.objectives import build_objective
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
-from distcse.storage import place
+from distcse.storage import resolve_path
 from distcse.student.dev import check_labelled_data
 from distcse.student.finals import labelled_tasks
-from distcse.student.houses import house_of, room_for
+from distcse.student.houses import describe_resources, make_backend
 from distcse.student.material import read_corpus, require_vectors
 from distcse.student.model import build_student
 from distcse.student.plan import rows_of
 from distcse.student.roles import with_precisions, with_teacher_precisions
-from distcse.teachers.alphas import Alphas
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.build import table_of
 from distcse.teachers.comparison import comparable
 from distcse.teachers.nearest import require_faiss
@@ -37,11 +37,13 @@ def check_recipe(recipe: Recipe) -> None:
     Raises a `DistcseError` for what would otherwise end the run after its teachers have embedded the corpus.
     """
     if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
-        raise RecipeError("a term of objective.own needs the teachers' lists; add teachers.encoders, or take it away")
-    require_packages(recipe.track)
+        raise InvalidValueError(
+            "a term of objective.custom needs the teachers' lists; add teachers.encoders, or take it away"
+        )
+    require_packages(recipe.loggers)
     uses_deepspeed(recipe.training)
-    if recipe.training.neighbours is not None:
-        require_faiss("training.neighbours")
+    if recipe.training.neighbor_batching is not None:
+        require_faiss("training.neighbor_batching")
     check_storage(recipe.storage)
     check_labelled_data(recipe)
 
@@ -63,9 +65,9 @@ def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[s
     if tasks.tasks:
         _told(reporter, "labelled", f"{len(tasks.tasks)} sets to measure on")
     for line in tasks.missing:
-        reporter.emit(Note(f"missing: {line}", warning=True))
+        reporter.emit(LogMessage(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, reporter)
-    Alphas(recipe.teachers.encoders, corpus)
+    TeacherWeights(recipe.teachers.encoders, corpus)
     require_vectors(recipe, len(corpus))
     training = recipe.training
     rows, _, _ = rows_of(recipe, len(corpus))
@@ -75,12 +77,12 @@ def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[s
     _told(reporter, "student", _described(encoder))
     for number in range(len(recipe.teachers.encoders)):
         _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))
-    runs = place(recipe.storage.runs)
-    _, surroundings = house_of(recipe, runs, reporter if lost_gpus is None else None)
+    runs = resolve_path(recipe.storage.runs)
+    _, surroundings = make_backend(recipe, runs, reporter if lost_gpus is None else None)
     with surroundings:
         for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
-            reporter.emit(Note(warning, warning=True))
-        _told(reporter, "cluster", room_for(recipe))
+            reporter.emit(LogMessage(warning, warning=True))
+        _told(reporter, "cluster", describe_resources(recipe))
 
 
 def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
@@ -94,11 +96,11 @@ def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
     for number, teacher in enumerate(recipe.teachers.encoders):
         answers = _asked(recipe, corpus, number)
         if uses_table(recipe.teachers, teacher):
-            table = table_of(teacher, corpus, place(recipe.storage.cache), recipe.teachers.shard_rows)
+            table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
         _told(reporter, f"teacher {number}", answers)
-    _, surroundings = house_of(recipe)
+    _, surroundings = make_backend(recipe)
     with surroundings:
         pass  # it refuses nodes that do not see the cache
 
@@ -121,7 +123,9 @@ def _asked(recipe: Recipe, corpus: Corpus, number: int) -> str:
     teacher = recipe.teachers.encoders[number]
     answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
     if not np.isfinite(answer).all():
-        raise TeacherError(f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32")
+        raise TeacherOutputError(
+            f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32"
+        )
     return f"{teacher.backbone} answers"
 
 
@@ -129,7 +133,7 @@ def _with_all_layers(recipe: Recipe) -> Recipe:
     """Which layers `auto` comes to is the run's own search."""
     if recipe.student.layers != "auto":
         return recipe
-    return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "depth": None})})
+    return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "num_layers": None})})
 
 
 def _described(encoder: Encoder) -> str:
@@ -138,4 +142,4 @@ def _described(encoder: Encoder) -> str:
 
 
 def _told(reporter: Reporter, what: str, note: str) -> None:
-    reporter.emit(Stage(what, 1, 1, "", finished=True, note=note))
+    reporter.emit(StageProgress(what, 1, 1, "", finished=True, note=note))

@@ -14,12 +14,12 @@ from distcse.encoder import Encoder
 from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, decided
-from distcse.teachers.alphas import Alphas
-from distcse.teachers.ensemble import ListSource
+from distcse.teachers.alphas import TeacherWeights
+from distcse.teachers.ensemble import TeacherClient
 
 
 @dataclass(frozen=True)
-class DevSet:
+class DevMetric:
     """One number for an encoder, higher is better, with the name people know it by."""
 
     name: str
@@ -27,8 +27,8 @@ class DevSet:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[ListSource]
-    ) -> DevSet | None:
+        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[TeacherClient]
+    ) -> DevMetric | None:
         """The dev set that the recipe names; None where it names none."""
         if recipe.dev_score == "none":
             return None
@@ -49,12 +49,12 @@ def check_labelled_data(recipe: Recipe) -> None:
 
 
 def teacher_lists(
-    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], sources: Sequence[ListSource]
+    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], sources: Sequence[TeacherClient]
 ) -> NDArray[np.float32]:
     """(n, n) weighted mean cosines of the teachers among n rows."""
     import torch
 
     answers = [source.request(rows[None, :], slice(None)) for source in sources]
     lists = torch.from_numpy(np.stack([answer.result()[0] for answer in answers]))
-    mixed: NDArray[np.float32] = mix_lists(lists, Alphas(recipe.teachers.encoders, corpus).of(rows)).numpy()
+    mixed: NDArray[np.float32] = mix_lists(lists, TeacherWeights(recipe.teachers.encoders, corpus).of(rows)).numpy()
     return mixed

@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus, split_held_out
 from distcse.corpus.docstrings import held_out_documentation
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import (
     SUITES,
-    About,
     AgreementTask,
     Candidate,
-    Collection,
+    Contamination,
+    EvalConfig,
     Evaluation,
-    Exposure,
+    LoadOptions,
     Model,
-    Protocol,
-    Reading,
+    ModelInfo,
+    RetrievalDataset,
     RetrievalTask,
     Tasks,
     VectorModel,
@@ -34,10 +34,10 @@ from distcse.evaluation import (
     open_candidate,
     refuse_test_as_dev,
 )
-from distcse.events import Listener, Stage
+from distcse.events import Listener, StageProgress
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection, decided
-from distcse.teachers.alphas import Alphas
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.opening import open_embedder, scores_pairs
 
 _RETRIEVAL_SIZE = 1000
@@ -47,8 +47,8 @@ _WITH_LABELS = ("sts", "ranking", "geometry", "retrieval")
 
 def wanted_measures(recipe: Recipe) -> Sequence[str]:
     """What the recipe asks to be measured; null is what costs little: STS and its kin where there is labelled data."""
-    if recipe.evaluation.final is not None:
-        return recipe.evaluation.final
+    if recipe.evaluation.final_suites is not None:
+        return recipe.evaluation.final_suites
     return _WITH_LABELS if recipe.evaluation.data else ("agreement",) if recipe.teachers.encoders else ()
 
 
@@ -59,7 +59,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
     if not suites:
         return Tasks()
     data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [], Protocol("all", recipe.evaluation.transfer, device_here()))
+    tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer, default_device()))
     if recipe.dev_score == "stsb":
         dev = labelled_dev(data)
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
@@ -83,14 +83,14 @@ def final_scores(
     wanted = wanted_measures(recipe)
     if not wanted:
         return None
-    exposure = exposure_of(recipe, corpus, labelled, post)
+    exposure = contamination_of(recipe, corpus, labelled, post)
     exposure.write(model)
     teachers, precision = recipe.teachers.encoders, decided(recipe.evaluation.precision)
     candidates = [
         candidate_of(
-            "start", recipe.student.backbone, start.to(device_here()), _known(recipe.student.backbone), precision
+            "start", recipe.student.backbone, start.to(default_device()), _known(recipe.student.backbone), precision
         ),
-        candidate_of("student", str(model), student.to(device_here()), exposure, precision),
+        candidate_of("student", str(model), student.to(default_device()), exposure, precision),
     ]
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
@@ -100,14 +100,19 @@ def final_scores(
         tasks.tasks.append(_docstrings(recipe))
     if "agreement" in wanted:
         tasks.tasks.append(_agreement(recipe, corpus, candidates[2:]))
-    settings = {"STS": "all", "transfer": recipe.evaluation.transfer, "device": device_here(), "precision": precision}
+    settings = {
+        "STS": "all",
+        "transfer": recipe.evaluation.transfer,
+        "device": default_device(),
+        "precision": precision,
+    }
     return evaluate(candidates, tasks, base="start", settings=settings, post=post)
 
 
 def _agreement(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
-    _, held_out = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
+    _, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
     texts = corpus.texts(held_out)
-    alphas = Alphas(recipe.teachers.encoders, corpus).of(held_out)
+    alphas = TeacherWeights(recipe.teachers.encoders, corpus).of(held_out)
     lists = np.stack([_lists(teacher.model, texts) for teacher in teachers])
     return AgreementTask(texts, mix_lists(torch.from_numpy(lists), alphas).numpy())
 
@@ -124,18 +129,18 @@ def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
 
 def _teacher(name: str, section: TeacherSection, precision: str) -> Candidate:
     if not section.is_model:
-        kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.code))
-        about = About(name, source, kind, "unknown", section.max_length or 0, 0)
+        kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.class_path))
+        about = ModelInfo(name, source, kind, "unknown", section.max_length or 0, 0)
         return Candidate(about, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
-        reading = Reading(
+        reading = LoadOptions(
             max_length=section.max_length,
-            device=device_here(),
+            device=default_device(),
             precision=precision,
             trust_remote_code=section.trust_remote_code,
         )
         return open_candidate(name, section.backbone, reading)
-    encoder = Encoder.from_section(section).to(device_here())
+    encoder = Encoder.from_section(section).to(default_device())
     return candidate_of(name, section.backbone, encoder, _known(section.backbone), precision)
 
 
@@ -144,20 +149,22 @@ def _docstrings(recipe: Recipe) -> RetrievalTask:
     documents = [entry.description for entry in documented]
     queries = [entry.summary for entry in documented]
     own: list[dict[int, float]] = [{place: 1.0} for place in range(len(documented))]
-    return RetrievalTask("docstrings", Collection(queries, documents, own, [None] * len(own)))
+    return RetrievalTask("docstrings", RetrievalDataset(queries, documents, own, [None] * len(own)))
 
 
-def exposure_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Exposure:
+def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Contamination:
     """Which sentences of the test sets a student of this corpus was trained on."""
     if not labelled.tasks:
-        return Exposure({})
-    trained, _ = split_held_out(len(corpus), recipe.evaluation.held_out, recipe.seed)
+        return Contamination({})
+    trained, _ = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
     chunks = (corpus.texts(trained[begin : begin + _CHUNK]) for begin in range(0, len(trained), _CHUNK))
-    exposure = Exposure.measure((text for chunk in chunks for text in chunk), [t.sentences() for t in labelled.tasks])
-    note = f"compared with {len(labelled.tasks)} test sets: {exposure.told}"
-    post(Stage("exposure", len(trained), len(trained), "sentences", finished=True, note=note))
+    exposure = Contamination.measure(
+        (text for chunk in chunks for text in chunk), [t.sentences() for t in labelled.tasks]
+    )
+    note = f"compared with {len(labelled.tasks)} test sets: {exposure.describe}"
+    post(StageProgress("exposure", len(trained), len(trained), "sentences", finished=True, note=note))
     return exposure
 
 
-def _known(model: str) -> Exposure:
-    return Exposure.read(resolve_model(model))
+def _known(model: str) -> Contamination:
+    return Contamination.read(resolve_model(model))

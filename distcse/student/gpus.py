@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
 from distcse.ray_backend.nodes import Node, ResourceRequest, Resources
 from distcse.recipe import Recipe
-from distcse.student.beside import beside_demands
+from distcse.student.beside import evaluator_requests
 from distcse.teachers.gpus import builder_roles, server_roles
 
 
@@ -27,34 +27,34 @@ def _workers(recipe: Recipe, each: Resources) -> GpuRole:
     training = recipe.training
     number = training.workers
     # Any number below `workers` that cuts the batch and the streams into whole parts.
-    counts = training.model_copy(update={"least_workers": 1}).worker_counts[:-1]
+    counts = training.model_copy(update={"min_workers": 1}).worker_counts[:-1]
     return GpuRole(
         name="the training workers",
         demand=ResourceRequest(
             f"training.workers={number}",
             number,
             each,
-            training.nodes,
+            training.node_labels,
             "training.workers",
             {"GPU": "training.gpus_per_worker"},
         ),
         is_decided=training.gpus_per_worker is not None,
         takes_whole=True,
         rule=f"training.workers={number} needs {number} free GPU{'' if number == 1 else 's'}",
-        counts=[count for count in counts if count >= (training.least_workers or 1)],
-        is_elastic=training.least_workers is not None,
+        counts=[count for count in counts if count >= (training.min_workers or 1)],
+        is_elastic=training.min_workers is not None,
     )
 
 
 def _dev_scores(recipe: Recipe) -> list[GpuRole]:
-    section = recipe.evaluation.beside
+    section = recipe.evaluation.async_eval
     return [
         GpuRole(
             name="the process of the dev scores",
             demand=demand,
             is_decided=section is not None and section.gpus is not None,
             takes_whole=False,
-            rule="evaluation.beside.gpus is null, which gives it none",
+            rule="evaluation.async_eval.gpus is null, which gives it none",
         )
-        for demand in beside_demands(recipe)
+        for demand in evaluator_requests(recipe)
     ]

@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Protocol
 
 from distcse.corpus import Corpus
-from distcse.events import Note, Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.recipe import Recipe, TeacherSection, TeachersSection
-from distcse.storage import place
+from distcse.storage import resolve_path
 from distcse.student.lists import fit
-from distcse.student.plan import Job
+from distcse.student.plan import TrainSpec
 from distcse.teachers.build import embed_shard
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.opening import live, open_embedder
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
 
 
-class House(Protocol):
+class Backend(Protocol):
     """Builds tables, hosts teachers, trains the student."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
         """A reporter whose events become metrics too, where there is something that serves them."""
         ...
 
-    def build(
+    def embed(
         self,
         teacher: TeacherSection,
         section: TeachersSection,
@@ -42,19 +42,19 @@ class House(Protocol):
         ...
 
     def train(
-        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Serve the teachers (from their table, or live where there is None) and train the student."""
         ...
 
 
-class InProcess:
+class LocalBackend:
     """Everything here, one after the other: no Ray, no other process."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
         return reporter
 
-    def build(
+    def embed(
         self,
         teacher: TeacherSection,
         section: TeachersSection,
@@ -71,11 +71,11 @@ class InProcess:
             on_rows(done)
 
     def train(
-        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         section = job.recipe.teachers
         sources = [
-            LocalSource(
+            LocalTeacherClient(
                 serving(teacher, table) if table is not None else live(teacher, corpus, section.tokens_per_batch)
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
@@ -83,7 +83,7 @@ class InProcess:
         return fit(job, sources, reporter)
 
 
-class OnRay:
+class RayBackend:
     """Actors build and serve, Ray Train workers train. Wants `distcse.ray_backend.cluster.cluster()` entered."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
@@ -91,7 +91,7 @@ class OnRay:
 
         return metered(reporter, run)
 
-    def build(
+    def embed(
         self,
         teacher: TeacherSection,
         section: TeachersSection,
@@ -101,12 +101,12 @@ class OnRay:
         on_rows: Callable[[int], None],
         reporter: Reporter,
     ) -> None:
-        from distcse.teachers.builders import build_shards
+        from distcse.teachers.builders import embed_shards
 
-        build_shards(teacher, section, corpus, table, missing, on_rows, reporter)
+        embed_shards(teacher, section, corpus, table, missing, on_rows, reporter)
 
     def train(
-        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         from distcse.student.ray_train import fit_on_ray
         from distcse.teachers.actors import served
@@ -115,9 +115,9 @@ class OnRay:
             return fit_on_ray(job, servers, reporter)
 
 
-def house_of(
+def make_backend(
     recipe: Recipe, run: Path | None = None, reporter: Reporter | None = None
-) -> tuple[House, AbstractContextManager[None]]:
+) -> tuple[Backend, AbstractContextManager[None]]:
     """The house that `training.workers` asks for, and what must be entered around its work.
 
     Args:
@@ -126,8 +126,8 @@ def house_of(
         reporter: Receives of GPUs that the training would not use; None where no training follows.
     """
     if recipe.training.workers == 0:
-        return InProcess(), nullcontext()
-    return OnRay(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, reporter)
+        return LocalBackend(), nullcontext()
+    return RayBackend(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, reporter)
 
 
 @contextmanager
@@ -140,7 +140,9 @@ def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
 
     with cluster():
         require_shared(
-            {"storage.cache": place(recipe.storage.cache)}, _read_by_builders(recipe), [recipe.teachers.nodes]
+            {"storage.cache": resolve_path(recipe.storage.cache)},
+            _read_by_builders(recipe),
+            [recipe.teachers.node_labels],
         )
         yield
 
@@ -160,9 +162,9 @@ def _cluster_fit_for(recipe: Recipe, run: Path, reporter: Reporter | None) -> It
         each = resources_per_worker(recipe)
         if reporter is not None:
             for warning in lost_gpus_of_run(recipe, each, alive()):
-                reporter.emit(Note(warning, warning=True))
-        written = {"storage.runs": run, "storage.cache": place(recipe.storage.cache)}
-        require_shared(written, read_by_workers(recipe), [recipe.training.nodes, recipe.teachers.nodes])
+                reporter.emit(LogMessage(warning, warning=True))
+        written = {"storage.runs": run, "storage.cache": resolve_path(recipe.storage.cache)}
+        require_shared(written, read_by_workers(recipe), [recipe.training.node_labels, recipe.teachers.node_labels])
         yield
 
 
@@ -178,8 +180,8 @@ def _read_by_builders(recipe: Recipe) -> dict[str, Path]:
     return {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
 
 
-def room_for(recipe: Recipe) -> str:
-    """What the house has for a run, in words. Wants what `house_of` says entered."""
+def describe_resources(recipe: Recipe) -> str:
+    """What the house has for a run, in words. Wants what `make_backend` says entered."""
     workers = recipe.training.workers
     if workers == 0:
         return "none: the run stays in this process (training.workers is 0)"

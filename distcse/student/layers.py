@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.corpus import Corpus
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
-from distcse.errors import EncoderError, TeacherError
+from distcse.errors import EncoderSettingError, UnsuitableTeacherError
 from distcse.evaluation import agreement
-from distcse.events import Reporter, Stage
-from distcse.files import sealed, text_checksum, unsealed, writing
+from distcse.events import Reporter, StageProgress
+from distcse.files import dump_checked_json, load_checked_json, storage_errors, text_checksum
 from distcse.objectives import mix_lists
 from distcse.recipe import Recipe, TeacherSection, with_layers
-from distcse.storage import fetch, place, put
-from distcse.teachers.alphas import Alphas
+from distcse.storage import fetch, resolve_path, write_text_atomic
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.opening import fingerprint, open_embedder, scores_pairs
 from distcse.trainer import allocator
 
@@ -50,17 +50,17 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Re
     """
     if recipe.student.layers != "auto":
         return recipe
-    kept = place(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
+    kept = resolve_path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
     fetch(kept)
     with suppress(OSError, ValueError):  # absent or damaged: chosen anew, and alike
-        chosen: list[int] = unsealed(kept)["layers"]
+        chosen: list[int] = load_checked_json(kept)["layers"]
         _told(reporter, chosen, "as an earlier run chose")
         return with_layers(recipe, chosen)
     layers, score, tried = _search(recipe, corpus, reporter)
     allocator.release_memory()  # its models; the workers may be on the same GPU
-    with writing(kept):
+    with storage_errors(kept):
         kept.parent.mkdir(parents=True, exist_ok=True)
-    put(kept, sealed({"layers": layers, "agreement": score, "tried": tried}))
+    write_text_atomic(kept, dump_checked_json({"layers": layers, "agreement": score, "tried": tried}))
     _told(reporter, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
     return with_layers(recipe, layers)
 
@@ -88,14 +88,14 @@ def best_layers(depth: int, wanted: int, score: Score, with_first: bool = False)
 def _search(
     recipe: Recipe, corpus: Corpus, reporter: Reporter
 ) -> tuple[list[int], float, list[tuple[list[int], float]]]:
-    section, wanted = recipe.student, recipe.student.depth
+    section, wanted = recipe.student, recipe.student.num_layers
     assert wanted is not None
-    whole = section.model_copy(update={"layers": None, "depth": None, "word_dimension": None})
-    encoder = Encoder.from_section(whole).to(device_here())
+    whole = section.model_copy(update={"layers": None, "num_layers": None, "embedding_size": None})
+    encoder = Encoder.from_section(whole).to(default_device())
     depth = depth_of(encoder.backbone)
     if wanted > depth:
-        raise EncoderError(
-            f"student.depth is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
+        raise EncoderSettingError(
+            f"student.num_layers is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
         )
     rows, numbers, weights = _weighed(recipe, corpus)
     texts = corpus.texts(rows)
@@ -107,7 +107,7 @@ def _search(
         with only_layers(encoder.backbone, layers):
             found = agreement(encoder.encode(texts, normalize=True), lists)
         done += 1
-        reporter.emit(Stage("layers", done, None, "choices tried"))
+        reporter.emit(StageProgress("layers", done, None, "choices tried"))
         return found
 
     tried = best_layers(depth, wanted, score, first_stays(encoder.backbone))
@@ -121,15 +121,15 @@ def _weighed(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], list[in
     teachers = recipe.teachers.encoders
     numbers = [number for number, teacher in enumerate(teachers) if not scores_pairs(teacher)]
     if not numbers:
-        raise TeacherError(
+        raise UnsuitableTeacherError(
             "student.layers: auto wants a teacher that gives vectors; name the layers, such as [0, 2, 4]"
         )
     rows = np.sort(np.random.default_rng(_STREAM).permutation(len(corpus))[:_SENTENCES])
-    weights = torch.as_tensor(Alphas(teachers, corpus).of(rows), dtype=torch.float64)
+    weights = torch.as_tensor(TeacherWeights(teachers, corpus).of(rows), dtype=torch.float64)
     weights = (weights if weights.ndim > 1 else weights[:, None].expand(-1, len(rows)))[numbers]
     heard = (weights > 0).any(dim=0)
     if heard.sum() < _FEWEST:
-        raise TeacherError(
+        raise UnsuitableTeacherError(
             "student.layers: auto wants a teacher that gives vectors, and by alpha_by_domain none counts in what it asks for; "
             "name the layers, such as [0, 2, 4]"
         )
@@ -149,7 +149,7 @@ def _lists(teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[
 def _key(recipe: Recipe, corpus: Corpus) -> str:
     """Of all that decides the choice."""
     student = recipe.student
-    reading = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "depth"})
+    reading = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "num_layers"})
     teachers = [[fingerprint(teacher), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders]
     backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
     described = [_FORMAT, backbone, reading, teachers, corpus.content]
@@ -157,4 +157,6 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
 
 
 def _told(reporter: Reporter, layers: Sequence[int], why: str) -> None:
-    reporter.emit(Stage("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}"))
+    reporter.emit(
+        StageProgress("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}")
+    )

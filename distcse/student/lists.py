@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distcse.device import sent
-from distcse.encoder.attention import takes_it_made
-from distcse.errors import RunError
+from distcse.device import to_device
+from distcse.encoder.attention import takes_prepared_mask
+from distcse.errors import CUDAGraphError
 from distcse.events import Reporter
-from distcse.objectives import Taught, build_objective, gather_views
-from distcse.student.averaging import Start
-from distcse.student.dev import DevSet
+from distcse.objectives import TeacherOutputs, build_objective, gather_views
+from distcse.student.averaging import WeightInterpolation
+from distcse.student.dev import DevMetric
 from distcse.student.model import StudentOutput, build_student
-from distcse.student.plan import Job, Plan
-from distcse.teachers.alphas import Alphas
-from distcse.teachers.ensemble import ListSource, TeacherEnsemble
+from distcse.student.plan import BatchLoader, TrainSpec
+from distcse.teachers.alphas import TeacherWeights
+from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.distributed import on_all_ranks, rank, world_size
@@ -31,7 +31,7 @@ from distcse.trainer.trainer import TrainResult, finished_state, train
 class LossContext(NamedTuple):
     """What a step's loss takes beside the views."""
 
-    teachers: Taught
+    teachers: TeacherOutputs
     """The teachers' lists and vectors of this worker's rows."""
     duplicate_mask: Tensor | None
     """(R, K) whether a sentence of the queue is one of the rows; None without a queue."""
@@ -48,7 +48,7 @@ class DistillationTask:
 
     evaluates_initial_model = True
 
-    def __init__(self, job: Job, plan: Plan, sources: Sequence[ListSource]) -> None:
+    def __init__(self, job: TrainSpec, plan: BatchLoader, sources: Sequence[TeacherClient]) -> None:
         self._recipe = job.recipe
         self._plan = plan
         self._sources = sources
@@ -56,7 +56,7 @@ class DistillationTask:
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(job.recipe.seed)
         self.model = build_student(job.recipe)
-        self._start = Start(self.model.encoder, job.recipe.student.start_share)
+        self._start = WeightInterpolation(self.model.encoder, job.recipe.student.init_weight_mix)
         self._targets = job.targets.open() if job.targets is not None and self._objective.needs_targets else None
         self.steps = plan.steps
         self.rows = plan.rows
@@ -68,18 +68,18 @@ class DistillationTask:
         section, plan = self._recipe.teachers, self._plan
         self._teachers = TeacherEnsemble(
             self._sources,
-            Alphas(section.encoders, plan.corpus).of,
+            TeacherWeights(section.encoders, plan.corpus).of,
             plan.block,
             plan.places,
             range(first_step, plan.steps),
-            section.block_steps,
+            section.prefetch_steps,
             plan.shuffle,
-            section.trust,
+            section.disagreement_scale,
         )
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         return StepInputs(
-            self._plan.batch(step, device), LossContext(self._taught(step, device), self._duplicate_mask(step, device))
+            self._plan.batch(step, device), LossContext(self._teacher_outputs(step, device), self._duplicate_mask(step, device))
         )
 
     def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -90,26 +90,26 @@ class DistillationTask:
             memory.push(views.all_z1)
         return share, parts
 
-    def _taught(self, step: int, device: torch.device) -> Taught:
-        taught = self._teachers.taught(step).to(device) if self._teachers else Taught()
+    def _teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
+        taught = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
         if self._targets is None:
             return taught
         rows = self._plan.sampler.batch(step)[self._plan.places]
-        return replace(taught, targets=sent(torch.from_numpy(self._targets.vectors(rows)), device))
+        return replace(taught, targets=to_device(torch.from_numpy(self._targets.vectors(rows)), device))
 
     def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
-        met = self._plan.met_again(step)
-        return None if met is None else sent(torch.from_numpy(met), device)
+        met = self._plan.duplicate_mask(step)
+        return None if met is None else to_device(torch.from_numpy(met), device)
 
     def describe_batch(self, step: int) -> str:
         return describe_rows(self._plan.sampler.batch(step).tolist(), "the corpus")
 
     def should_evaluate(self, done: int) -> bool:
-        return done % self._recipe.evaluation.every == 0
+        return done % self._recipe.evaluation.eval_steps == 0
 
     @cached_property
-    def _dev(self) -> DevSet | None:
-        return DevSet.of(self._recipe, self._plan.corpus, self._plan.held_out, self._sources)
+    def _dev(self) -> DevMetric | None:
+        return DevMetric.of(self._recipe, self._plan.corpus, self._plan.held_out, self._sources)
 
     @property
     def metric_name(self) -> str | None:
@@ -126,8 +126,8 @@ class DistillationTask:
 
 
 def fit(
-    job: Job,
-    sources: Sequence[ListSource],
+    job: TrainSpec,
+    sources: Sequence[TeacherClient],
     reporter: Reporter,
     report: Callable[[dict[str, float]], None] | None = None,
     scorer: AsyncEvaluator | None = None,
@@ -141,15 +141,15 @@ def fit(
         report: Called by every worker after every dev score.
         scorer: Makes dev scores beside the training; None makes them here.
     """
-    plan = on_all_ranks(lambda: Plan(job, rank(), world_size()))
+    plan = on_all_ranks(lambda: BatchLoader(job, rank(), world_size()))
     checkpoints = CheckpointStore(job.run, job.lease)
     state = on_all_ranks(lambda: finished_state(checkpoints))
     if state is not None:
         return TrainResult(state, plan.steps, 0.0, 0.0)
     training = job.recipe.training
     task = DistillationTask(job, plan, sources)
-    if training.cuda_graphs and not takes_it_made(task.model.encoder.backbone):
-        raise RunError(
+    if training.cuda_graphs and not takes_prepared_mask(task.model.encoder.backbone):
+        raise CUDAGraphError(
             f"training.cuda_graphs: {job.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
             "recording can; write training.cuda_graphs=false"
         )

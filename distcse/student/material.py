@@ -11,24 +11,24 @@ import numpy as np
 
 from distcse.corpus import Corpus, TokenTable
 from distcse.device import use_available_cpus
-from distcse.encoder import Encoder, TextReading
-from distcse.errors import CorpusError, TeacherError
+from distcse.encoder import Encoder, TokenizerSpec
+from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
 from distcse.evaluation import excluded_from
-from distcse.events import Reporter, Stage
+from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
-from distcse.storage import fetch, place
-from distcse.student.houses import House, house_of
+from distcse.storage import fetch, resolve_path
+from distcse.student.houses import Backend, make_backend
 from distcse.student.layers import with_chosen_layers
-from distcse.student.plan import Job, Plan
+from distcse.student.plan import BatchLoader, TrainSpec
 from distcse.student.roles import with_teacher_precisions
-from distcse.teachers.alphas import Alphas
+from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.build import table_of
-from distcse.teachers.graph import graph_checksum, joined_vectors, prepare_graph
+from distcse.teachers.graph import joined_vectors, knn_graph_checksum, prepare_knn_graph
 from distcse.teachers.opening import uses_table
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.targets import TargetsAt, fit_projection, projection_of, write_projection
+from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
 
 _FITTED_ON = 20_000
 """Rows that a projection's components are fitted on."""
@@ -37,7 +37,7 @@ _ALIGNED_ON = 4000
 
 
 @dataclass(frozen=True)
-class Text:
+class PreparedCorpus:
     """A recipe's corpus as its student reads it."""
 
     corpus: Corpus
@@ -51,57 +51,63 @@ class Text:
         return Encoder.from_section(self.recipe.student)
 
     @classmethod
-    def prepare(cls, recipe: Recipe, reporter: Reporter) -> Text:
+    def prepare(cls, recipe: Recipe, reporter: Reporter) -> PreparedCorpus:
         """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
         corpus = read_corpus(recipe, reporter)
-        Alphas(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
+        TeacherWeights(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
         require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, reporter)
-        reading = TextReading.of(recipe.student)
+        reading = TokenizerSpec.of(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
             reading.tokenizer,
             reading.max_length,
-            place(recipe.storage.cache),
+            resolve_path(recipe.storage.cache),
             _progress(reporter, "tokens", len(corpus)),
             prompt=reading.prompt,
         )
         _ended(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
-        Plan(Job(recipe, Path(), corpus.directory, tokens.directory), rank=0, workers=max(1, recipe.training.workers))
+        BatchLoader(
+            TrainSpec(recipe, Path(), corpus.directory, tokens.directory),
+            rank=0,
+            workers=max(1, recipe.training.workers),
+        )
         return cls(corpus, tokens, recipe)
 
-    def tables(self, house: House, reporter: Reporter) -> list[EmbeddingTable | None]:
+    def tables(self, house: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
         """The teachers' tables, whole; see `prepare_tables`. A student that does not load is told before rows are embedded."""
         return prepare_tables(self.recipe, self.corpus, house, reporter, before=lambda: self.start)
 
     def job(
         self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
-    ) -> Job:
+    ) -> TrainSpec:
         """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         neighbours = self.neighbours(tables, reporter)
         if neighbours is not None:
-            RunDirectory(run).hold_to("neighbours", graph_checksum(neighbours))
+            RunDirectory(run).hold_to("neighbours", knn_graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
             targets = self._targets(_of(tables, chosen), [alphas[number] for number in chosen], run)
-        return Job(recipe, run, self.corpus.directory, self.tokens.directory, lease, neighbours, targets)
+        return TrainSpec(recipe, run, self.corpus.directory, self.tokens.directory, lease, neighbours, targets)
 
     def neighbours(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
         """The folder of the neighbour graph that the recipe wants, made or found; None where it wants none."""
-        section, teachers = self.recipe.training.neighbours, self.recipe.teachers.encoders
+        section, teachers = self.recipe.training.neighbor_batching, self.recipe.teachers.encoders
         if section is None:
             return None
         having = [number for number, table in enumerate(tables) if table is not None]
-        reporter.emit(Stage("neighbours", 0, len(self.corpus), "sentences"))
+        reporter.emit(StageProgress("neighbours", 0, len(self.corpus), "sentences"))
         alphas = [teachers[number].alpha for number in having]
-        folder = prepare_graph(_of(tables, having), alphas, section.farthest, place(self.recipe.storage.cache))
-        _ended(reporter, "neighbours", len(self.corpus), f"{section.farthest} nearest of each sentence")
+        folder = prepare_knn_graph(
+            _of(tables, having), alphas, section.max_rank, resolve_path(self.recipe.storage.cache)
+        )
+        _ended(reporter, "neighbours", len(self.corpus), f"{section.max_rank} nearest of each sentence")
         return folder
 
-    def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetsAt:
-        at = TargetsAt([(table.directory, table.identity) for table in tables], alphas)
+    def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetSpec:
+        at = TargetSpec([(table.directory, table.identity) for table in tables], alphas)
         if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.start.dimension:
             return at
         file = RunDirectory(run).projection
@@ -118,21 +124,21 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
 
     Raises:
         TeacherError: A teacher that is wanted answers live.
-        CorpusError: No row has as many neighbours as `training.neighbours` passes over.
+        CorpusError: No row has as many neighbours as `training.neighbor_batching` passes over.
     """
     tabled = [uses_table(recipe.teachers, teacher) for teacher in recipe.teachers.encoders]
     wanted: list[tuple[str, int]] = []
     if (regression := recipe.objective.regression) is not None and regression.weight:
         chosen = range(len(tabled)) if regression.teachers is None else regression.teachers
         wanted += [("objective.regression", number) for number in chosen if not tabled[number]]
-    if (section := recipe.training.neighbours) is not None:
-        wanted += [("training.neighbours", 0)] if not any(tabled) else []
-        if section.nearest >= rows:
-            raise CorpusError(
-                f"training.neighbours.nearest is {section.nearest}, but the corpus has {rows} rows; write less"
+    if (section := recipe.training.neighbor_batching) is not None:
+        wanted += [("training.neighbor_batching", 0)] if not any(tabled) else []
+        if section.min_rank >= rows:
+            raise CorpusTooSmallError(
+                f"training.neighbor_batching.min_rank is {section.min_rank}, but the corpus has {rows} rows; write less"
             )
     for asked_by, number in wanted:
-        raise TeacherError(
+        raise UnsuitableTeacherError(
             f"{asked_by} needs the vectors of teacher {number}, which answers live: a cross-encoder has none; "
             "for others write teachers.mode: table"
         )
@@ -149,7 +155,7 @@ def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | No
     check_storage(recipe.storage, ["cache"])
     recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
-    house, surroundings = house_of(recipe)
+    house, surroundings = make_backend(recipe)
     with surroundings:
         return prepare_tables(recipe, corpus, house, reporter)
 
@@ -157,7 +163,7 @@ def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | No
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """The recipe's sentences, read or found in the cache."""
     require_lasting(recipe.storage, ["cache"])
-    cache = place(recipe.storage.cache)
+    cache = resolve_path(recipe.storage.cache)
     excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
     corpus = Corpus.prepare(recipe.corpus, cache, _progress(reporter, "corpus", recipe.corpus.limit), excluded)
     blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
@@ -168,7 +174,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
 
 
 def prepare_tables(
-    recipe: Recipe, corpus: Corpus, house: House, reporter: Reporter, before: Callable[[], object] = lambda: None
+    recipe: Recipe, corpus: Corpus, house: Backend, reporter: Reporter, before: Callable[[], object] = lambda: None
 ) -> list[EmbeddingTable | None]:
     """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live.
 
@@ -185,7 +191,7 @@ def prepare_tables(
         if not uses_table(section, teacher):
             tables.append(None)
             continue
-        table = table_of(teacher, corpus, place(recipe.storage.cache), section.shard_rows)
+        table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), section.shard_rows)
         stage = f"teacher {number}"
         missing = table.missing_shards()
         rows = sum(len(table.shard_range(shard)) for shard in missing)
@@ -195,7 +201,7 @@ def prepare_tables(
                 rows = sum(len(table.shard_range(shard)) for shard in missing)
                 if missing:
                     before()
-                    house.build(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
+                    house.embed(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
         reused = len(corpus) - rows
         _ended(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)
@@ -203,8 +209,8 @@ def prepare_tables(
 
 
 def _ended(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
-    reporter.emit(Stage(stage, done, done, "sentences", finished=True, note=note, reused=reused))
+    reporter.emit(StageProgress(stage, done, done, "sentences", finished=True, note=note, reused=reused))
 
 
 def _progress(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
-    return lambda done: reporter.emit(Stage(stage, done, total, "sentences"))
+    return lambda done: reporter.emit(StageProgress(stage, done, total, "sentences"))

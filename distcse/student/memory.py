@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from distcse.trainer.distributed import rank, world_size
 
 
-class Memory(nn.Module):
+class EmbeddingQueue(nn.Module):
     """The same on all workers; its vectors are buffers, so that a checkpoint holds them and a resumed run goes on with them.
 
     Args:
         queued: Places of the queue: batches times their size.
-        landmarks: Sentences that are in every list.
+        anchors: Sentences that are in every list.
         dimension: Numbers in a vector.
     """
 
     queue: Tensor
-    landmarks: Tensor
+    anchors: Tensor
 
     def __init__(self, queued: int, landmarks: int, dimension: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Memory(nn.Module):
     @property
     def vectors(self) -> Tensor:
         """(queued + landmarks, d) float32, the latest batch first."""
-        return torch.cat([self.queue, self.landmarks])
+        return torch.cat([self.queue, self.anchors])
 
     def push(self, batch: Tensor) -> None:
         """(C, d) vectors of the global batch enter the queue, the oldest leave it."""
@@ -39,14 +39,14 @@ class Memory(nn.Module):
 
     def refresh(self, landmarks: Tensor) -> None:
         """(m, d) vectors of the landmarks by the student as it is."""
-        self.landmarks = landmarks.detach().float()
+        self.anchors = landmarks.detach().float()
 
     def fill(self, queue: Tensor) -> None:
         """(queued, d) vectors to begin with."""
         self.queue = queue.detach().float()
 
 
-def own_part(rows: int) -> slice:
+def this_ranks_part(rows: int) -> slice:
     """Which of so many rows this worker encodes; all workers as many, the last ones some twice."""
     each = -(-rows // world_size())
     begin = min(rank() * each, max(0, rows - each))
@@ -54,7 +54,7 @@ def own_part(rows: int) -> slice:
 
 
 def gather_parts(part: Tensor, rows: int) -> Tensor:
-    """This worker's `own_part` of some rows' vectors -> the (rows, d) vectors of all, on every worker; without gradient."""
+    """This worker's `this_ranks_part` of some rows' vectors -> the (rows, d) vectors of all, on every worker; without gradient."""
     workers = world_size()
     if workers == 1:
         return part

@@ -16,8 +16,9 @@ from distcse.detection import EditDetector, build_detector
 from distcse.encoder import Encoder, build_projection
 from distcse.objectives import Detection
 from distcse.recipe import Recipe, StudentSection, decided
-from distcse.student.memory import Memory, gather_parts
+from distcse.student.memory import EmbeddingQueue, gather_parts
 from distcse.trainer.allocator import trim
+from distcse.trainer.distributed import all_reduce_max, world_size
 from distcse.trainer.dropout_rng import dropout_rng
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class Batch(NamedTuple):
 
     streams: Sequence[tuple[Tokens, int]]
     """Its rows, in parts with a seed of dropout noise each."""
-    landmarks: Sequence[Tokens] = ()
+    anchors: Sequence[Tokens] = ()
     """This worker's part of the landmarks, where they are to be encoded anew."""
     queue: Sequence[Tokens] = ()
     """This worker's part of the sentences that fill the queue before the first step."""
@@ -54,7 +55,7 @@ class StudentModel(nn.Module):
         detector: What DiffCSE adds.
         condition: Vector that the discriminator is told: `projected` or `pooled`.
         memory: What lengthens the lists.
-        forgets: Whether what a stream leaves on its way is forgotten, and made again for the gradient (gradient cache, Gao et
+        grad_cache: Whether what a stream leaves on its way is forgotten, and made again for the gradient (gradient cache, Gao et
             al. 2021): only one stream's activations are there at a time. The last one's are kept, as it is the first whose
             gradient is asked for.
     """
@@ -65,8 +66,8 @@ class StudentModel(nn.Module):
         projection: nn.Module,
         detector: EditDetector | None = None,
         condition: str = "projected",
-        memory: Memory | None = None,
-        forgets: bool = False,
+        memory: EmbeddingQueue | None = None,
+        grad_cache: bool = False,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -74,7 +75,7 @@ class StudentModel(nn.Module):
         self.detector = detector
         self.condition = condition
         self.memory = memory
-        self.forgets = forgets
+        self.grad_cache = grad_cache
 
     def forward(self, batch: Batch) -> StudentOutput:
         """A batch -> views, and detection where there is a discriminator.
@@ -83,10 +84,10 @@ class StudentModel(nn.Module):
         another number of workers deals the same streams to them and so draws the same noise. Both views of a stream are
         one pass over twice its rows; both views of all streams are projected together, as batch norm wants.
         """
-        if self.memory is not None and batch.landmarks:
-            self.memory.refresh(gather_parts(self._quietly(batch.landmarks), len(self.memory.landmarks)))
+        if self.memory is not None and batch.anchors:
+            self.memory.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.memory.anchors)))
         if self.memory is not None and batch.queue:
-            self.memory.fill(gather_parts(self._quietly(batch.queue), len(self.memory.queue)))
+            self.memory.fill(gather_parts(self._encode_no_grad(batch.queue), len(self.memory.queue)))
         last = len(batch.streams) - 1 if self.detector is None else None
         views = [
             self._through(self._views, tokens, seed, keeps=number == last)
@@ -103,25 +104,37 @@ class StudentModel(nn.Module):
     def _detect(self, streams: Sequence[tuple[Tokens, int]], told: Tensor) -> Detection:
         """Both views of each stream have edits of their own, drawn from the stream's seed."""
         assert self.detector is not None
+        length = self._edited_length(streams)
         first, second = told.chunk(2)
         found, done = [], 0
         for number, (tokens, seed) in enumerate(streams, start=1):
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
             told_here = torch.cat([first[rows], second[rows]])
-            found.append(self._through(self._found, tokens, seed, told_here, keeps=number == len(streams)))
+            found.append(self._through(self._found, tokens, seed, told_here, length, keeps=number == len(streams)))
         total: Detection = reduce(operator.add, found)
         return total
 
-    def _found(self, tokens: Tokens, seed: int, told: Tensor) -> Detection:
+    def _edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | None:
+        """Length of the global batch's edited sentences; None where padding does not count, or one pass holds all of them."""
+        assert self.detector is not None
+        if not self.detector.counts_padding or (len(streams) == 1 and world_size() == 1):
+            return None
+        longest = 0
+        for tokens, seed in streams:
+            with dropout_rng(seed + 1, tokens.ids.device):
+                longest = max(longest, self.detector.edited_length(tokens.twice()))
+        return all_reduce_max(longest, tokens.ids.device)
+
+    def _found(self, tokens: Tokens, seed: int, told: Tensor, length: int | None) -> Detection:
         assert self.detector is not None
         with dropout_rng(seed + 1, tokens.ids.device):
-            found: Detection = self.detector(tokens.twice(), told)
+            found: Detection = self.detector(tokens.twice(), told, length)
         return found
 
     def _through(self, part: Callable[..., T], *inputs: Any, keeps: bool) -> T:
         """One stream's pass. Its noise comes from its seed, so a second pass for the gradient draws what the first one drew."""
-        if not self.forgets:
+        if not self.grad_cache:
             return part(*inputs)
         found: T = part(*inputs) if keeps else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
         # What a stream leaves for the way back are small pieces between its tensors. The holes of those fit no other stream's
@@ -132,7 +145,7 @@ class StudentModel(nn.Module):
         return found
 
     @torch.no_grad()
-    def _quietly(self, parts: Sequence[Tokens]) -> Tensor:
+    def _encode_no_grad(self, parts: Sequence[Tokens]) -> Tensor:
         """(n, d) projected vectors, without dropout or gradient."""
         was_training = self.training
         self.eval()
@@ -144,13 +157,13 @@ class StudentModel(nn.Module):
     def _views(self, tokens: Tokens, seed: int) -> Tensor:
         device = tokens.ids.device
         if not self.encoder.has_dropout:
-            pooled = self.encoder(tokens.ids, tokens.mask, tokens.places)
+            pooled = self.encoder(tokens.ids, tokens.mask, tokens.token_index)
             return torch.cat(
                 [pooled, pooled]
             )  # without noise the second view is the first: half the work, same gradient
         with dropout_rng(seed, device):
             both = tokens.twice()
-            views: Tensor = self.encoder(both.ids, both.mask, both.places)
+            views: Tensor = self.encoder(both.ids, both.mask, both.token_index)
         return views
 
 
@@ -163,10 +176,10 @@ def build_encoder(section: StudentSection) -> StudentModel:
 def build_student(recipe: Recipe) -> StudentModel:
     """The student of a recipe; projection and discriminator's head fresh from the current random state."""
     student, objective = build_encoder(recipe.student), recipe.objective
-    student.forgets = recipe.training.chunk is not None
+    student.grad_cache = recipe.training.grad_cache_chunk is not None
     if (longer := objective.memory) is not None:
-        queued = longer.batches * recipe.training.batch_size
-        student.memory = Memory(queued, longer.landmarks, student.encoder.dimension)
+        queued = longer.num_batches * recipe.training.batch_size
+        student.memory = EmbeddingQueue(queued, longer.num_anchors, student.encoder.dimension)
     if (detection := objective.detection) is not None and detection.weight:
         fresh = Encoder.from_section(recipe.student)
         student.detector = build_detector(detection, student.encoder, fresh, decided(recipe.training.precision))

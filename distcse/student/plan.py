@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, met_again, split_held_out
+from distcse.corpus import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, duplicate_mask, split_held_out
 from distcse.encoder.packing import worth_packing
-from distcse.errors import CorpusError
+from distcse.errors import CorpusTooSmallError
 from distcse.recipe import Recipe
 from distcse.runs.lease import Lease
-from distcse.student.memory import own_part
+from distcse.student.memory import this_ranks_part
 from distcse.student.model import Batch
-from distcse.teachers.graph import open_graph
-from distcse.teachers.targets import TargetsAt
+from distcse.teachers.graph import open_knn_graph
+from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
 
@@ -31,7 +31,7 @@ AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainSpec:
     """All that a worker is told; the folders are on storage that every worker sees."""
 
     recipe: Recipe
@@ -40,13 +40,13 @@ class Job:
     tokens: Path
     lease: Lease | None = None
     """The right to write in `run`."""
-    neighbours: Path | None = None
+    neighbors: Path | None = None
     """The corpus's neighbour graph, where batches are grouped."""
-    targets: TargetsAt | None = None
+    targets: TargetSpec | None = None
     """Where the teachers' vectors are, where a term wants them."""
 
 
-class Plan:
+class BatchLoader:
     """A run's order of rows, and one worker's part of it.
 
     Args:
@@ -55,10 +55,10 @@ class Plan:
         workers: How many there are.
     """
 
-    def __init__(self, job: Job, rank: int, workers: int) -> None:
+    def __init__(self, job: TrainSpec, rank: int, workers: int) -> None:
         training = job.recipe.training
         self._seed = job.recipe.seed
-        self._shuffle_group = job.recipe.teachers.shuffle_groups
+        self._shuffle_group = job.recipe.teachers.rank_noise_group
         self._tokens = TokenTable.open(job.tokens)
         self.corpus = Corpus.open(job.corpus)
         train_rows, self.held_out, self.landmarks = rows_of(job.recipe, len(self.corpus))
@@ -91,11 +91,11 @@ class Plan:
         """(count, L) row ids of the lists of the steps from `first` on."""
         return np.stack([self.columns(step) for step in range(first, first + count)])
 
-    def met_again(self, step: int) -> NDArray[np.bool_] | None:
+    def duplicate_mask(self, step: int) -> NDArray[np.bool_] | None:
         """(R, L - C) whether a sentence in the memory is one of this worker's rows; None without a memory."""
         if self._memory is None:
             return None
-        return met_again(self.columns(step), self.places)[:, len(self.sampler.batch(step)) :]
+        return duplicate_mask(self.columns(step), self.places)[:, len(self.sampler.batch(step)) :]
 
     def batch(self, step: int, device: torch.device) -> Batch:
         """This worker's rows of a step, cut into streams, each with the seed of its dropout noise; and what the memory wants."""
@@ -107,17 +107,17 @@ class Plan:
         ]
         if self._memory is None:
             return Batch(streams)
-        landmarks = self._parts(self.landmarks, device) if step % self._memory.refresh == 0 else []
+        landmarks = self._parts(self.landmarks, device) if step % self._memory.refresh_steps == 0 else []
         return Batch(streams, landmarks, self._parts(self._queued(0), device) if step == 0 else [])
 
     def _queued(self, step: int) -> NDArray[np.int64]:
         """Row ids of the batches before a step, the latest first; before the first step, of the first epoch's last."""
-        earlier = range(step - 1, step - 1 - (self._memory.batches if self._memory else 0), -1)
+        earlier = range(step - 1, step - 1 - (self._memory.num_batches if self._memory else 0), -1)
         batches = [self.sampler.batch(at if at >= 0 else at % self.sampler.steps_per_epoch) for at in earlier]
         return np.concatenate([np.empty(0, dtype=np.int64), *batches])
 
     def _parts(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
-        mine = rows[own_part(len(rows))]
+        mine = rows[this_ranks_part(len(rows))]
         return [self._collated(mine[at : at + AT_A_TIME], device) for at in range(0, len(mine), AT_A_TIME)]
 
     def _collated(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
@@ -130,25 +130,27 @@ def rows_of(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.in
     Raises:
         CorpusError: Too few rows for what is held out, or for the landmarks.
     """
-    train, held_out = split_held_out(rows, recipe.evaluation.held_out, recipe.seed)
+    train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
     memory = recipe.objective.memory
-    landmarks, train = _drawn(train, memory.landmarks if memory else 0, recipe.seed)
+    landmarks, train = _drawn(train, memory.num_anchors if memory else 0, recipe.seed)
     return train, held_out, landmarks
 
 
 def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(landmarks, the other rows), both ascending."""
     if count >= len(rows):
-        raise CorpusError(
-            f"objective.rank.memory.landmarks is {count}, but the corpus has {len(rows)} rows to learn from"
+        raise CorpusTooSmallError(
+            f"objective.rank.queue.num_anchors is {count}, but the corpus has {len(rows)} rows to learn from"
         )
     chosen = np.zeros(len(rows), dtype=bool)
     chosen[np.random.Generator(np.random.PCG64([seed, _LANDMARKS])).permutation(len(rows))[:count]] = True
     return rows[chosen], rows[~chosen]
 
 
-def _grouping(job: Job) -> Grouping | None:
-    section = job.recipe.training.neighbours
-    if section is None or job.neighbours is None:
+def _grouping(job: TrainSpec) -> Grouping | None:
+    section = job.recipe.training.neighbor_batching
+    if section is None or job.neighbors is None:
         return None
-    return Grouping(open_graph(job.neighbours)[:, section.nearest - 1 :], section.companions, section.share)
+    return Grouping(
+        open_knn_graph(job.neighbors)[:, section.min_rank - 1 :], section.per_anchor, section.anchor_fraction
+    )

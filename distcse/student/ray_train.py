@@ -18,9 +18,9 @@ from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
-from distcse.errors import DistcseError, EncoderError, RunError, StoppedEarlyError
-from distcse.events import Note, Reporter
-from distcse.importing import importing
+from distcse.errors import DistcseError, EncoderError, ProcessLostError, RunError, StoppedEarlyError, WorkersLostError
+from distcse.events import LogMessage, Reporter
+from distcse.importing import gc_paused
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_worker, reporter_of
 from distcse.ray_backend.network import use_interface_of
@@ -38,21 +38,21 @@ from distcse.ray_backend.nodes import (
     refuse_impossible,
 )
 from distcse.recipe import Recipe
-from distcse.storage import address
+from distcse.storage import to_uri
 
-with importing():  # of PyTorch
+with gc_paused():  # of PyTorch
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.torch.config import _TorchBackend
 
 if TYPE_CHECKING:
-    from distcse.student.plan import Job
+    from distcse.student.plan import TrainSpec
     from distcse.trainer.trainer import TrainResult
 
 _TOLD_AFTER = 60.0
 """Seconds without a worker after which the run says so."""
 
 
-def fit_on_ray(job: Job, servers: Any, reporter: Reporter) -> TrainResult:
+def fit_on_ray(job: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
     """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
 
     Args:
@@ -64,30 +64,30 @@ def fit_on_ray(job: Job, servers: Any, reporter: Reporter) -> TrainResult:
         RunError: The workers failed too often, or nodes that were lost did not come back.
     """
     training, resources = job.recipe.training, resources_per_worker(job.recipe)
-    if training.least_workers is None:
+    if training.min_workers is None:
         return _train(job, servers, reporter, training.workers, resources, training.max_failures)
     failures = 0
     while True:
         workers = _workers_now(job.recipe, resources)
         if workers < training.workers:
             reporter.emit(
-                Note(f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True)
+                LogMessage(
+                    f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True
+                )
             )
         try:
             return _train(job, servers, reporter, workers, resources, max_failures=0)
-        except _Lost as lost:
+        except WorkersLostError as lost:  # of `_explained`; the loss of another process is a ProcessLostError
             failures += 1
             if failures > training.max_failures:
                 raise
-            reporter.emit(Note(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True))
-
-
-class _Lost(RunError):
-    """Workers that ended by no mistake of the user's."""
+            reporter.emit(
+                LogMessage(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True)
+            )
 
 
 def _train(
-    job: Job, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
+    job: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
 ) -> TrainResult:
     # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
     get_or_create_autoscaling_coordinator()
@@ -101,12 +101,12 @@ def _train(
             num_workers=workers,
             use_gpu=bool(resources.get("GPU")),
             resources_per_worker=dict(resources),
-            label_selector=job.recipe.training.nodes,
+            label_selector=job.recipe.training.node_labels,
         ),
         run_config=RunConfig(
             # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
             name=f"train-{time.time_ns()}",
-            storage_path=address(job.run / "ray"),
+            storage_path=to_uri(job.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),
@@ -115,7 +115,7 @@ def _train(
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
     patience = ResourceWatchdog(
-        _demands(job.recipe, resources, workers), lambda told: reporter.emit(Note(told, warning=True))
+        _demands(job.recipe, resources, workers), lambda told: reporter.emit(LogMessage(told, warning=True))
     )
     late, told = time.monotonic() + _TOLD_AFTER, False
     try:
@@ -123,7 +123,7 @@ def _train(
             channel.relay(reporter)
             if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
                 raise StoppedEarlyError(
-                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {address(job.run)}"
+                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {to_uri(job.run)}"
                 )
             patience.look()
             if not told and time.monotonic() > late:
@@ -131,7 +131,7 @@ def _train(
                 if not channel.has_started:
                     wants = f"{workers} workers of {format_resources(resources)} each"
                     waits = f"no worker has begun for {_TOLD_AFTER:g} s: waits for room for {wants}; `ray status` says who has it"
-                    reporter.emit(Note(waits, warning=True))
+                    reporter.emit(LogMessage(waits, warning=True))
             time.sleep(0.2)
         channel.relay(reporter)
         returned = running.result().return_value
@@ -154,7 +154,7 @@ def _workers_now(recipe: Recipe, resources: Resources) -> int:
     Ray Train's own elastic groups take any number, also such as do not divide the batch, and count nodes that are gone.
     """
     training = recipe.training
-    room = fitting(answering(training.nodes), resources)
+    room = fitting(answering(training.node_labels), resources)
     return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
 
 
@@ -190,31 +190,31 @@ def _worker(config: dict[str, Any]) -> TrainResult | DistcseError:
     rank = ray.train.get_context().get_world_rank()
     if not announce_worker(config["events"], rank):
         # Returned by all workers, not raised: Ray Train would restart them.
-        return RunError("the driver ended before its workers started; resume with --resume")
+        return ProcessLostError("the driver ended before its workers started; resume with --resume")
     result = _train_on_rank(rank, config)
     announce_end(config["events"], rank)
     return result
 
 
 def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
-    with importing():
+    with gc_paused():
         from distcse.ray_backend.metrics import Queue
-        from distcse.student.beside import Beside
+        from distcse.student.beside import RemoteEvaluator
         from distcse.student.lists import fit
-        from distcse.teachers.actors import RemoteSource, servers_beside, use_assigned_threads
+        from distcse.teachers.actors import RemoteTeacherClient, co_located_servers, use_assigned_threads
         from distcse.trainer.distributed import on_all_ranks
 
     _quiet()
     use_assigned_threads()
-    job: Job = config["job"]
+    job: TrainSpec = config["job"]
     try:
-        mine = on_all_ranks(lambda: servers_beside(config["servers"], job.recipe.teachers, job.run.name, rank))
+        mine = on_all_ranks(lambda: co_located_servers(config["servers"], job.recipe.teachers, job.run.name, rank))
     except DistcseError as mistake:
         return mistake
-    sources = [RemoteSource(server, Queue(job.run.name, number, rank).track) for number, server in mine.items()]
+    sources = [RemoteTeacherClient(server, Queue(job.run.name, number, rank).track) for number, server in mine.items()]
     reporter = reporter_of(config["events"])
-    apart = job.recipe.evaluation.beside is not None
-    scorers = Beside(job, mine, reporter) if apart else nullcontext()
+    apart = job.recipe.evaluation.async_eval is not None
+    scorers = RemoteEvaluator(job, mine, reporter) if apart else nullcontext()
     try:
         with scorers as scorer:
             return fit(job, sources, reporter, ray.train.report, scorer)
@@ -226,12 +226,12 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
     """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
     training, teachers = recipe.training, recipe.teachers
-    nodes = nodes_with(training.nodes, "training.nodes")
-    nodes_with(teachers.nodes, "teachers.nodes")
+    nodes = nodes_with(training.node_labels, "training.node_labels")
+    nodes_with(teachers.node_labels, "teachers.node_labels")
     beside = [
         demand
         for demand in _others(recipe)
-        if (training.nodes or {}).items() <= (demand.labels or training.nodes or {}).items()
+        if (training.node_labels or {}).items() <= (demand.labels or training.node_labels or {}).items()
     ]
     cpus, gpus = (_left(nodes, kind, beside) for kind in ("CPU", "GPU"))
     cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, training.workers))))
@@ -244,18 +244,18 @@ def resources_per_worker(recipe: Recipe) -> dict[str, float]:
 
 def _demands(recipe: Recipe, each: Resources, workers: int) -> list[ResourceRequest]:
     """What must run at the same time: so many workers, and what runs beside them."""
-    fewer = "training.workers" if recipe.training.least_workers is None else "training.least_workers"
+    fewer = "training.workers" if recipe.training.min_workers is None else "training.min_workers"
     smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
-    training = ResourceRequest(f"{fewer}={workers}", workers, each, recipe.training.nodes, fewer, smaller)
+    training = ResourceRequest(f"{fewer}={workers}", workers, each, recipe.training.node_labels, fewer, smaller)
     return [training, *_others(recipe)]
 
 
 def _others(recipe: Recipe) -> list[ResourceRequest]:
     """Teachers' servers that take something, and who makes dev scores beside the workers."""
-    from distcse.student.beside import beside_demands
+    from distcse.student.beside import evaluator_requests
     from distcse.teachers.actors import server_demands
 
-    return [*server_demands(recipe.teachers), *beside_demands(recipe)]
+    return [*server_demands(recipe.teachers), *evaluator_requests(recipe)]
 
 
 def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[ResourceRequest]) -> list[float]:
@@ -269,7 +269,7 @@ def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[ResourceReque
 
 
 def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
-    """The user's own mistake inside Ray Train's error, or `_Lost` with the first worker's words."""
+    """The user's own mistake inside Ray Train's error, or `WorkersLostError` with the first worker's words."""
     failures = list(getattr(failed, "worker_failures", {}).values())
     for failure in failures:
         cause: BaseException | None = failure
@@ -278,18 +278,18 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
                 return cause
             cause = getattr(cause, "cause", None) or cause.__cause__
     told = str(failures[0] if failures else failed).strip().splitlines()
-    return _Lost(
+    return WorkersLostError(
         f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
     )
 
 
-def _without(lost: RayActorError, job: Job) -> RunError:
+def _without(lost: RayActorError, job: TrainSpec) -> RunError:
     """The loss of an actor that is there once for a run and is not started again, in one line."""
     told = str(lost).strip()
     actor = "event channel" if "class_name: EventActor" in told else "Ray Train controller"
     reason = told.splitlines()[-1].partition(". ")[0].rstrip(".")  # what follows is Ray's advice, 500 characters of it
-    return RunError(
-        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {address(job.run)}"
+    return ProcessLostError(
+        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {to_uri(job.run)}"
     )
 
 

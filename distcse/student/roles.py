@@ -60,27 +60,29 @@ def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
 
 def _roles_on_cluster(recipe: Recipe, trial_gpus: float | None = None) -> list[Role]:
     speeds = cluster_speeds()
-    from distcse.student.beside import beside_demands
+    from distcse.student.beside import evaluator_requests
     from distcse.student.ray_train import resources_per_worker
 
-    labels = recipe.training.nodes
+    labels = recipe.training.node_labels
     if trial_gpus is None:
         student = speeds.of(labels, resources_per_worker(recipe).get("GPU", 0.0))
     else:
         student = speeds.of(None, trial_gpus)
-    beside = [device for demand in beside_demands(recipe) for device in speeds.of(labels, demand.each["GPU"])]
+    beside = [device for demand in evaluator_requests(recipe) for device in speeds.of(labels, demand.each["GPU"])]
     return _roles(recipe, student, _teacher_devices(recipe, speeds), [*(beside or student), local_speed()])
 
 
 def _teacher_devices(recipe: Recipe, speeds: ClusterSpeeds) -> dict[int, list[DeviceSpeed]]:
     """The devices of each teacher's embedding actors; of one that answers live, of its servers."""
     from distcse.ray_backend.nodes import nodes_with
-    from distcse.teachers.builders import builder_resources
+    from distcse.teachers.builders import embedding_actor_resources
 
     section = recipe.teachers
-    builders = builder_resources(section, nodes_with(section.nodes, "teachers.nodes"))["GPU"]
+    builders = embedding_actor_resources(section, nodes_with(section.node_labels, "teachers.node_labels"))["GPU"]
     return {
-        number: speeds.of(section.nodes, builders if uses_table(section, teacher) else section.builder_gpus or 0.0)
+        number: speeds.of(
+            section.node_labels, builders if uses_table(section, teacher) else section.gpus_per_actor or 0.0
+        )
         for number, teacher in _models(recipe).items()
     }
 

@@ -6,20 +6,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from distcse.encoder import Encoder
-from distcse.errors import RunError
+from distcse.errors import CheckpointError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Note, Reporter, one_by_one
+from distcse.events import LogMessage, Reporter, one_by_one
 from distcse.ray_backend.cluster import coming_up
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.storage import address
-from distcse.student.averaging import Start
+from distcse.storage import to_uri
+from distcse.student.averaging import WeightInterpolation
 from distcse.student.check import check_recipe
 from distcse.student.data import data_of
 from distcse.student.finals import final_scores, labelled_tasks
-from distcse.student.houses import House, house_of
-from distcse.student.material import Text
+from distcse.student.houses import Backend, make_backend
+from distcse.student.material import PreparedCorpus
 from distcse.student.model import encoder_weights
 from distcse.student.roles import with_precisions
 from distcse.tracking import tracking
@@ -41,7 +41,7 @@ class Result:
 
 
 def run(
-    recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None, house: House | None = None
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None, house: Backend | None = None
 ) -> Result:
     """Carry out a recipe, or go on with an interrupted run.
 
@@ -58,27 +58,27 @@ def run(
     directory = directory or RunDirectory.create(recipe)
     with directory.leased(reporter) as lease:
         reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
-        reporter.emit(Note(f"run directory {address(directory.path)}"))
+        reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
         with coming_up(house is None and recipe.training.workers > 0):
             return _run(recipe, reporter, directory, lease, labelled, house)
 
 
 def _run(
-    recipe: Recipe, reporter: Reporter, directory: RunDirectory, lease: Lease, labelled: Tasks, house: House | None
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory, lease: Lease, labelled: Tasks, house: Backend | None
 ) -> Result:
     if lease.left_here:
         CheckpointStore(directory.path).rescue(reporter.emit)
     asked = recipe
     if house is None:  # trials of a sweep have their precisions from it
         recipe = with_precisions(recipe, reporter)
-    text = Text.prepare(recipe, reporter)
+    text = PreparedCorpus.prepare(recipe, reporter)
     recipe = text.recipe
     if recipe != asked:
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
-    house, surroundings = (house, nullcontext()) if house else house_of(recipe, directory.path, reporter)
+    house, surroundings = (house, nullcontext()) if house else make_backend(recipe, directory.path, reporter)
     with tracking(recipe, directory.path, reporter.emit) as tracked:
-        reporter = tracked.heard(reporter)
+        reporter = tracked.relay(reporter)
         with surroundings:
             reporter = house.metered(reporter, directory.path.name)
             tables = text.tables(house, reporter)
@@ -105,11 +105,11 @@ def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
     checkpoints = CheckpointStore(directory.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
-        raise RunError(
-            f"{address(directory.path)} has no checkpoint; run again with --resume {address(directory.path)}"
+        raise CheckpointError(
+            f"{to_uri(directory.path)} has no checkpoint; run again with --resume {to_uri(directory.path)}"
         )
     encoder = Encoder.from_section(recipe.student)
-    start = Start(encoder, recipe.student.start_share)
+    start = WeightInterpolation(encoder, recipe.student.init_weight_mix)
     encoder.load_state_dict(start.mixed(encoder_weights(load_model_state(folder).weights)))
     encoder.eval().save(directory.model)
     return encoder

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.errors import DistcseError, TeacherError
-from distcse.events import Note, Reporter
+from distcse.errors import DistcseError, TeacherError, TeacherServerError
+from distcse.events import LogMessage, Reporter
 from distcse.ray_backend.nodes import ResourceRequest, alive
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.teachers.pulse import OUTLIVES, Guard, Pulse
+from distcse.teachers.pulse import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Teacher
@@ -41,7 +41,7 @@ _UNDER_WAY = 2
 """Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
 
 
-class TeacherServer(Pulse):
+class TeacherServer(HeartbeatActor):
     """Hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
@@ -69,10 +69,10 @@ def server_of(pool: Sequence[T], run: str, worker: int) -> T:
     return pool[(zlib.crc32(run.encode()) + worker) % len(pool)]
 
 
-class Servers:
+class TeacherServerPool:
     """The server actors of a run, each started beside the worker that first asks for it; itself an actor, and they end with it.
 
-    Beside is wished for, not insisted on: where the worker's node has no room, or has other labels than `teachers.nodes`, a
+    Beside is wished for, not insisted on: where the worker's node has no room, or has other labels than `teachers.node_labels`, a
     server is put where there is room. One that lives stays where it is, also when its worker is started again elsewhere.
 
     Args:
@@ -87,9 +87,9 @@ class Servers:
         self._makes, self._section, self._job = makes, section, job
         self._running: dict[tuple[int, int], Any] = {}
 
-    def beside(self, run: str, worker: int, node: str) -> dict[int, Any]:
+    def near(self, run: str, worker: int, node: str) -> dict[int, Any]:
         """For each teacher, by its number, the server that a run's worker, on a node of this id, shall ask."""
-        copy = server_of(range(self._section.servers), run, worker)
+        copy = server_of(range(self._section.num_servers), run, worker)
         self.start(copy, node)
         return {number: self._running[number, copy] for number in self._makes}
 
@@ -97,9 +97,9 @@ class Servers:
         """Start the servers of a number beside a node of this id, unless they run."""
         for number, (make, resources) in self._makes.items():
             if (number, copy) not in self._running:
-                server = ray.remote(**resources, **OUTLIVES)(TeacherServer).options(
+                server = ray.remote(**resources, **RESTARTABLE)(TeacherServer).options(
                     name=f"teacher-{number}-{copy}-{self._job}",
-                    **_near(node, self._section.nodes, takes_room=any(resources.values())),
+                    **_near(node, self._section.node_labels, takes_room=any(resources.values())),
                 )
                 self._running[number, copy] = server.remote(make)
 
@@ -121,8 +121,8 @@ def _near(node: str, labels: dict[str, str] | None, takes_room: bool) -> dict[st
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=takes_room)}
 
 
-class RemoteSource:
-    """A teacher behind a server actor, as a worker's `ListSource`. Calls outlive the server: Ray restarts and retries.
+class RemoteTeacherClient:
+    """A teacher behind a server actor, as a worker's `TeacherClient`. Calls outlive the server: Ray restarts and retries.
 
     A third question waits for the first one's answer, so that the queue of a server that is slower than its workers ends at
     two blocks a worker.
@@ -153,7 +153,7 @@ def served(
     reporter: Reporter,
     asked: Sequence[int] | None = None,
 ) -> Iterator[Any]:
-    """The `Servers` of a run, for as long as this is entered; a server that hangs is replaced.
+    """The `TeacherServerPool` of a run, for as long as this is entered; a server that hangs is replaced.
 
     Args:
         section: The teachers.
@@ -174,24 +174,28 @@ def served(
     job = _run_token()
     # On the driver's node: with no other it shall be lost, as its servers end with it.
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    servers = ray.remote(num_cpus=0)(Servers).options(name=f"servers-{job}", scheduling_strategy=home)
+    servers = ray.remote(num_cpus=0)(TeacherServerPool).options(name=f"servers-{job}", scheduling_strategy=home)
     running = servers.remote(makes, section, job)
     # Where there is one node there is no other place for them: they start while the trainer does.
-    if section.servers == 1 and len(nodes := alive()) == 1:
+    if section.num_servers == 1 and len(nodes := alive()) == 1:
         running.start.remote(0, nodes[0].id)
     try:
-        with guarded(section, reporter, lambda: ray.get(running.running.remote(), timeout=section.deadline)):
+        with guarded(section, reporter, lambda: ray.get(running.running.remote(), timeout=section.heartbeat_timeout_s)):
             yield running
     finally:
         ray.kill(running)
 
 
-def guarded(section: TeachersSection, reporter: Reporter, find: Callable[[], Mapping[str, Any]] | None = None) -> Guard:
-    """A `Guard` by `teachers.deadline` that warns the reporter."""
-    return Guard(section.deadline, lambda told: reporter.emit(Note(told, warning=True)), find)
+def guarded(
+    section: TeachersSection, reporter: Reporter, find: Callable[[], Mapping[str, Any]] | None = None
+) -> HeartbeatMonitor:
+    """A `HeartbeatMonitor` by `teachers.heartbeat_timeout_s` that warns the reporter."""
+    return HeartbeatMonitor(
+        section.heartbeat_timeout_s, lambda told: reporter.emit(LogMessage(told, warning=True)), find
+    )
 
 
-def servers_beside(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
+def co_located_servers(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
     """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
     node = ray.get_runtime_context().get_node_id()
     mine: dict[int, Any] = ray.get(servers.beside.remote(run, worker, node))
@@ -210,7 +214,7 @@ def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
 
 
 def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
-    return TeacherError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
+    return TeacherServerError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
 
 
 def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
@@ -229,18 +233,20 @@ def server_demands(section: TeachersSection) -> list[ResourceRequest]:
     from distcse.teachers.opening import uses_table
 
     live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
-    ranking = [teacher for teacher in section.encoders if uses_table(section, teacher) and teacher.space == "rank"]
+    ranking = [teacher for teacher in section.encoders if uses_table(section, teacher) and teacher.similarity == "rank"]
     found = []
     for teachers, kind, instead in (
         (live, "live teacher servers", "use teachers.mode=table"),
-        (ranking if section.builder_gpus else [], "servers of rank space", ""),
+        (ranking if section.gpus_per_actor else [], "servers of rank space", ""),
     ):
         if teachers:
-            number, resources = section.servers * len(teachers), _server_resources(section, teachers[0])
+            number, resources = section.num_servers * len(teachers), _server_resources(section, teachers[0])
             each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-            smaller = {"GPU": "teachers.builder_gpus"}
+            smaller = {"GPU": "teachers.gpus_per_actor"}
             found.append(
-                ResourceRequest(f"{number} {kind}", number, each, section.nodes, "teachers.servers", smaller, instead)
+                ResourceRequest(
+                    f"{number} {kind}", number, each, section.node_labels, "teachers.num_servers", smaller, instead
+                )
             )
     return found
 
@@ -248,10 +254,10 @@ def server_demands(section: TeachersSection) -> list[ResourceRequest]:
 def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict[str, float]:
     from distcse.teachers.opening import uses_table
 
-    gpus = section.builder_gpus or 0.0
+    gpus = section.gpus_per_actor or 0.0
     if not uses_table(section, teacher):
         return {"num_cpus": 1.0, "num_gpus": gpus}
-    return {"num_cpus": 0.0, "num_gpus": gpus if teacher.space == "rank" else 0.0}
+    return {"num_cpus": 0.0, "num_gpus": gpus if teacher.similarity == "rank" else 0.0}
 
 
 def _run_token() -> str:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.corpus import Corpus
-from distcse.errors import TeacherError
+from distcse.errors import TeacherWeightError
 from distcse.recipe import TeacherSection
 
 
-class Alphas:
+class TeacherWeights:
     """Weights of T teachers (RankCSE §4.4); their scale does not matter.
 
     Args:
@@ -34,12 +34,14 @@ class Alphas:
         if not named:
             return
         if not corpus.domains:
-            raise TeacherError(
+            raise TeacherWeightError(
                 "teachers have alpha_by_domain, but the corpus has no domains; write corpus.domain: COLUMN"
             )
         if unknown := sorted(named - set(corpus.domains)):
             known = ", ".join(sorted(corpus.domains)[:20])
-            raise TeacherError(f"alpha_by_domain names {unknown[0]!r}, a domain that no row has; there are: {known}")
+            raise TeacherWeightError(
+                f"alpha_by_domain names {unknown[0]!r}, a domain that no row has; there are: {known}"
+            )
         self._by_domain = torch.tensor(
             [
                 [(teacher.alpha_by_domain or {}).get(name, teacher.alpha) for name in corpus.domains]
@@ -47,7 +49,9 @@ class Alphas:
             ]
         )
         if len(silent := (self._by_domain.sum(dim=0) == 0).nonzero()):
-            raise TeacherError(f"no teacher has a weight above 0 in the domain {corpus.domains[int(silent[0])]!r}")
+            raise TeacherWeightError(
+                f"no teacher has a weight above 0 in the domain {corpus.domains[int(silent[0])]!r}"
+            )
 
     def of(self, rows: NDArray[np.int64]) -> Sequence[float] | Tensor:
         """(R,) row ids -> (T,) weights, or (T, R) where they depend on the row."""

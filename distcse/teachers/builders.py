@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import ActorPool
 
 from distcse.corpus import Corpus
-from distcse.errors import StoppedEarlyError, TeacherError
-from distcse.events import Note, Reporter
+from distcse.errors import StoppedEarlyError, TeacherServerError
+from distcse.events import LogMessage, Reporter
 from distcse.ray_backend.nodes import (
     STOPPED_WAIT_S,
     ResourceRequest,
@@ -28,14 +28,14 @@ from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.actors import cause_of, guarded, use_assigned_gpus, use_assigned_threads
 from distcse.teachers.build import embed_shard
 from distcse.teachers.opening import open_embedder
-from distcse.teachers.pulse import OUTLIVES, Pulse
+from distcse.teachers.pulse import RESTARTABLE, HeartbeatActor
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
 
 _LOOK = 1.0
 
 
-class ShardBuilder(Pulse):
+class EmbeddingActor(HeartbeatActor):
     """Embeds shards of one table and writes them to the table's storage itself: vectors never cross the network."""
 
     def __init__(
@@ -53,12 +53,12 @@ class ShardBuilder(Pulse):
         # Not in the constructor: loading can hang too, and before it ends there is no pulse to feel.
         return open_embedder(self._teacher)
 
-    def build(self, shard: int) -> int:
+    def embed(self, shard: int) -> int:
         """Rows embedded."""
         return embed_shard(self._encoder, self._teacher, self._corpus, self._table, shard, self._tokens_per_batch)
 
 
-def build_shards(
+def embed_shards(
     teacher: TeacherSection,
     section: TeachersSection,
     corpus: Corpus,
@@ -72,18 +72,20 @@ def build_shards(
     Raises:
         StoppedEarlyError: A stop was requested, and no builder has room. A running pass ends first.
     """
-    nodes = nodes_with(section.nodes, "teachers.nodes")
-    each = builder_resources(section, nodes)
-    count = min(len(missing), section.builders or max(1, fitting(nodes, each)))
+    nodes = nodes_with(section.node_labels, "teachers.node_labels")
+    each = embedding_actor_resources(section, nodes)
+    count = min(len(missing), section.embedding_workers or max(1, fitting(nodes, each)))
     refuse_impossible([_builders(section, count, each)], alive())
-    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **OUTLIVES)(ShardBuilder)
+    actor = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
     builders = [
         actor.options(
-            name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.nodes
+            name=f"builder-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.node_labels
         ).remote(teacher, corpus.directory, table.directory, table.identity, section.tokens_per_batch)
         for number in range(count)
     ]
-    patience = ResourceWatchdog([_builders(section, 1, each)], lambda told: reporter.emit(Note(told, warning=True)))
+    patience = ResourceWatchdog(
+        [_builders(section, 1, each)], lambda told: reporter.emit(LogMessage(told, warning=True))
+    )
     pulses, late = [builder.pulse.remote() for builder in builders], time.monotonic() + STOPPED_WAIT_S
     pool, done = ActorPool(builders), 0
     for shard in missing:
@@ -104,9 +106,9 @@ def build_shards(
     except RayTaskError as failed:
         raise cause_of(teacher, failed) from failed
     except RayActorError as lost:
-        raise TeacherError(
+        raise TeacherServerError(
             f"teacher {teacher.backbone} was started again and again and lost its process each time: "
-            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.builders; whole shards "
+            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.embedding_workers; whole shards "
             "are kept"
         ) from lost
     finally:
@@ -114,12 +116,12 @@ def build_shards(
             ray.kill(builder)
 
 
-def builder_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
+def embedding_actor_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
     """What an embedding actor takes: a CPU, and a GPU where the recipe or, it saying nothing, one of the nodes has one."""
     has_one = any(node.get("GPU", 0.0) >= 1 for node in nodes)
-    return {"CPU": 1.0, "GPU": float(has_one) if section.builder_gpus is None else section.builder_gpus}
+    return {"CPU": 1.0, "GPU": float(has_one) if section.gpus_per_actor is None else section.gpus_per_actor}
 
 
 def _builders(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
-    told, smaller = f"teachers.builders={count}", {"GPU": "teachers.builder_gpus"}
-    return ResourceRequest(told, count, each, section.nodes, "teachers.builders", smaller)
+    told, smaller = f"teachers.embedding_workers={count}", {"GPU": "teachers.gpus_per_actor"}
+    return ResourceRequest(told, count, each, section.node_labels, "teachers.embedding_workers", smaller)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
-from distcse.errors import TeacherError
+from distcse.errors import ComparisonError
 from distcse.recipe import Recipe
 from distcse.teachers.opening import open_embedder, scores_pairs
 
@@ -34,7 +34,7 @@ class Pairing:
 
 
 @dataclass(frozen=True)
-class Dispute:
+class Disagreement:
     """A pair of sentences on which teachers differ."""
 
     one: str
@@ -44,7 +44,7 @@ class Dispute:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TeacherComparison:
     """What a preview found."""
 
     sentences: int
@@ -53,11 +53,11 @@ class Comparison:
     compared: list[int]
     """Numbers of those that give vectors."""
     pairings: list[Pairing]
-    disputes: list[Dispute]
+    disputes: list[Disagreement]
     """Where standardised cosines are farthest apart."""
 
 
-def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int, int], None]) -> Comparison:
+def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int, int], None]) -> TeacherComparison:
     """Embed some different sentences of a corpus by every teacher, and compare the lists.
 
     Args:
@@ -71,11 +71,11 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int,
     """
     compared = comparable(recipe)
     if sentences < NEAREST + 2:
-        raise TeacherError(f"a comparison wants {NEAREST + 2} sentences or more, not {sentences}")
+        raise ComparisonError(f"a comparison wants {NEAREST + 2} sentences or more, not {sentences}")
     drawn = np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[: 2 * sentences]
     texts = list(dict.fromkeys(corpus.texts(drawn)))[:sentences]
     if len(texts) < NEAREST + 2:
-        raise TeacherError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
+        raise ComparisonError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
     lists = []
     for number in compared:
         teacher = recipe.teachers.encoders[number]
@@ -87,14 +87,14 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int,
         for one, other in combinations(range(len(compared)), 2)
     ]
     names = [teacher.backbone for teacher in recipe.teachers.encoders]
-    return Comparison(len(texts), names, compared, pairings, _disputes(texts, lists))
+    return TeacherComparison(len(texts), names, compared, pairings, _disputes(texts, lists))
 
 
 def comparable(recipe: Recipe) -> list[int]:
     """Numbers of the teachers that give vectors. `TeacherError` where fewer than two do."""
     numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if not scores_pairs(teacher)]
     if len(numbers) < 2:
-        raise TeacherError(f"a comparison wants two teachers that give vectors, the recipe has {len(numbers)}")
+        raise ComparisonError(f"a comparison wants two teachers that give vectors, the recipe has {len(numbers)}")
     return numbers
 
 
@@ -117,11 +117,11 @@ def _others(cosines: NDArray[np.float32]) -> NDArray[np.float32]:
     return cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1)
 
 
-def _disputes(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> list[Dispute]:
+def _disputes(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> list[Disagreement]:
     """The pairs on which standardised cosines are farthest apart; each sentence in one of them at most."""
     standard = np.stack([(part - part.mean()) / max(float(part.std()), 1e-6) for part in lists])
     apart = np.ptp(standard, axis=0)
-    found: list[Dispute] = []
+    found: list[Disagreement] = []
     met: set[int] = set()
     for place in np.argsort(-apart, axis=None)[: 50 * _SHOWN]:
         row, column = divmod(int(place), apart.shape[1])
@@ -131,5 +131,5 @@ def _disputes(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> lis
         if met & {row, other}:
             continue
         met |= {row, other}
-        found.append(Dispute(texts[row], texts[other], [float(part[row, column]) for part in lists]))
+        found.append(Disagreement(texts[row], texts[other], [float(part[row, column]) for part in lists]))
     return found

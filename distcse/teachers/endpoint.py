@@ -17,7 +17,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from distcse.encoder.prompts import SENTENCE, is_template
-from distcse.errors import TeacherError
+from distcse.errors import EndpointError, TeacherError
 from distcse.recipe import EndpointSection
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -45,7 +45,7 @@ class Endpoint:
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(max_retries=retry, pool_maxsize=section.connections))
-        if key := os.environ.get(section.key_variable):
+        if key := os.environ.get(section.api_key_env):
             self._session.headers["Authorization"] = f"Bearer {key}"
 
     def encode(
@@ -64,7 +64,7 @@ class Endpoint:
         Raises:
             TeacherError: The endpoint cannot be reached, refuses, or answers something else than one vector a text.
         """
-        size = self._section.batch
+        size = self._section.batch_size
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
         found: list[NDArray[np.float32]] = []
         with ThreadPoolExecutor(self._section.connections) as pool:
@@ -86,11 +86,11 @@ class Endpoint:
         asked = [template.replace(SENTENCE, text) for text in texts]
         body = {"model": self._model, "input": asked, "encoding_format": "float"}
         try:
-            answer = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout)
+            answer = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout_s)
         except requests.RequestException as lost:
             raise self._error(f"cannot be reached after {self._section.retries} retries: {lost}") from None
         if not answer.ok:
-            key = f" (the key is read from {self._section.key_variable})" if answer.status_code in (401, 403) else ""
+            key = f" (the key is read from {self._section.api_key_env})" if answer.status_code in (401, 403) else ""
             raise self._error(f"answers {answer.status_code}: {' '.join(answer.text.split())[:_TOLD]}{key}")
         try:
             return self._read(answer.json(), len(texts))
@@ -105,4 +105,4 @@ class Endpoint:
         return np.array([row["embedding"] for row in rows], dtype=np.float32)
 
     def _error(self, told: str) -> TeacherError:
-        return TeacherError(f"teacher {self._model} at {self._section.url} {told}")
+        return EndpointError(f"teacher {self._model} at {self._section.url} {told}")

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.corpus import met_again
-from distcse.objectives import Taught, mix_lists, shuffle_groups, trust_of
+from distcse.corpus import duplicate_mask
+from distcse.objectives import TeacherOutputs, disagreement_weights, mix_lists, shuffle_rank_groups
 from distcse.teachers.teacher import Teacher
 
 Lists = NDArray[np.float32]
@@ -25,7 +25,7 @@ Weights = Callable[[NDArray[np.int64]], Sequence[float] | Tensor]
 _BLOCK_BYTES = 32 * 2**20
 
 
-class ListSource(Protocol):
+class TeacherClient(Protocol):
     """One teacher as a worker sees it: a question now, the answer later."""
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[Lists]:
@@ -33,7 +33,7 @@ class ListSource(Protocol):
         ...
 
 
-class LocalSource:
+class LocalTeacherClient:
     """A teacher in this process, on a thread of its own: no cluster needed."""
 
     def __init__(self, teacher: Teacher) -> None:
@@ -62,12 +62,12 @@ class TeacherEnsemble:
         steps: First step and the step after the last.
         block_steps: Steps in one block, at most; long lists make smaller blocks (32 MiB a teacher).
         shuffle: Neighbours in a list's order that change places at random, and the seed of a step; None leaves lists alone.
-        trust: Scale of the teachers' disagreement on a pair (`trust_of`); None trusts all pairs alike.
+        trust: Scale of the teachers' disagreement on a pair (`disagreement_weights`); None trusts all pairs alike.
     """
 
     def __init__(
         self,
-        sources: Sequence[ListSource],
+        sources: Sequence[TeacherClient],
         weights: Weights,
         batches: Batches,
         rows: slice,
@@ -90,7 +90,7 @@ class TeacherEnsemble:
         self.waited = 0.0
         """Seconds spent so far waiting for lists that were not there when the student wanted them."""
 
-    def taught(self, step: int) -> Taught:
+    def teacher_outputs(self, step: int) -> TeacherOutputs:
         """The teachers' (R, L) mean similarities in a step, and how far they agree. Steps are asked in ascending order."""
         while step >= self._blocks[0].first + self._block_steps:
             self._blocks.pop(0)
@@ -103,15 +103,15 @@ class TeacherEnsemble:
         lists = torch.from_numpy(np.stack([answer[step - block.first] for answer in answers]))
         columns = self._batches(step, 1)[0]
         weights = self._weights(columns[self._rows])
-        trust = None if self._trust is None else trust_of(lists, weights, self._trust)
+        trust = None if self._trust is None else disagreement_weights(lists, weights, self._trust)
         mixed = mix_lists(lists, weights)
         if self._shuffle is None:
-            return Taught(mixed, trust)
+            return TeacherOutputs(mixed, trust)
         group, seed_of = self._shuffle
         # A sentence's double would give its similarity of 1 to a stranger.
-        doubles = torch.from_numpy(met_again(columns, self._rows))
-        noisy = shuffle_groups(mixed, group, seed_of(step), self._rows.start or 0, doubles)
-        return Taught(noisy, trust, quiet=mixed)
+        doubles = torch.from_numpy(duplicate_mask(columns, self._rows))
+        noisy = shuffle_rank_groups(mixed, group, seed_of(step), self._rows.start or 0, doubles)
+        return TeacherOutputs(noisy, trust, clean_similarities=mixed)
 
     def _ask(self, first: int) -> _Block:
         columns = self._batches(first, min(self._block_steps, self._steps.stop - first))

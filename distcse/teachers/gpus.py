@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from distcse.ray_backend.gpu_shortfall import GpuRole
 from distcse.ray_backend.nodes import Node, ResourceRequest
 from distcse.recipe import TeachersSection
-from distcse.teachers.builders import builder_resources
+from distcse.teachers.builders import embedding_actor_resources
 from distcse.teachers.opening import uses_table
 
-_GPUS = {"GPU": "teachers.builder_gpus"}
+_GPUS = {"GPU": "teachers.gpus_per_actor"}
 
 
 def server_roles(section: TeachersSection, reads_tables_itself: bool = False) -> list[GpuRole]:
@@ -21,19 +21,21 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
         reads_tables_itself: Whether only live teachers have servers, as in a sweep whose trials read the tables.
     """
     live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
-    ranking = [teacher for teacher in section.encoders if teacher not in live and teacher.space == "rank"]
+    ranking = [teacher for teacher in section.encoders if teacher not in live and teacher.similarity == "rank"]
     served = live if reads_tables_itself else [*live, *ranking]
     if all(teacher.endpoint is not None for teacher in served):  # an endpoint computes elsewhere
         return []
-    number, gpus = section.servers * len(served), section.builder_gpus
+    number, gpus = section.num_servers * len(served), section.gpus_per_actor
     told = f"{number} teacher server{'' if number == 1 else 's'}"
     return [
         GpuRole(
             name="the servers of live or rank-space teachers",
-            demand=ResourceRequest(told, number, {"GPU": gpus or 0.0}, section.nodes, "teachers.servers", _GPUS),
+            demand=ResourceRequest(
+                told, number, {"GPU": gpus or 0.0}, section.node_labels, "teachers.num_servers", _GPUS
+            ),
             is_decided=gpus is not None,
             takes_whole=False,
-            rule="teachers.builder_gpus is null, which gives servers none",
+            rule="teachers.gpus_per_actor is null, which gives servers none",
         )
     ]
 
@@ -42,13 +44,13 @@ def builder_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[GpuRo
     """The actors that embed the corpus, before anything else holds a GPU."""
     if not any(teacher.endpoint is None and uses_table(section, teacher) for teacher in section.encoders):
         return []
-    each = builder_resources(section, [node.resources for node in nodes if node.has(section.nodes)])
-    told = f"teachers.builders={section.builders or 1}"
+    each = embedding_actor_resources(section, [node.resources for node in nodes if node.has(section.node_labels)])
+    told = f"teachers.embedding_workers={section.embedding_workers or 1}"
     return [
         GpuRole(
             name="the actors that embed the corpus",
-            demand=ResourceRequest(told, 1, each, section.nodes, "teachers.builders", _GPUS),
-            is_decided=section.builder_gpus is not None,
+            demand=ResourceRequest(told, 1, each, section.node_labels, "teachers.embedding_workers", _GPUS),
+            is_decided=section.gpus_per_actor is not None,
             takes_whole=True,
             rule="each needs a node with 1 free GPU",
         )

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import TeacherError
-from distcse.files import checksum, flush_all, move_into_place, put, text_checksum, writing
-from distcse.storage import fetch_folder, publish
-from distcse.teachers.nearest import nearest
+from distcse.errors import EmbeddingTableError
+from distcse.files import checksum, fsync_all, move_into_place, storage_errors, text_checksum, write_text_atomic
+from distcse.storage import fetch_folder, upload_dir
+from distcse.teachers.nearest import knn
 from distcse.teachers.table import EmbeddingTable
 
 _FORMAT = 1
@@ -33,7 +33,7 @@ def joined_vectors(
     return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
 
-def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], neighbours: int, cache: Path) -> Path:
+def prepare_knn_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], neighbours: int, cache: Path) -> Path:
     """The folder of a neighbour graph over whole tables of one corpus; made, or found as an earlier run made it.
 
     Args:
@@ -47,36 +47,40 @@ def prepare_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], nei
     folder = cache / "neighbours" / key
     fetch_folder(folder)
     if _is_intact(folder):
-        publish(folder)
+        upload_dir(folder)
         return folder
     vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
-    _, found = nearest(vectors, neighbours, "training.neighbours")
+    _, found = knn(vectors, neighbours, "training.neighbor_batching")
     beside = folder.with_name(f".{key}.{secrets.token_hex(6)}")
     try:
-        with writing(folder):
+        with storage_errors(folder):
             beside.mkdir(parents=True)
             np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
-            put(beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2))
-            flush_all(beside)
+            write_text_atomic(
+                beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2)
+            )
+            fsync_all(beside)
             move_into_place(beside, folder, lambda: _is_intact(folder))
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    publish(folder)
+    upload_dir(folder)
     return folder
 
 
-def graph_checksum(folder: Path) -> str:
+def knn_graph_checksum(folder: Path) -> str:
     """Of the neighbours as they are kept: a run goes on with those that it began with."""
     return str(json.loads((folder / _LABEL).read_bytes())["blake2b"])
 
 
-def open_graph(folder: Path) -> NDArray[np.int32]:
+def open_knn_graph(folder: Path) -> NDArray[np.int32]:
     """(n, k) row ids of each row's neighbours, memory-mapped."""
     fetch_folder(folder)
     try:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
     except (OSError, EOFError, ValueError) as broken:
-        raise TeacherError(f"{folder} holds no neighbour graph ({broken}); start the run again to make it") from None
+        raise EmbeddingTableError(
+            f"{folder} holds no neighbour graph ({broken}); start the run again to make it"
+        ) from None
 
 
 def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:

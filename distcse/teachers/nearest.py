@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import RunError
+from distcse.errors import MissingDependencyError
 
 FLAT_UP_TO = 200_000
 """Vectors up to which the search is exact."""
 _LISTS_PROBED = 32
 
 
-def nearest(
-    vectors: NDArray[np.float32], neighbours: int, asked_by: str
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def knn(vectors: NDArray[np.float32], neighbours: int, asked_by: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """(n, d) unit vectors -> (n, k + 1) cosines and row ids of the nearest, the row itself among them.
 
     Exact in up to 200,000 vectors, by an inverted file above; -1 where that finds fewer.
@@ -48,5 +46,5 @@ def require_faiss(asked_by: str) -> Any:
     try:
         import faiss
     except ImportError:
-        raise RunError(f'{asked_by} needs faiss; pip install "distcse[mining]"') from None
+        raise MissingDependencyError(f'{asked_by} needs faiss; pip install "distcse[mining]"') from None
     return faiss

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from distcse.corpus import Corpus
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, model_fingerprint, resolve_model
-from distcse.encoder.laid_out import lay_out
+from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.encoder.precision import held_as
 from distcse.encoder.prompts import is_template
-from distcse.errors import TeacherError
+from distcse.errors import UnsuitableTeacherError
 from distcse.files import text_checksum
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.endpoint import Endpoint
-from distcse.teachers.own import open_own, own_fingerprint
+from distcse.teachers.own import custom_fingerprint, open_custom
 from distcse.teachers.pairs import PairTeacher
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
 
@@ -24,13 +24,13 @@ def open_embedder(teacher: TeacherSection) -> Embedder:
 
     An encoder is to be asked in the recipe's precision, in which its weights are held.
     """
-    if teacher.code is not None:
-        return open_own(teacher)
+    if teacher.class_path is not None:
+        return open_custom(teacher)
     if teacher.endpoint is not None:
         return Endpoint(teacher.backbone, teacher.endpoint, teacher.prompt)
-    device = device_here()
+    device = default_device()
     encoder = Encoder.from_section(teacher, held_as(teacher.forward_precision, device)).to(device).eval()
-    lay_out(encoder, teacher.forward_precision)
+    use_mkldnn_linear(encoder, teacher.forward_precision)
     return encoder
 
 
@@ -46,8 +46,8 @@ def uses_table(section: TeachersSection, teacher: TeacherSection) -> bool:
 
 def fingerprint(teacher: TeacherSection) -> str:
     """What decides a teacher's vectors: a model's files, an endpoint's address and model name, or what code says of itself."""
-    if teacher.code is not None:
-        return own_fingerprint(teacher)
+    if teacher.class_path is not None:
+        return custom_fingerprint(teacher)
     if teacher.endpoint is not None:
         named = f"{teacher.endpoint.url}\0{teacher.backbone}"
         # Tables from before templates were filled in are of other texts.
@@ -63,13 +63,15 @@ def live_at(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Tea
 def live(teacher: TeacherSection, corpus: Corpus, tokens_per_batch: int) -> Teacher:
     """What runs a teacher for every list."""
     if scores_pairs(teacher):
-        if teacher.space == "rank":
-            raise TeacherError(f"teacher {teacher.backbone} is a cross-encoder: it has no vectors, so no rank space")
+        if teacher.similarity == "rank":
+            raise UnsuitableTeacherError(
+                f"teacher {teacher.backbone} is a cross-encoder: it has no vectors, so no rank space"
+            )
         if teacher.prompt:
-            raise TeacherError(
+            raise UnsuitableTeacherError(
                 f"teacher {teacher.backbone} is a cross-encoder, which reads pairs without a prompt; take it away"
             )
         scorer = CrossEncoder.load(teacher.backbone, teacher.max_length, teacher.trust_remote_code)
-        lay_out(scorer.to(device_here()).eval(), teacher.forward_precision)
+        use_mkldnn_linear(scorer.to(default_device()).eval(), teacher.forward_precision)
         return PairTeacher(scorer, corpus, teacher.forward_precision, tokens_per_batch)
     return LiveTeacher(open_embedder(teacher), corpus, teacher.forward_precision, tokens_per_batch)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder
-from distcse.errors import TeacherError
+from distcse.errors import TeacherOutputError
 
 
 class PairTeacher:
@@ -28,6 +28,6 @@ class PairTeacher:
             scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch, precision=self._precision)
             if not np.isfinite(scores).all():
                 first, other = pairs[int(np.flatnonzero(~np.isfinite(scores))[0])]
-                raise TeacherError(f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is no number")
+                raise TeacherOutputError(f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is no number")
             answers.append(scores.reshape(-1, len(texts)))
         return np.stack(answers).astype(np.float32)

@@ -18,20 +18,20 @@ from ray.exceptions import RayError
 
 CONCURRENCY = {"concurrency_groups": {"pulse": 1}}
 """Option of actors that have a pulse."""
-OUTLIVES = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
+RESTARTABLE = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 """Options of one that comes back after its process or node was lost. Not without end: what always kills it is told at last."""
 
 
-class Pulse:
+class HeartbeatActor:
     """Base of actors that have a pulse."""
 
     @ray.method(concurrency_group="pulse")  # type: ignore[untyped-decorator]
-    def pulse(self) -> str:
+    def beat(self) -> str:
         """Who answers."""
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
-class Guard:
+class HeartbeatMonitor:
     """Feels the pulse of actors while it is entered. What hangs is told of and ended; calls under way are done again.
 
     Args:
@@ -49,15 +49,15 @@ class Guard:
         self._deadline = deadline
         self._tell = tell
         self._find = find
-        self._felt: list[_Felt] = []
+        self._felt: list[_ActorHeartbeat] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def add(self, name: str, actor: Any) -> None:
         """Feel the pulse of this one too."""
-        self._felt.append(_Felt(name, actor))
+        self._felt.append(_ActorHeartbeat(name, actor))
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> HeartbeatMonitor:
         self._thread.start()
         return self
 
@@ -71,7 +71,7 @@ class Guard:
             for felt in list(self._felt):
                 if (process := felt.hangs(self._deadline)) is not None:
                     self._tell(
-                        f"{felt.name}, {process}, has not answered for {self._deadline:g} s (teachers.deadline): it hangs, "
+                        f"{felt.name}, {process}, has not answered for {self._deadline:g} s (teachers.heartbeat_timeout_s): it hangs, "
                         "and is ended and started again"
                     )
                     ray.kill(felt.actor, no_restart=False)
@@ -89,7 +89,7 @@ class Guard:
                 self.add(name, actor)
 
 
-class _Felt:
+class _ActorHeartbeat:
     """One actor's pulse."""
 
     def __init__(self, name: str, actor: Any) -> None:

@@ -17,10 +17,10 @@ def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
 
     A rank space's references are the same for every seed of the recipe: it is the teacher's, and seeds of one sweep share it.
     """
-    if teacher.space == "cosine":
+    if teacher.similarity == "cosine":
         return TableTeacher(table)
-    from distcse.device import device_here
+    from distcse.device import default_device
     from distcse.teachers.rank_space import RankSpaceTeacher
 
-    drawn = np.random.default_rng(_REFERENCES).permutation(table.identity.rows)[: teacher.references]
-    return RankSpaceTeacher(table, np.sort(drawn), teacher.ranks, device_here())
+    drawn = np.random.default_rng(_REFERENCES).permutation(table.identity.rows)[: teacher.num_references]
+    return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device())

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse import files
-from distcse.errors import TeacherError
-from distcse.files import checksum, text_checksum, writing
-from distcse.storage import fetch_folder, is_stored, publish, put
+from distcse.errors import EmbeddingTableError, TeacherOutputError
+from distcse.files import checksum, storage_errors, text_checksum
+from distcse.storage import fetch_folder, is_stored, upload_dir, write_text_atomic
 
 FORMAT = 1
 
@@ -55,7 +55,7 @@ class TableIdentity:
         return -(-self.rows // self.shard_rows)
 
 
-def directions(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
     """(n, d) vectors of these rows of the corpus -> the same of unit length.
 
     Raises:
@@ -66,7 +66,7 @@ def directions(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.in
     usable = np.isfinite(largest) & (largest > 0)
     if len(bad := np.flatnonzero(~usable[:, 0])):
         found = "a zero vector" if largest[bad[0], 0] == 0 else "a vector that is not finite"
-        raise TeacherError(
+        raise TeacherOutputError(
             f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows of {len(vectors)}); "
             "try precision: fp32, or take the rows out of the corpus"
         )
@@ -86,9 +86,9 @@ class EmbeddingTable:
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
         """The table of this identity in `cache`, its folder made and labelled if it is new; shards may be missing."""
         directory = cache / "tables" / identity.key
-        with writing(directory):
+        with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        put(directory / "table.json", json.dumps(asdict(identity), indent=2))
+        write_text_atomic(directory / "table.json", json.dumps(asdict(identity), indent=2))
         return cls(directory, identity)
 
     def shard_range(self, shard: int) -> range:
@@ -110,15 +110,15 @@ class EmbeddingTable:
         rows = self.shard_range(shard)
         if len(vectors) != len(rows):
             raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
-        units = directions(vectors, rows)
-        with writing(self.directory):
+        units = normalize_rows(vectors, rows)
+        with storage_errors(self.directory):
             self.directory.mkdir(exist_ok=True, parents=True)  # a mirror of this machine may not have it yet
-        with files.whole(self._payload(shard)) as beside:
+        with files.atomic_write(self._payload(shard)) as beside:
             with open(beside, "wb") as file:
                 np.save(file, units.astype(np.float16))
             label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(beside)}
-        files.put(self._label(shard), json.dumps(label))
-        publish(self._stored(shard), self._parts(shard))
+        files.write_text_atomic(self._label(shard), json.dumps(label))
+        upload_dir(self._stored(shard), self._parts(shard))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """(n,) row ids -> (n, dimension) float32 unit vectors. Normalised again: float16 moves a norm by 1e-4."""
@@ -138,7 +138,7 @@ class EmbeddingTable:
         norms = np.linalg.norm(out, axis=1, keepdims=True)
         if not (np.isfinite(norms) & (norms > 0)).all():
             row = ids[np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))[0]]
-            raise TeacherError(
+            raise EmbeddingTableError(
                 f"table {self.directory} is damaged at row {row}: shard {row // self.identity.shard_rows} is not what was "
                 "written; start the run again, and it is embedded anew"
             )
@@ -149,11 +149,13 @@ class EmbeddingTable:
         if shard not in self._opened:
             fetch_folder(self._stored(shard), into=self.directory)
             if not self._payload(shard).exists():
-                raise TeacherError(f"table {self.directory} has no shard {shard}; run again to embed what is missing")
+                raise EmbeddingTableError(
+                    f"table {self.directory} has no shard {shard}; run again to embed what is missing"
+                )
             try:
                 self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
             except (OSError, EOFError, ValueError) as broken:
-                raise TeacherError(
+                raise EmbeddingTableError(
                     f"{self._payload(shard)} cannot be read ({broken}); start the run again, and it is embedded anew"
                 ) from None
         return self._opened[shard]
@@ -170,7 +172,7 @@ class EmbeddingTable:
         except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: not intact, to be built again
             return False
         if intact:  # here alone, where storage was away when it was written
-            publish(self._stored(shard), self._parts(shard))
+            upload_dir(self._stored(shard), self._parts(shard))
         return intact
 
     def _stored(self, shard: int) -> Path:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from distcse.errors import TeacherError
+from distcse.errors import EmbeddingTableError
 from distcse.files import text_checksum
-from distcse.storage import fetch, whole
+from distcse.storage import atomic_write, fetch
 from distcse.teachers.graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
@@ -25,7 +25,7 @@ _NAME, _KEY, _DIGEST = "projection", "of", "blake2b"
 
 
 @dataclass(frozen=True)
-class TargetsAt:
+class TargetSpec:
     """Where targets are found; small enough to be told to a worker.
 
     Attributes:
@@ -90,7 +90,7 @@ def fit_projection(
 
 def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> None:
     """Store a (D, d) projection: who has the teachers' vectors of a document puts them into the student's space by it."""
-    with whole(file) as beside:
+    with atomic_write(file) as beside:
         stored = np.ascontiguousarray(projection)
         save_file({_NAME: stored}, beside, metadata={_KEY: key, _DIGEST: _digest(stored)})
 
@@ -106,7 +106,9 @@ def read_projection(file: Path) -> NDArray[np.float32]:
     with _opened(file) as stored:
         projection = np.asarray(stored.get_tensor(_NAME))
         if (stored.metadata() or {}).get(_DIGEST) != _digest(projection):
-            raise TeacherError(f"{file} is damaged: its checksum differs; remove it and --resume: it is fitted again")
+            raise EmbeddingTableError(
+                f"{file} is damaged: its checksum differs; remove it and --resume: it is fitted again"
+            )
     return projection
 
 
@@ -122,4 +124,4 @@ def _opened(file: Path) -> Iterator[Any]:
             yield stored
     except (OSError, SafetensorError) as broken:
         told = f"{file} holds no projection of targets ({broken})"
-        raise TeacherError(f"{told}; remove it and --resume: it is fitted again") from broken
+        raise EmbeddingTableError(f"{told}; remove it and --resume: it is fitted again") from broken

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.teachers.table import EmbeddingTable, directions
+from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
     from distcse.corpus import Corpus
@@ -71,7 +71,7 @@ class LiveTeacher:
             precision=self._precision,
             normalize=False,
         )
-        return _cosines(directions(encoded, unique)[places].reshape(steps, length, -1), rows)
+        return _cosines(normalize_rows(encoded, unique)[places].reshape(steps, length, -1), rows)
 
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:

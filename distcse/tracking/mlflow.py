@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from distcse.recipe import MLflowSection
-from distcse.storage import fetch, put
+from distcse.storage import fetch, write_text_atomic
 from distcse.tracking.tracker import Ending, Tracked
 
 _NOTED = "mlflow.run"
@@ -53,10 +53,10 @@ class MLflow:
 
     def _begun(self, experiment: str, run: Tracked, noted: Path) -> str:
         begun = self._client.create_run(self._experiment(experiment), run_name=run.name)
-        params = [Param(_UNUSUAL.sub("_", name), str(value)[:_LONGEST]) for name, value in run.knobs.items()]
+        params = [Param(_UNUSUAL.sub("_", name), str(value)[:_LONGEST]) for name, value in run.settings.items()]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(begun.info.run_id, params=params[first : first + _MOST_PARAMS])
-        put(noted, begun.info.run_id)
+        write_text_atomic(noted, begun.info.run_id)
         return str(begun.info.run_id)
 
     def _experiment(self, name: str) -> Any:

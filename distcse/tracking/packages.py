@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from distcse.errors import RecipeError
-from distcse.recipe import TrackSection
+from distcse.errors import LoggerSetupError
+from distcse.recipe import LoggersSection
 from distcse.storage import refuse_job_copy
 
 _PACKAGES = {
@@ -16,13 +16,13 @@ _PACKAGES = {
 }
 
 
-def require_packages(section: TrackSection) -> None:
+def require_packages(section: LoggersSection) -> None:
     """Raise `RecipeError` for a tracker whose package is not here, and for MLflow's files in a folder that Ray deletes."""
     for name, (package, how) in _PACKAGES.items():
         if getattr(section, name) and find_spec(package) is None:
-            raise RecipeError(f"track.{name} needs the package {package}; {how}, or take track.{name} away")
+            raise LoggerSetupError(f"track.{name} needs the package {package}; {how}, or take track.{name} away")
     if section.mlflow is not None and section.mlflow.uri is None:
-        require_mlflow_server("write track.mlflow.uri=http://HOST:5000")
+        require_mlflow_server("write loggers.mlflow.uri=http://HOST:5000")
 
 
 def require_mlflow_server(fix: str) -> None:

@@ -17,7 +17,7 @@ class Tracked:
     """The run, as trackers are told of it."""
 
     folder: Path
-    knobs: Mapping[str, Any]
+    settings: Mapping[str, Any]
     """The recipe's, by path."""
     recipe: str
     """The same as YAML."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distcse.evaluation import Evaluation
-from distcse.events import DevScore, Doing, Event, InGroup, Listener, Note, Reporter, Steps
-from distcse.recipe import MLflowSection, MutualRecipe, Recipe, TrackSection, WandbSection, recipe_yaml
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Listener, LogMessage, Reporter, StepReport
+from distcse.recipe import LoggersSection, MLflowSection, MutualRecipe, Recipe, WandbSection, recipe_yaml
 from distcse.tracking.tracker import Ending, Line, Tracked, Tracker
 
 _PATIENCE = 30.0
@@ -34,26 +34,26 @@ class Tracking:
         self._last = 0
         self._ending: Ending = "failed"  # until the run says otherwise
 
-    def heard(self, reporter: Reporter) -> Reporter:
+    def relay(self, reporter: Reporter) -> Reporter:
         """A reporter whose events trackers hear too."""
         if not self._lines:
             return reporter
 
         def post(event: Event) -> None:
-            self.hear(event)
+            self.on_event(event)
             reporter.emit(event)
 
         return Reporter(post, reporter.stop_requested)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Pass on what an event says in figures; each phase of each group has its own, as its steps begin at 0."""
         group = ""
-        if isinstance(event, InGroup):
+        if isinstance(event, GroupEvent):
             group, event = event.group, event.event
         with self._lock:
-            if isinstance(event, Doing):
+            if isinstance(event, GroupActivity):
                 self._phases[group] = event.phase
-            elif isinstance(event, Steps):
+            elif isinstance(event, StepReport):
                 self._tell(self._place(group), _figures(event), event.step)
             elif isinstance(event, DevScore):
                 self._tell(self._place(group), {"dev": event.score, "best_dev": event.best}, event.step)
@@ -94,7 +94,7 @@ class Tracking:
         for line in self._lines:
             if line.failure is not None and line.name not in self._told:
                 self._told.add(line.name)
-                self._post(Note(f"track.{line.name} is left, the run goes on: {line.failure}", warning=True))
+                self._post(LogMessage(f"track.{line.name} is left, the run goes on: {line.failure}", warning=True))
 
 
 @contextmanager
@@ -107,14 +107,14 @@ def tracking(recipe: Recipe | MutualRecipe, folder: Path, post: Listener) -> Ite
         post: Hears, once, of a tracker that is left.
     """
     run = Tracked(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
-    told = Tracking([Line(name, begin) for name, begin in _begins(recipe.track, run)], post)
+    told = Tracking([Line(name, begin) for name, begin in _begins(recipe.loggers, run)], post)
     try:
         yield told
     finally:
         told.close()
 
 
-def _begins(section: TrackSection, run: Tracked) -> Iterator[tuple[str, Callable[[], Tracker]]]:
+def _begins(section: LoggersSection, run: Tracked) -> Iterator[tuple[str, Callable[[], Tracker]]]:
     """Name and beginning of each tracker; its package is imported when it begins, in its own thread."""
     if section.tensorboard:
         yield "tensorboard", lambda: _tensorboard(run)
@@ -142,7 +142,7 @@ def _wandb(section: WandbSection, run: Tracked) -> Tracker:
     return Wandb(section, run)
 
 
-def _figures(event: Steps) -> dict[str, float]:
+def _figures(event: StepReport) -> dict[str, float]:
     found = {f"train/{part}": value for part, value in event.losses.items()}
     found["train/lr"] = event.lr
     if event.seconds:

@@ -9,7 +9,7 @@ from typing import Any
 import wandb
 
 from distcse.recipe import WandbSection
-from distcse.storage import fetch, put
+from distcse.storage import fetch, write_text_atomic
 from distcse.tracking.tracker import Ending, Tracked
 
 _NOTED = "wandb.run"
@@ -23,7 +23,7 @@ class Wandb:
             raise PermissionError("nobody is logged in; set WANDB_API_KEY, or run wandb login")
         noted = run.folder / _NOTED
         if not fetch(noted):
-            put(noted, secrets.token_hex(4))
+            write_text_atomic(noted, secrets.token_hex(4))
         self._run: Any = wandb.init(
             id=noted.read_text(encoding="utf-8"),
             resume="allow",
@@ -32,7 +32,7 @@ class Wandb:
             entity=section.entity,
             mode=section.mode,
             dir=str(run.folder),
-            config=dict(run.knobs),
+            config=dict(run.settings),
             settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
         )
         # Groups have steps of their own; W&B's own counter must never go back.

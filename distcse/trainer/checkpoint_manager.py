@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from distcse.errors import DivergedError
-from distcse.events import DevScore, Event, Note, Saved
+from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
 from distcse.trainer.distributed import broadcast, on_rank_zero
@@ -129,7 +129,7 @@ class CheckpointManager:
         patience, misses = self._task.patience, state.misses()
         if state.finished or patience is None or misses < patience:
             return state
-        self._emit(Note(f"stopped early at step {state.step}: {misses} dev scores without a new best"))
+        self._emit(LogMessage(f"stopped early at step {state.step}: {misses} dev scores without a new best"))
         return TrainerState(state.step, state.scores, finished=True)
 
     def _model_state(self, state: TrainerState) -> ModelState:
@@ -146,6 +146,6 @@ class CheckpointManager:
     def _save(self, state: TrainerState, model_state: ModelState) -> None:
         def save() -> None:
             folder = self._checkpoints.save(model_state, state)
-            self._emit(Saved(state.step, str(folder)))
+            self._emit(CheckpointSaved(state.step, str(folder)))
 
         on_rank_zero(save)

@@ -23,11 +23,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distcse.errors import RunError, StorageError
-from distcse.events import Event, Note, ignore
-from distcse.files import checksum, flush, put, sealed, unsealed, whole, writing
+from distcse.errors import CheckpointError, RunError, StorageError
+from distcse.events import Event, LogMessage, ignore
+from distcse.files import (
+    atomic_write,
+    checksum,
+    dump_checked_json,
+    fsync,
+    load_checked_json,
+    storage_errors,
+    write_text_atomic,
+)
 from distcse.runs.lease import Lease
-from distcse.storage import Mirror, address, fetch, fetch_folder, is_stored, names, publish, remove, upload, withdraw
+from distcse.storage import (
+    RemotePath,
+    delete_dir,
+    fetch,
+    fetch_folder,
+    is_stored,
+    names,
+    remove,
+    to_uri,
+    upload,
+    upload_dir,
+)
 
 _STATE, _POSITION = "state.safetensors", "position.json"
 _NAME = re.compile(r"step-\d+")
@@ -95,7 +114,7 @@ class CheckpointStore:
         if self._lease is not None:
             self._lease.check_here()
         target = self._root / f"step-{position.step:06d}"
-        with writing(target):
+        with storage_errors(target):
             self._root.mkdir(parents=True, exist_ok=True)
             self._write(state, position, target)
             before = self._named("latest")
@@ -117,14 +136,14 @@ class CheckpointStore:
             tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
             for name, moments in state.moments.items():
                 tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
-            with whole(beside / _STATE) as file:
+            with atomic_write(beside / _STATE) as file:
                 save_file(_apart(tensors), file)
             told = {**asdict(position), "updates": state.updates, "state": checksum(beside / _STATE)}
-            put(beside / _POSITION, sealed(told))
+            write_text_atomic(beside / _POSITION, dump_checked_json(told))
             if target.exists():
                 shutil.rmtree(target)
             os.replace(beside, target)
-            flush(self._root)
+            fsync(self._root)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
 
@@ -132,7 +151,7 @@ class CheckpointStore:
         """To where others find it. What was uploaded for minutes may be a later start's by then."""
         if self._lease is not None:
             self._lease.check()
-        publish(target)
+        upload_dir(target)
         if self._lease is not None:
             self._lease.check()
 
@@ -140,23 +159,23 @@ class CheckpointStore:
         """Point `best` to the checkpoint of a step, which is there: its score came after it was written."""
         if self._lease is not None:
             self._lease.check_here()
-        with writing(self._root):
+        with storage_errors(self._root):
             self._point("best", f"step-{step:06d}")
 
     def adopt(self, folder: Path) -> None:
         """Go on from a copy of another training's checkpoint; those of this one are dropped."""
         step = load_trainer_state(folder).step
         remove(self._root)
-        with writing(self._root):
+        with storage_errors(self._root):
             self._root.mkdir(parents=True)
             target = self._root / f"step-{step:06d}"
             shutil.copytree(folder, target)
-            publish(target)
+            upload_dir(target)
             self._point("latest", target.name)
 
     def rescue(self, post: Callable[[Event], None] = ignore) -> None:
         """Store the newest checkpoint of a mirror, where storage was away when it was written. See `Lease.left_here`."""
-        if not isinstance(self._root, Mirror) or not self._root.is_dir():
+        if not isinstance(self._root, RemotePath) or not self._root.is_dir():
             return
         latest = self._named("latest")
         here = sorted((f for f in self._root.iterdir() if _NAME.fullmatch(f.name)), key=_step, reverse=True)
@@ -165,13 +184,13 @@ class CheckpointStore:
                 load_model_state(folder)
                 best = load_trainer_state(folder).best
             except RunError as spoilt:
-                post(Note(f"{spoilt}; it was never stored", warning=True))
+                post(LogMessage(f"{spoilt}; it was never stored", warning=True))
                 continue
-            publish(folder)
+            upload_dir(folder)
             if best is not None and best[0] == _step(folder):
                 self._point("best", folder.name)
             self._point("latest", folder.name)
-            post(Note(f"{address(folder)} was on this machine alone, and is stored now"))
+            post(LogMessage(f"{to_uri(folder)} was on this machine alone, and is stored now"))
             return
 
     def latest(self) -> Path | None:
@@ -183,7 +202,7 @@ class CheckpointStore:
         return self._pointed("best")
 
     def _point(self, pointer: str, name: str) -> None:
-        put(self._root / pointer, name)
+        write_text_atomic(self._root / pointer, name)
         upload(self._root / pointer)
 
     def _named(self, pointer: str) -> Path | None:
@@ -236,10 +255,10 @@ class CheckpointStore:
                 spoilt.append(str(damaged))
                 continue
             for told in spoilt:
-                post(Note(f"{told}; going on from {folder.name}", warning=True))
+                post(LogMessage(f"{told}; going on from {folder.name}", warning=True))
             return position, state
         if spoilt:
-            raise RunError(f"{spoilt[0]}; no other is whole. Remove {self._root} to start from the beginning")
+            raise CheckpointError(f"{spoilt[0]}; no other is whole. Remove {self._root} to start from the beginning")
         return None
 
     def _remove_unneeded(self, before: Path | None) -> None:
@@ -247,7 +266,7 @@ class CheckpointStore:
         apart = best is not None and best != latest and is_stored(best)
         needed = {latest, best} if apart else {latest, before}
         for folder in {*self._steps(), *self._root.glob("step-*")} - needed:
-            withdraw(folder)
+            delete_dir(folder)
         for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote
             shutil.rmtree(left, ignore_errors=True)
 
@@ -291,13 +310,13 @@ def load_trainer_state(folder: Path) -> TrainerState:
 
 def _told(folder: Path) -> dict[str, Any]:
     try:
-        return unsealed(folder / _POSITION)
+        return load_checked_json(folder / _POSITION)
     except (OSError, ValueError) as broken:
         raise _damaged(folder, broken) from broken
 
 
 def _damaged(folder: Path, broken: Exception) -> RunError:
-    return RunError(f"checkpoint {folder} cannot be read ({broken})")
+    return CheckpointError(f"checkpoint {folder} cannot be read ({broken})")
 
 
 def _step(folder: Path) -> int:

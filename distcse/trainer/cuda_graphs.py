@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from distcse.errors import RunError
+from distcse.errors import CUDAGraphError
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 from distcse.trainer.engines import Engine
 from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
@@ -136,7 +136,7 @@ class CudaGraphStep:
             return self._recorder.record(take_step)
         except RuntimeError as refused:
             reason = str(refused).strip().partition("\n")[0]
-            raise RunError(
+            raise CUDAGraphError(
                 f"this student's step cannot be recorded as a CUDA graph ({reason}); go on with --resume and "
                 "training.cuda_graphs=false"
             ) from refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,6 +75,15 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def all_reduce_max(value: int, device: torch.device) -> int:
+    """Largest of all workers' values; `device` is where the backend takes tensors from."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def barrier() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distcse.errors import DivergedError
-from distcse.events import Steps
+from distcse.events import StepReport
 from distcse.trainer.distributed import all_reduce_sum
 from distcse.trainer.task import TrainingTask
 
@@ -35,12 +35,12 @@ class StepLog:
         """Record one step's shares of each loss term."""
         self._terms.append(terms)
 
-    def report(self, done: int, lr: float) -> Steps:
+    def report(self, done: int, lr: float) -> StepReport:
         """Means over the steps since the last report. Every worker calls it: the shares are summed over workers."""
         self.pause()
         steps, means = len(self._terms), self._means(done)
         wait = self._task.teacher_wait_s - self.teacher_wait_s
-        event = Steps(done, self._task.steps, means, lr, self._elapsed / steps, wait / steps)
+        event = StepReport(done, self._task.steps, means, lr, self._elapsed / steps, wait / steps)
         self.seconds += self._elapsed
         self.teacher_wait_s += wait
         self._elapsed = 0.0

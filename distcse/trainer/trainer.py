@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distcse.errors import RunError
-from distcse.events import Note, Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
@@ -63,7 +63,7 @@ def train(
     found = on_all_ranks(lambda: checkpoints.restore(reporter.emit))
     state, restored = found or (TrainerState(step=0), None)
     if restored is not None:
-        reporter.emit(Note(f"goes on after step {state.step:,} of {task.steps:,}"))
+        reporter.emit(LogMessage(f"goes on after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
     engine = make_engine(task.model, section, task.rows, restored)
     take_step = _graph_step(engine, reporter) if cuda_graphs else training_step
@@ -128,5 +128,7 @@ def finished_state(checkpoints: CheckpointStore) -> TrainerState | None:
 def _graph_step(engine: Engine, reporter: Reporter) -> TakeStep:
     if engine.device.type == "cuda":
         return CudaGraphStep(training_step, CudaGraphs())
-    reporter.emit(Note("training.cuda_graphs: there is no GPU here, so steps are taken call by call", warning=True))
+    reporter.emit(
+        LogMessage("training.cuda_graphs: there is no GPU here, so steps are taken call by call", warning=True)
+    )
     return training_step

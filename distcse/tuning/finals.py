@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.device import device_here
-from distcse.evaluation import Evaluation, Exposure, Reading, Tasks, evaluate, open_candidate
+from distcse.device import default_device
+from distcse.evaluation import Contamination, Evaluation, LoadOptions, Tasks, evaluate, open_candidate
 from distcse.events import Reporter
 from distcse.mutual.finals import checked_tasks, wanted_tasks
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe, Recipe, TrainedSection, decided
 from distcse.storage import fetch_folder
 from distcse.student.dev import check_labelled_data
-from distcse.student.finals import exposure_of, labelled_tasks
+from distcse.student.finals import contamination_of, labelled_tasks
 from distcse.student.material import read_corpus
 from distcse.tuning.records import Trial
 from distcse.tuning.summary import BEST, side_of
@@ -42,7 +42,7 @@ def measure(
     tasks = _tasks(recipe)
     if not tasks.tasks:
         return None
-    device, precision = device_here(), decided(recipe.evaluation.precision)
+    device, precision = default_device(), decided(recipe.evaluation.precision)
     of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, reporter)
     found: list[tuple[str, Path, bool]] = []
     for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
@@ -57,7 +57,7 @@ def measure(
         return None
     # Each is opened when those before it are measured: three seeds of groups of large models fit no device together.
     candidates = (
-        open_candidate(name, str(model), Reading(device=device, precision=precision, trust_remote_code=trusted))
+        open_candidate(name, str(model), LoadOptions(device=device, precision=precision, trust_remote_code=trusted))
         for name, model, trusted in found
     )
     settings = {"STS": "all", "device": device, "precision": precision}
@@ -79,10 +79,10 @@ def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
     return wanted_tasks(recipe) if isinstance(recipe, MutualRecipe) else labelled_tasks(recipe)
 
 
-def _of_the_corpus(recipe: Recipe, tasks: Tasks, reporter: Reporter) -> Exposure:
-    return exposure_of(recipe, read_corpus(recipe, reporter), tasks, reporter.emit)
+def _of_the_corpus(recipe: Recipe, tasks: Tasks, reporter: Reporter) -> Contamination:
+    return contamination_of(recipe, read_corpus(recipe, reporter), tasks, reporter.emit)
 
 
-def _of_pairs(run: Path, tasks: Tasks) -> Exposure:
+def _of_pairs(run: Path, tasks: Tasks) -> Contamination:
     pairs = Pairs.read(run / "pairs.parquet")
-    return Exposure.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+    return Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])

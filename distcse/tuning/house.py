@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distcse.corpus import Corpus
-from distcse.errors import RunError
+from distcse.errors import RunRecordError
 from distcse.events import Reporter
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.storage import address
+from distcse.storage import to_uri
 from distcse.student.lists import fit
-from distcse.student.plan import Job
-from distcse.teachers.ensemble import LocalSource
+from distcse.student.plan import TrainSpec
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
 
 
-class Shared:
+class SweepBackend:
     """A house whose tables are built and whose servers run.
 
     Args:
@@ -35,7 +35,7 @@ class Shared:
 
         return metered(reporter, run)
 
-    def build(
+    def embed(
         self,
         teacher: TeacherSection,
         section: TeachersSection,
@@ -46,12 +46,12 @@ class Shared:
         reporter: Reporter,
     ) -> None:
         """No trial embeds anything."""
-        raise RunError(
-            f"shards {', '.join(map(str, missing))} of {address(table.directory)} were removed during the sweep; resume it"
+        raise RunRecordError(
+            f"shards {', '.join(map(str, missing))} of {to_uri(table.directory)} were removed during the sweep; resume it"
         )
 
     def train(
-        self, job: Job, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Train the student with the shared teachers."""
         if not self._in_own_process:
@@ -59,14 +59,14 @@ class Shared:
 
             return fit_on_ray(job, self._servers, reporter)
         from distcse.ray_backend.metrics import Queue
-        from distcse.teachers.actors import RemoteSource, servers_beside
+        from distcse.teachers.actors import RemoteTeacherClient, co_located_servers
 
         section = job.recipe.teachers
-        mine = servers_beside(self._servers, section, job.run.name, 0) if self._servers is not None else {}
+        mine = co_located_servers(self._servers, section, job.run.name, 0) if self._servers is not None else {}
         sources = [
-            LocalSource(serving(teacher, table))
+            LocalTeacherClient(serving(teacher, table))
             if table is not None
-            else RemoteSource(mine[number], Queue(job.run.name, number, worker=0).track)
+            else RemoteTeacherClient(mine[number], Queue(job.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
         return fit(job, sources, reporter)

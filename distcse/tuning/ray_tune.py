@@ -21,17 +21,17 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
-from distcse.errors import RecipeError
-from distcse.events import Reporter, TrialNews
+from distcse.errors import LoggerSetupError
+from distcse.events import Reporter, TrialUpdate
 from distcse.recipe import MutualRecipe, Sweep
-from distcse.storage import Mirror, address, names
+from distcse.storage import RemotePath, names, to_uri
 from distcse.teachers.actors import use_assigned_gpus, use_assigned_threads
 from distcse.tracking import require_mlflow_server
 from distcse.trainer import allocator
-from distcse.tuning.records import Status, Trial, enlist, read_trial, read_trials
-from distcse.tuning.room import Room
+from distcse.tuning.records import Status, Trial, read_trial, read_trials, register_trial
+from distcse.tuning.room import TrialResources
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
-from distcse.tuning.trial import Desk, clear, run_trial
+from distcse.tuning.trial import TrialContext, clear, run_trial
 
 _METRIC, _NOW, _PROGRESS = "best", "dev", "progress"
 _END = 101
@@ -53,7 +53,9 @@ class StoppedError(Exception):
     """The sweep was asked to stop. Trials under way are left as they are, to be gone on with."""
 
 
-def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, reporter: Reporter) -> None:
+def search(
+    desk: TrialContext, space: Space, sweep: Sweep, folder: Path, room: TrialResources, reporter: Reporter
+) -> None:
     """Carry out a search, or go on with the one whose state is in `folder`. What it finds is in the trials' records.
 
     Raises:
@@ -75,7 +77,12 @@ def search(desk: Desk, space: Space, sweep: Sweep, folder: Path, room: Room, rep
 
 
 def train_all(
-    desk: Desk, points: Sequence[dict[str, Any]], sweep: Sweep, folder: Path, room: Room, reporter: Reporter
+    desk: TrialContext,
+    points: Sequence[dict[str, Any]],
+    sweep: Sweep,
+    folder: Path,
+    room: TrialResources,
+    reporter: Reporter,
 ) -> None:
     """Train a recipe with each of some sets of values, to the end."""
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
@@ -86,13 +93,13 @@ def train_all(
 
 
 def _fit(
-    desk: Desk,
+    desk: TrialContext,
     values: Callable[[dict[str, Any]], dict[str, Any]],
     space: dict[str, Any],
     config: tune.TuneConfig,
     sweep: Sweep,
     folder: Path,
-    room: Room,
+    room: TrialResources,
     reporter: Reporter,
 ) -> None:
     os.environ.update(_SETTINGS)
@@ -114,7 +121,7 @@ def _fit(
     trainable = tune.with_resources(trial, room.reserved)
     listener = _Listener(desk, reporter)
     if _goes_on(folder):
-        tuner = tune.Tuner.restore(address(folder), trainable, resume_errored=False, param_space=space)
+        tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
         # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
         tuner._local_tuner._run_config.callbacks = [listener, *loggers(sweep)]
     else:
@@ -124,7 +131,7 @@ def _fit(
             tune_config=config,
             run_config=tune.RunConfig(
                 name=folder.name,
-                storage_path=address(folder.parent),
+                storage_path=to_uri(folder.parent),
                 failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
                 callbacks=[listener, *loggers(sweep)],
                 # Each is a trial's whole state; a trial that goes on from another's asks for a recent one.
@@ -144,9 +151,9 @@ def _goes_on(folder: Path) -> bool:
     State that a killed driver left half written is removed. With it Ray Tune would train one trial and end; without it the
     search begins anew, and values that a finished trial had are not trained again.
     """
-    if not tune.Tuner.can_restore(address(folder)):
+    if not tune.Tuner.can_restore(to_uri(folder)):
         return False
-    if isinstance(folder, Mirror):  # objects are whole
+    if isinstance(folder, RemotePath):  # objects are whole
         return any(name.startswith("experiment_state-") for name in names(folder))
     states = sorted(folder.glob("experiment_state-*.json"), key=lambda file: file.stat().st_mtime)
     try:
@@ -163,7 +170,7 @@ def _report(metrics: dict[str, Any]) -> None:
 
 
 def _config(
-    desk: Desk, sweep: Sweep, room: Room, samples: int, searcher: Any, space: Space | None = None
+    desk: TrialContext, sweep: Sweep, room: TrialResources, samples: int, searcher: Any, space: Space | None = None
 ) -> tune.TuneConfig:
     hours = sweep.search.hours
     together = isinstance(desk.recipe, MutualRecipe)
@@ -184,9 +191,11 @@ def _config(
 
 def _scheduler(sweep: Sweep, space: Space | None) -> Any:
     schedule = sweep.schedule
-    share = max(1, 100 * schedule.grace)
+    share = max(1, 100 * schedule.grace_period)
     if schedule.kind == "asha":
-        return ASHAScheduler(time_attr=_PROGRESS, grace_period=share, reduction_factor=schedule.reduction, max_t=_END)
+        return ASHAScheduler(
+            time_attr=_PROGRESS, grace_period=share, reduction_factor=schedule.reduction_factor, max_t=_END
+        )
     if schedule.kind == "pbt" and space is not None:
         return PopulationBasedTraining(
             time_attr=_PROGRESS,
@@ -222,7 +231,10 @@ def tpe(space: Space, sweep: Sweep) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(
-            multivariate=True, constant_liar=True, n_startup_trials=sweep.search.startup, seed=sweep.search.seed
+            multivariate=True,
+            constant_liar=True,
+            n_startup_trials=sweep.search.n_startup_trials,
+            seed=sweep.search.seed,
         )
     return OptunaSearch(space.distributions(), metric=_METRIC, mode="max", sampler=sampler)
 
@@ -234,7 +246,7 @@ def loggers(sweep: Sweep) -> list[Any]:
         RecipeError: A tracker's package is not installed, or W&B knows nobody.
     """
     found: list[Any] = []
-    for tracker in sweep.trackers:
+    for tracker in sweep.loggers:
         try:
             if tracker == "tensorboard":
                 from ray.tune.logger import TBXLoggerCallback
@@ -252,18 +264,18 @@ def loggers(sweep: Sweep) -> list[Any]:
                 found[-1].setup()
         except (ImportError, RuntimeError) as lacking:
             package = {"tensorboard": "tensorboardX"}.get(tracker, tracker)
-            raise RecipeError(
+            raise LoggerSetupError(
                 f"trackers has {tracker}, which cannot be used here: {lacking}; pip install {package}"
             ) from None
         except ValueError as refused:
-            raise RecipeError(f"trackers has {tracker}, which cannot be used here: {refused}") from None
+            raise LoggerSetupError(f"trackers has {tracker}, which cannot be used here: {refused}") from None
     return found
 
 
 class _Listener(tune.Callback):  # type: ignore[misc]
     """In the sweep's process: notes how trials ended, reports them, and passes on the stop request."""
 
-    def __init__(self, desk: Desk, reporter: Reporter) -> None:
+    def __init__(self, desk: TrialContext, reporter: Reporter) -> None:
         self._desk = desk
         self._reporter = reporter
 
@@ -272,7 +284,7 @@ class _Listener(tune.Callback):  # type: ignore[misc]
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        enlist(self._desk.trials, trial.trial_id)
+        register_trial(self._desk.trials, trial.trial_id)
         self._tell(trial.trial_id)
 
     def on_trial_result(
@@ -309,10 +321,10 @@ class _Listener(tune.Callback):  # type: ignore[misc]
             self._reporter.emit(news_of(known))
 
 
-def news_of(trial: Trial) -> TrialNews:
+def news_of(trial: Trial) -> TrialUpdate:
     """What a watcher is told of a trial."""
     last, best = trial.reported[-1] if trial.reported else None, trial.best
-    return TrialNews(
+    return TrialUpdate(
         trial.name,
         trial.status,
         last.progress if last else 0.0,

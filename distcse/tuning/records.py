@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from distcse.errors import RunError
-from distcse.files import sealed, unsealed
-from distcse.storage import Mirror, address, fetch, put
+from distcse.errors import RunError, RunRecordError
+from distcse.files import dump_checked_json, load_checked_json
+from distcse.storage import RemotePath, fetch, to_uri, write_text_atomic
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
 _FILE, _LIST = "trial.json", "trials.json"
 
 
 @dataclass(frozen=True)
-class Reported:
+class TrialMetric:
     """One dev score of a trial."""
 
     step: int
@@ -41,7 +41,7 @@ class Trial:
     """Unix time."""
     status: Status = "running"
     """Finished by itself, stopped by the scheduler, diverged (a loss was not finite), or failed for good."""
-    reported: list[Reported] = field(default_factory=list)
+    reported: list[TrialMetric] = field(default_factory=list)
     why: str = ""
     """What a trial that diverged or failed said."""
     starts: int = 1
@@ -50,7 +50,7 @@ class Trial:
     """The trial of the same values that was finished already; this one was not trained."""
 
     @property
-    def best(self) -> Reported | None:
+    def best(self) -> TrialMetric | None:
         """The best dev score, the earlier of equals."""
         return max(self.reported, key=lambda entry: (entry.score, -entry.step)) if self.reported else None
 
@@ -64,13 +64,13 @@ class Trial:
         """Wall time of all its starts up to the last dev score."""
         return 0.0 if self.recalled_from or not self.reported else self.reported[-1].seconds
 
-    def with_score(self, scored: Reported) -> Trial:
+    def with_score(self, scored: TrialMetric) -> Trial:
         """With a dev score added; a step that was scored before is scored anew."""
         return replace(self, reported=[entry for entry in self.reported if entry.step < scored.step] + [scored])
 
     def write(self, folder: Path) -> None:
         """Into the trial's folder."""
-        put(folder / _FILE, sealed(asdict(self)))
+        write_text_atomic(folder / _FILE, dump_checked_json(asdict(self)))
 
 
 def read_trial(folder: Path) -> Trial | None:
@@ -79,13 +79,13 @@ def read_trial(folder: Path) -> Trial | None:
     if not fetch(file):
         return None
     try:
-        found = unsealed(file)
+        found = load_checked_json(file)
     except (OSError, ValueError) as broken:
-        raise RunError(
-            f"{address(file)} cannot be read ({broken}), and the trial's scores are lost; remove {address(folder)} and --resume: "
+        raise RunRecordError(
+            f"{to_uri(file)} cannot be read ({broken}), and the trial's scores are lost; remove {to_uri(folder)} and --resume: "
             "the sweep goes on without it"
         ) from None
-    return Trial(**{**found, "reported": [Reported(**entry) for entry in found["reported"]]})
+    return Trial(**{**found, "reported": [TrialMetric(**entry) for entry in found["reported"]]})
 
 
 def read_trials(folder: Path) -> list[Trial]:
@@ -105,14 +105,14 @@ def readable_trials(folder: Path) -> list[Trial]:
     return [trial for trial in found if trial is not None]
 
 
-def enlist(trials: Path, name: str) -> None:
+def register_trial(trials: Path, name: str) -> None:
     """Note that there is a trial: in object storage a list of names is nothing to rely on. Only the sweep's own process does."""
-    if isinstance(trials, Mirror) and name not in (known := _enlisted(trials)):
-        put(trials / _LIST, sealed({"names": [*known, name]}))
+    if isinstance(trials, RemotePath) and name not in (known := _enlisted(trials)):
+        write_text_atomic(trials / _LIST, dump_checked_json({"names": [*known, name]}))
 
 
 def _folders(trials: Path) -> list[Path]:
-    if isinstance(trials, Mirror):
+    if isinstance(trials, RemotePath):
         return [trials / name for name in _enlisted(trials)]
     return [inside for inside in trials.iterdir() if inside.is_dir()] if trials.is_dir() else []
 
@@ -120,7 +120,7 @@ def _folders(trials: Path) -> list[Path]:
 def _enlisted(trials: Path) -> list[str]:
     if not fetch(trials / _LIST):
         return []
-    names: list[str] = unsealed(trials / _LIST)["names"]
+    names: list[str] = load_checked_json(trials / _LIST)["names"]
     return names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distcse.errors import RunError
+from distcse.errors import ClusterTooSmallError
 from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
 from distcse.ray_backend.nodes import (
     Node,
@@ -17,7 +17,7 @@ from distcse.ray_backend.nodes import (
     format_resources,
     nodes_with,
 )
-from distcse.recipe import MutualRecipe, Recipe, Sweep, TrackSection
+from distcse.recipe import LoggersSection, MutualRecipe, Recipe, Sweep
 from distcse.teachers.actors import server_demands
 from distcse.teachers.gpus import builder_roles, server_roles
 
@@ -26,7 +26,7 @@ _AROUND_A_TRAINER = 0.01
 
 
 @dataclass(frozen=True)
-class Room:
+class TrialResources:
     """How many trials run at a time, and what one of them is given."""
 
     concurrent: int
@@ -48,7 +48,9 @@ class Room:
         return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _AROUND_A_TRAINER}
 
 
-def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resources] | None = None) -> Room:
+def trial_resources(
+    recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resources] | None = None
+) -> TrialResources:
     """As many trials as the cluster has CPUs and GPUs for, each with an even share of the CPUs.
 
     `training.cpus_per_worker` and `gpus_per_worker` of the recipe count, also fractions: 0.5 lets two trials share a core or GPU.
@@ -62,7 +64,7 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resourc
     Raises:
         RunError: The trials at a time that were asked for do not fit.
     """
-    has = nodes_with(None, "training.nodes") if nodes is None else nodes
+    has = nodes_with(None, "training.node_labels") if nodes is None else nodes
     training = recipe.training if isinstance(recipe, Recipe) else None
     left = _without_servers(recipe, has)
     workers = training.workers if training else 0
@@ -78,16 +80,18 @@ def room_of(recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resourc
     cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], together))))
     one = {"CPU": cpu, "GPU": gpu}
     if fitting(left, one) < together:
-        raise RunError(
+        raise ClusterTooSmallError(
             f"{concurrent} trials at a time want room for {together} training workers of {format_resources(one)} each, and none "
             f"lies on two nodes: {format_nodes(left)} left for them, room for {fitting(left, one)}; lower search.concurrent, "
             "training.workers or training.cpus_per_worker and gpus_per_worker"
         )
-    return Room(concurrent, cpu, gpu, workers)
+    return TrialResources(concurrent, cpu, gpu, workers)
 
 
-def lost_gpus_of_trials(recipe: Recipe | MutualRecipe, sweep: Sweep, room: Room, nodes: Sequence[Node]) -> list[str]:
-    """A warning for every role of a sweep that gets none of the GPUs of its nodes. See `room_of` for the arguments."""
+def lost_gpus_of_trials(
+    recipe: Recipe | MutualRecipe, sweep: Sweep, room: TrialResources, nodes: Sequence[Node]
+) -> list[str]:
+    """A warning for every role of a sweep that gets none of the GPUs of its nodes. See `trial_resources` for the arguments."""
     if isinstance(recipe, MutualRecipe):  # no other process takes a GPU from its trials
         return []
     number = max(1, room.workers) * (sweep.search.concurrent or 1)
@@ -103,12 +107,12 @@ def lost_gpus_of_trials(recipe: Recipe | MutualRecipe, sweep: Sweep, room: Room,
     return [*lost_gpus(builder_roles(recipe.teachers, nodes), nodes), *lost_gpus(together, nodes)]
 
 
-def given(recipe: Recipe | MutualRecipe, room: Room) -> Recipe | MutualRecipe:
+def trial_recipe(recipe: Recipe | MutualRecipe, room: TrialResources) -> Recipe | MutualRecipe:
     """The recipe as trials run it: with a share of the cluster, nothing measured at their end, no trackers but the sweep's."""
-    alike = {"evaluation": recipe.evaluation.model_copy(update={"final": []}), "track": TrackSection()}
+    alike = {"evaluation": recipe.evaluation.model_copy(update={"final_suites": []}), "loggers": LoggersSection()}
     if isinstance(recipe, MutualRecipe):
         return recipe.model_copy(update={**alike, "ray": False})
-    alike["evaluation"] = recipe.evaluation.model_copy(update={"final": [], "beside": None})
+    alike["evaluation"] = recipe.evaluation.model_copy(update={"final_suites": [], "async_eval": None})
     share = {"cpus_per_worker": room.cpus, "gpus_per_worker": room.gpus}
     return recipe.model_copy(update={**alike, "training": recipe.training.model_copy(update=share)})
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 
-from distcse.errors import RecipeError
-from distcse.recipe import KnobSection, MutualRecipe, Recipe, Sweep, with_values
+from distcse.errors import SearchSpaceError
+from distcse.recipe import MutualRecipe, ParameterSection, Recipe, Sweep, with_values
 
 Sample = dict[str, Any]
 """What a searcher chose, by name; for a knob that is a range or a choice the name is its path."""
@@ -18,12 +18,19 @@ Sample = dict[str, Any]
 WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
 """A weight of a simplex is −log u, with u drawn between these."""
 _MAY_BE_SEARCHED = {
-    Recipe: ("student", "teachers.encoders", "teachers.shuffle_groups", "teachers.trust", "objective", "training"),
+    Recipe: (
+        "student",
+        "teachers.encoders",
+        "teachers.rank_noise_group",
+        "teachers.disagreement_scale",
+        "objective",
+        "training",
+    ),
     MutualRecipe: ("groups", "bi", "cross", "mutual"),
 }
 _OF_A_TEACHER = ("alpha",)
 _NOT_LEARNED_FROM = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
-_FIXED_ON_THE_WAY = ("objective.rank.memory", "objective.regression.teachers", "objective.detection.generator")
+_FIXED_ON_THE_WAY = ("objective.rank.queue", "objective.regression.teachers", "objective.detection.generator")
 _MAY_CHANGE_ON_THE_WAY = (
     "objective.",
     "training.lr",
@@ -47,24 +54,24 @@ class Space:
 
     def __init__(self, sweep: Sweep, recipe: Recipe | MutualRecipe) -> None:
         self._recipe = recipe
-        self.knobs: dict[str, KnobSection] = {}
+        self.parameters: dict[str, ParameterSection] = {}
         self._simplices: list[list[str]] = []
-        for path, knob in sweep.knobs.items():
+        for path, knob in sweep.parameters.items():
             paths = self._members(path) if knob.simplex else [path]
             if knob.simplex:
                 self._simplices.append(paths)
             for member in paths:
-                if member in self.knobs:
-                    raise RecipeError(f"knobs.{member} is given twice")
+                if member in self.parameters:
+                    raise SearchSpaceError(f"knobs.{member} is given twice")
                 self._check_path(member, sweep)
-                self.knobs[member] = knob
+                self.parameters[member] = knob
         for sample in self._corners():
             self.recipe(sample)
 
     @property
-    def free(self) -> dict[str, KnobSection]:
+    def free(self) -> dict[str, ParameterSection]:
         """The knobs that are chosen; the others follow from them."""
-        return {path: knob for path, knob in self.knobs.items() if knob.equals is None}
+        return {path: knob for path, knob in self.parameters.items() if knob.expression is None}
 
     @property
     def choices(self) -> dict[str, list[Any]]:
@@ -123,19 +130,19 @@ class Space:
         for paths in self._simplices:
             shares = [-math.log(values[path]) for path in paths]
             values |= {path: share / sum(shares) for path, share in zip(paths, shares, strict=True)}
-        waiting = {path: str(knob.equals) for path, knob in self.knobs.items() if knob.equals is not None}
+        waiting = {path: str(knob.expression) for path, knob in self.parameters.items() if knob.expression is not None}
         while waiting:
             solved = {
                 path: found for path, text in waiting.items() if (found := _solve(path, text, values)) is not None
             }
             if not solved:
-                raise RecipeError(
+                raise SearchSpaceError(
                     f"knobs.{next(iter(waiting))}: {next(iter(waiting.values()))!r} cannot be worked out; known names: "
                     f"{', '.join(sorted(_names(values)))}"
                 )
             values |= solved
             waiting = {path: text for path, text in waiting.items() if path not in solved}
-        return {path: values[path] for path in self.knobs}
+        return {path: values[path] for path in self.parameters}
 
     def recipe(self, sample: Mapping[str, Any]) -> Recipe | MutualRecipe:
         """The recipe with a sample's values."""
@@ -147,7 +154,7 @@ class Space:
         return str(value) if isinstance(value, list) else value
 
     def _meant(self, path: str, value: Any) -> Any:
-        choices = self.knobs[path].values
+        choices = self.parameters[path].values
         return value if choices is None else next((choice for choice in choices if self.plain(choice) == value), value)
 
     def _corners(self) -> Iterator[Sample]:
@@ -165,7 +172,9 @@ class Space:
         for key in before.split("."):
             place = getattr(place, key, None)
         if not isinstance(place, list) or len(place) < 2:
-            raise RecipeError(f"knobs.{path}: {before} of the recipe has fewer than two entries, so nothing to divide")
+            raise SearchSpaceError(
+                f"knobs.{path}: {before} of the recipe has fewer than two entries, so nothing to divide"
+            )
         return [f"{before}.{number}.{after}" for number in range(len(place))]
 
     def _check_path(self, path: str, sweep: Sweep) -> None:
@@ -174,39 +183,33 @@ class Space:
         of_a_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _OF_A_TEACHER
         if of_a_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
             allowed = ", ".join(searched).replace("encoders", "encoders.N.alpha")
-            raise RecipeError(
+            raise SearchSpaceError(
                 f"knobs.{path} must be the same in all trials: they share the text, the teachers' tables and the dev score. "
                 f"What may be searched: {allowed}"
             )
         if parts[0] in ("training", "groups") and parts[-1] in _NOT_LEARNED_FROM:
-            raise RecipeError(f"knobs.{path} changes nothing that is learned; set it in the recipe")
+            raise SearchSpaceError(f"knobs.{path} changes nothing that is learned; set it in the recipe")
         changes = path.startswith(_MAY_CHANGE_ON_THE_WAY) and not path.startswith(_FIXED_ON_THE_WAY)
         if sweep.schedule.kind == "pbt" and not changes:
-            raise RecipeError(
+            raise SearchSpaceError(
                 f"knobs.{path} cannot change in the middle of a training, as pbt wants; such knobs: "
                 f"{', '.join(_MAY_CHANGE_ON_THE_WAY)} but not {', '.join(_FIXED_ON_THE_WAY)}; or write schedule.kind: asha"
             )
         if sweep.schedule.kind == "pbt" and isinstance(self._recipe, Recipe):
-            self._check_change(path, sweep.knobs.get(path), self._recipe)
+            self._check_change(path, sweep.parameters.get(path), self._recipe)
 
     @staticmethod
-    def _check_change(path: str, knob: KnobSection | None, recipe: Recipe) -> None:
+    def _check_change(path: str, knob: ParameterSection | None, recipe: Recipe) -> None:
         """What a checkpoint goes on with whatever the new values are, unless another knob of the recipe binds them."""
         rank = recipe.objective.rank
-        if path.endswith(".alpha") and recipe.training.neighbours is not None:
-            raise RecipeError(
+        if path.endswith(".alpha") and recipe.training.neighbor_batching is not None:
+            raise SearchSpaceError(
                 f"knobs.{path} cannot change in the middle of a training whose batches are grouped: who is near depends on it; "
-                "write training.neighbours: null, or schedule.kind: asha"
+                "write training.neighbor_batching: null, or schedule.kind: asha"
             )
-        if (
-            path == "objective.rank.gamma"
-            and rank is not None
-            and rank.memory is not None
-            and knob
-            and 0 in _ends(knob)
-        ):
-            raise RecipeError(
-                f"knobs.{path} cannot become 0 in the middle of a training with objective.rank.memory, which checkpoints hold; "
+        if path == "objective.rank.gamma" and rank is not None and rank.queue is not None and knob and 0 in _ends(knob):
+            raise SearchSpaceError(
+                f"knobs.{path} cannot become 0 in the middle of a training with objective.rank.queue, which checkpoints hold; "
                 "take 0 away, or write schedule.kind: asha"
             )
 
@@ -223,7 +226,7 @@ def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | Non
     except NameNotDefined:
         return None
     except (InvalidExpression, SyntaxError, ArithmeticError, TypeError) as wrong:
-        raise RecipeError(f"knobs.{path}: {text!r} is no arithmetic: {wrong}") from None
+        raise SearchSpaceError(f"knobs.{path}: {text!r} is no arithmetic: {wrong}") from None
     if isinstance(found, float) and found.is_integer():
         return int(found)
     return found if isinstance(found, int | float) else None
@@ -235,7 +238,7 @@ def _names(values: Mapping[str, Any]) -> dict[str, Any]:
     return {last: value for last, value in zip(lasts, values.values(), strict=True) if lasts.count(last) == 1}
 
 
-def _ends(knob: KnobSection) -> list[Any]:
+def _ends(knob: ParameterSection) -> list[Any]:
     if knob.values is not None:
         return [*knob.values]
     if knob.simplex:

@@ -49,7 +49,7 @@ def set_rows(evaluation: Evaluation) -> list[Row]:
             score.set,
             score.measure,
             spreads(score),
-            max(evaluation.share_seen(score, model) for model in score.values),
+            max(evaluation.overlap_fraction(score, model) for model in score.values),
         )
         for score in evaluation.scores
         if score.suite != "sts" or score.measure == asked

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import RecipeError, RunError
+from distcse.errors import RunDirectoryError, SearchSpaceError
 from distcse.evaluation import Evaluation
-from distcse.events import Note, Reporter, one_by_one
+from distcse.events import LogMessage, Reporter, one_by_one
 from distcse.mutual import roles as mutual_roles
 from distcse.mutual.run import read_by_groups
 from distcse.ray_backend.cluster import cluster
@@ -27,16 +27,16 @@ from distcse.ray_backend.nodes import alive
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.runs.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
 from distcse.runs.lease import Lease
-from distcse.storage import address, fetch, place, put
+from distcse.storage import fetch, resolve_path, to_uri, write_text_atomic
 from distcse.student import roles as student_roles
-from distcse.student.houses import OnRay, read_by_workers
-from distcse.student.material import Text
+from distcse.student.houses import RayBackend, read_by_workers
+from distcse.student.material import PreparedCorpus
 from distcse.tuning.finals import check_labels, measure
-from distcse.tuning.house import Shared
+from distcse.tuning.house import SweepBackend
 from distcse.tuning.records import Trial, read_trials, winner_of
 from distcse.tuning.space import Space
 from distcse.tuning.table import write_tables
-from distcse.tuning.trial import Desk
+from distcse.tuning.trial import TrialContext
 
 _TRIALS, _WINNERS = "trials", "winners"
 
@@ -49,9 +49,9 @@ class SweepResult:
     sweep: Sweep
     directory: Path
     trials: list[Trial]
-    winner: Trial | None
+    best_trial: Trial | None
     """None where no trial came to a dev score."""
-    winners: list[Trial]
+    final_results: list[Trial]
     """The runs at the end: the winner's values, and the recipe's own, each with every seed."""
     evaluation: Evaluation | None
     """Models of those runs on the test sets; None when the sweep was stopped before."""
@@ -76,8 +76,8 @@ def reopen(path: Path) -> tuple[Recipe | MutualRecipe, Sweep]:
     require_lasting_run(path)
     asked = path / "recipe.yaml", path / "space.yaml"
     if not all(fetch(file) for file in asked):
-        raise RunError(
-            f"{address(path)} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
+        raise RunDirectoryError(
+            f"{to_uri(path)} is no sweep: it lacks recipe.yaml or space.yaml; --resume wants a folder that a sweep made"
         )
     for file in asked:
         check_stored(file)
@@ -88,24 +88,24 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
     """All that can be known before the work: knobs, dev set, test sets. Raises a `DistcseError` that names what to mend."""
     space = Space(sweep, recipe)
     if (recipe.dev_score if isinstance(recipe, Recipe) else recipe.evaluation.dev) == "none":
-        raise RecipeError(
+        raise SearchSpaceError(
             "evaluation.dev is none, but a sweep chooses by the dev score; write evaluation.data or evaluation.dev"
         )
     if isinstance(recipe, Recipe):
         if sweep.schedule.kind == "pbt" and recipe.training.workers > 1:
-            raise RecipeError(
+            raise SearchSpaceError(
                 "pbt hands checkpoints from trial to trial in their own processes; write training.workers: 1"
             )
         if recipe.dev_score == "agreement" and (
-            weights := next((p for p in space.knobs if p.endswith(".alpha")), None)
+            weights := next((p for p in space.parameters if p.endswith(".alpha")), None)
         ):
-            raise RecipeError(
+            raise SearchSpaceError(
                 f"knobs.{weights} would choose itself: the dev score is the agreement with the teachers' weighted mean; give "
                 "evaluation.data, or take the weights out of the space"
             )
-    asks = [path for path, knob in space.knobs.items() if path.endswith(".precision")]
-    if undecided := [path for path in asks if "auto" in (space.knobs[path].values or [])]:
-        raise RecipeError(f"knobs.{undecided[0]}: auto is decided once for all trials; write fp32 or bf16")
+    asks = [path for path, knob in space.parameters.items() if path.endswith(".precision")]
+    if undecided := [path for path in asks if "auto" in (space.parameters[path].values or [])]:
+        raise SearchSpaceError(f"knobs.{undecided[0]}: auto is decided once for all trials; write fp32 or bf16")
     check_labels(recipe)
     return space
 
@@ -122,27 +122,34 @@ def run_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, directory: Path, repo
 
 
 def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: Path, reporter: Reporter) -> SweepResult:
-    reporter.emit(Note(f"sweep directory {address(directory)}"))
+    reporter.emit(LogMessage(f"sweep directory {to_uri(directory)}"))
     winners: list[Trial] = []
     evaluation = None
     interrupted = False
     with cluster(fast_allocator=True):
         from distcse.tuning.ray_tune import StoppedError, loggers, search, train_all
-        from distcse.tuning.room import given, lost_gpus_of_trials, room_of
+        from distcse.tuning.room import lost_gpus_of_trials, trial_recipe, trial_resources
 
         loggers(sweep)  # refused now rather than after the teachers' pass
-        room = room_of(recipe, sweep)
+        room = trial_resources(recipe, sweep)
         for warning in lost_gpus_of_trials(recipe, sweep, room, alive()):
-            reporter.emit(Note(warning, warning=True))
+            reporter.emit(LogMessage(warning, warning=True))
         recipe = _with_precisions(recipe, directory, room.gpus, reporter)
         _require_shared(recipe, directory)
         with _teachers(recipe, room.in_own_process, reporter) as house:
             try:
-                trained = given(recipe, room)
-                search(Desk(trained, directory / _TRIALS, house), space, sweep, directory / "search", room, reporter)
+                trained = trial_recipe(recipe, room)
+                search(
+                    TrialContext(trained, directory / _TRIALS, house),
+                    space,
+                    sweep,
+                    directory / "search",
+                    room,
+                    reporter,
+                )
                 winner = _note_winner(recipe, directory)
-                if winner is not None and sweep.winner.seeds:
-                    desk = Desk(trained, directory / _WINNERS, house, keep_models=True)
+                if winner is not None and sweep.final_runs.seeds:
+                    desk = TrialContext(trained, directory / _WINNERS, house, keep_models=True)
                     train_all(desk, _with_seeds(winner, sweep), sweep, directory / "finals", room, reporter)
             except StoppedError:
                 interrupted = True
@@ -177,37 +184,37 @@ def _require_shared(recipe: Recipe | MutualRecipe, directory: Path) -> None:
     written = {"storage.runs": directory}
     if isinstance(recipe, Recipe):
         check_storage(recipe.storage, ["cache"])
-        written["storage.cache"] = place(recipe.storage.cache)
+        written["storage.cache"] = resolve_path(recipe.storage.cache)
     read = read_by_workers(recipe) if isinstance(recipe, Recipe) else read_by_groups(recipe)
     require_shared(written, read, [None])
 
 
 @contextmanager
-def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, reporter: Reporter) -> Iterator[Shared | None]:
+def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, reporter: Reporter) -> Iterator[SweepBackend | None]:
     """Tables built once and servers, as trials ask for them, started once, for all trials."""
     if isinstance(recipe, MutualRecipe):
         yield None
         return
     from distcse.teachers.actors import served
 
-    text = Text.prepare(recipe, reporter)
+    text = PreparedCorpus.prepare(recipe, reporter)
     _ = text.start  # a student that does not load is told once, not by every trial
-    tables = text.tables(OnRay(), reporter)
+    tables = text.tables(RayBackend(), reporter)
     text.neighbours(tables, reporter)  # found here once rather than by all trials at a time
     section = recipe.teachers
     asked = [number for number, table in enumerate(tables) if table is None or not in_own_process]
     with served(section, text.corpus, tables, reporter, asked) as servers:
-        yield Shared(servers, in_own_process)
+        yield SweepBackend(servers, in_own_process)
 
 
 def _note_winner(recipe: Recipe | MutualRecipe, directory: Path) -> Trial | None:
     winner = winner_of(read_trials(directory / _TRIALS))
     if winner is not None:
-        put(directory / "best.yaml", recipe_yaml(with_values(recipe, winner.values)))
+        write_text_atomic(directory / "best.yaml", recipe_yaml(with_values(recipe, winner.values)))
     return winner
 
 
 def _with_seeds(winner: Trial, sweep: Sweep) -> list[dict[str, Any]]:
     """The winner's values with each seed, and the recipe's own."""
-    ours = [{**winner.values, "seed": seed} for seed in sweep.winner.seeds]
-    return ours + [{"seed": seed} for seed in sweep.winner.seeds if sweep.winner.compare]
+    ours = [{**winner.values, "seed": seed} for seed in sweep.final_runs.seeds]
+    return ours + [{"seed": seed} for seed in sweep.final_runs.seeds if sweep.final_runs.compare]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from distcse.storage import whole
+from distcse.storage import atomic_write
 from distcse.tuning.records import Trial
 
 
@@ -40,9 +40,9 @@ def write_tables(trials: Sequence[Trial], folder: Path) -> None:
     if not trials:
         return
     table = pa.Table.from_pylist(rows_of(trials))
-    with whole(folder / "trials.parquet") as file:
+    with atomic_write(folder / "trials.parquet") as file:
         pa.parquet.write_table(table, file)
-    with whole(folder / "trials.csv") as file:
+    with atomic_write(folder / "trials.csv") as file:
         pa.csv.write_csv(table, file)
 
 

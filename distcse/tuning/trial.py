@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import DivergedError
-from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Saved
+from distcse.events import CheckpointSaved, DevScore, Event, GroupActivity, GroupEvent, Reporter
 from distcse.recipe import MutualRecipe, Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import remove
-from distcse.student.houses import House
+from distcse.student.houses import Backend
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
-from distcse.tuning.records import Reported, Trial, read_trial, readable_trials
+from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -24,14 +24,14 @@ WORST = -100.0
 
 
 @dataclass(frozen=True)
-class Desk:
+class TrialContext:
     """What all trials of a sweep share."""
 
     recipe: Recipe | MutualRecipe
     """What a trial runs but for its values; nothing is measured at its end."""
     trials: Path
     """Folder of the trials' folders."""
-    house: House | None = None
+    backend: Backend | None = None
     """Where training happens; None lets the recipe say."""
     keep_models: bool = False
     """Keep each trial's model; its checkpoints are removed in any case."""
@@ -39,7 +39,9 @@ class Desk:
     """Trials go on from each other's checkpoints: a dev score is reported when its checkpoint is whole, and with it."""
 
 
-def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None) -> Trial:
+def run_trial(
+    desk: TrialContext, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None
+) -> Trial:
     """Train with some values, or go on with a trial that was begun.
 
     Args:
@@ -74,11 +76,11 @@ def run_trial(desk: Desk, name: str, values: Mapping[str, Any], report: Report, 
     trial.write(folder)
 
     recipe = with_values(desk.recipe, values)
-    notebook = _Notebook(folder, trial, worked, recipe, report, desk.exchanges)
+    notebook = _TrialReporter(folder, trial, worked, recipe, report, desk.exchanges)
     try:
-        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.hear), desk.house)
+        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.on_event), desk.backend)
     except DivergedError as mistake:
-        trial = replace(notebook.trial, status="diverged", why=str(mistake))
+        trial = replace(notebook.trial, status="diverged", why=mistake.coded_message)
     else:
         trial = replace(notebook.trial, status="finished")
     trial.write(folder)
@@ -115,7 +117,7 @@ def _told(trial: Trial, report: Report) -> Trial:
     return trial
 
 
-def _of_lineage(trial: Trial, donor: Path) -> list[Reported]:
+def _of_lineage(trial: Trial, donor: Path) -> list[TrialMetric]:
     """A trial's scores that a checkpoint has too: those of weights that were given up for another's say nothing of it now."""
     scored = {(step, score) for step, score in load_trainer_state(donor).scores}
     return [entry for entry in trial.reported if (entry.step, entry.score) in scored]
@@ -129,7 +131,7 @@ def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
     return next(alike, None)
 
 
-def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, house: House | None) -> None:
+def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, house: Backend | None) -> None:
     if isinstance(recipe, MutualRecipe):
         from distcse.mutual import run_mutual
 
@@ -140,7 +142,7 @@ def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Rep
         run(recipe, reporter, directory, house)
 
 
-class _Notebook:
+class _TrialReporter:
     """Hears a run's events; notes and reports its dev scores."""
 
     def __init__(
@@ -160,19 +162,19 @@ class _Notebook:
         self._began = time.monotonic()
         self._groups = _Groups(recipe, folder) if isinstance(recipe, MutualRecipe) else None
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, DevScore):
             self._score(event.step, 100 * event.step / event.total, event.score)
-        elif isinstance(event, Saved) and self._with_checkpoints:
+        elif isinstance(event, CheckpointSaved) and self._with_checkpoints:
             if self.trial.reported and self.trial.reported[-1].step == event.step:
                 self._report({**metrics_of(self.trial), "checkpoint": event.folder})
-        elif self._groups and isinstance(event, InGroup) and isinstance(event.event, Doing):
+        elif self._groups and isinstance(event, GroupEvent) and isinstance(event.event, GroupActivity):
             for scored in self._groups.ended():
                 self._score(*scored)
 
     def _score(self, step: int, progress: float, score: float) -> None:
         seconds = self._before + time.monotonic() - self._began
-        self.trial = self.trial.with_score(Reported(step, progress, score, seconds))
+        self.trial = self.trial.with_score(TrialMetric(step, progress, score, seconds))
         self.trial.write(self._folder)
         if not self._with_checkpoints:
             self._report(metrics_of(self.trial))
@@ -189,10 +191,10 @@ class _Groups:
 
     def ended(self) -> Iterator[tuple[int, float, float]]:
         """(cycle, percent of all cycles, score) of each cycle that has ended since this was asked last."""
-        from distcse.mutual.ledger import Ledger
+        from distcse.mutual.ledger import PhaseStore
         from distcse.mutual.phases import Phase
 
-        ledger = Ledger(self._run)
+        ledger = PhaseStore(self._run)
         names = [name for name in self._groups if name not in ledger.dropped]
         while self._scored < self._cycles and names:
             phases = [ledger.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]

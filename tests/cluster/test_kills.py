@@ -17,15 +17,15 @@ import yaml
 from benchmarks.material import sentences as wiki
 from benchmarks.soak import ROWS, Soak
 from distcse.errors import RunError
-from distcse.events import Event, Note, Reporter, Stage, Steps
+from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport
 from distcse.ray_backend import nodes
 from distcse.ray_backend.nodes import ResourceRequest, ResourceWatchdog
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.student.houses import OnRay
+from distcse.student.houses import RayBackend
 from distcse.student.material import prepare_tables, read_corpus
 from distcse.student.run import run
-from distcse.teachers.actors import RemoteSource, served, servers_beside
+from distcse.teachers.actors import RemoteTeacherClient, co_located_servers, served
 from distcse.teachers.serving import serving
 from tests.jobs import make_recipe
 from tests.kills import Nodes, kill_actor, processes_of
@@ -50,7 +50,12 @@ def test_it_comes_to_the_same_weights(soak: Soak, seed: int, kind: str) -> None:
 @pytest.fixture
 def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> Recipe:
     return make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm")], sentences, "teachers.builders=1", "teachers.deadline=3"
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm")],
+        sentences,
+        "teachers.embedding_workers=1",
+        "teachers.heartbeat_timeout_s=3",
     )
 
 
@@ -67,39 +72,40 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
 
     def listen(event: Event) -> None:
         heard.append(event)
-        if isinstance(event, Stage) and event.done and not event.finished and not stopped:
-            stopped.append("ShardBuilder")
-            stop("ShardBuilder")
+        if isinstance(event, StageProgress) and event.done and not event.finished and not stopped:
+            stopped.append("EmbeddingActor")
+            stop("EmbeddingActor")
 
     teachers, (teacher,) = recipe.teachers, recipe.teachers.encoders
     corpus = read_corpus(recipe, Reporter())
-    (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, OnRay(), Reporter(listen))
+    (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, RayBackend(), Reporter(listen))
     assert stopped and table is not None and table.missing_shards() == []
     asked = np.arange(64).reshape(2, 32)
     expected = serving(teacher, table).similarities(asked, slice(None))
     with served(teachers, corpus, [table], Reporter(heard.append)) as servers:
-        source = RemoteSource(servers_beside(servers, teachers, "run", 0)[0], lambda answer: None)
+        source = RemoteTeacherClient(co_located_servers(servers, teachers, "run", 0)[0], lambda answer: None)
         before = source.request(asked, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)
         stop("TeacherServer")
         np.testing.assert_array_equal(source.request(asked, slice(None)).result(120), before)
-    told = [event.text for event in heard if isinstance(event, Note) and event.warning]
+    told = [event.text for event in heard if isinstance(event, LogMessage) and event.warning]
     builder, server = (next(text for text in told if text.startswith(who)) for who in ("builder 0 of", "server 0 of"))
     for text in (builder, server):
         assert (
-            teacher.backbone in text and "has not answered for 3 s (teachers.deadline): it hangs, and is ended" in text
+            teacher.backbone in text
+            and "has not answered for 3 s (teachers.heartbeat_timeout_s): it hangs, and is ended" in text
         )
 
 
 def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(recipe: Recipe) -> None:
     """Killed twice, before and after the wish: the first run ends with a checkpoint, and resumes to the same weights."""
-    knobs = ("training.log_every=1", "training.epochs=20", "evaluation.every=100", "evaluation.final=[]")
+    knobs = ("training.log_every=1", "training.epochs=20", "evaluation.eval_steps=100", "evaluation.final_suites=[]")
     undisturbed = run(with_values(recipe, _values(*knobs)), Reporter())
     heard: list[int] = []
     killed: list[int] = []
 
     def kill(event: Event) -> None:
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             heard.append(event.step)
             if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
                 killed.append(event.step)
@@ -136,7 +142,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
     killed: list[str] = []
 
     def kill(event: Event) -> None:
-        if isinstance(event, Steps) and not killed:
+        if isinstance(event, StepReport) and not killed:
             if kind == "EventActor":
                 (board,) = (
                     actor for actor in list_actors(filters=[("class_name", "=", kind), ("state", "=", "ALIVE")])

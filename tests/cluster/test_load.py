@@ -12,7 +12,7 @@ import pytest
 from benchmarks.load import CLOSE, Clock, Load, deepest, measured
 from benchmarks.memory import MIB
 from distcse.errors import TeacherError
-from distcse.teachers.actors import RemoteSource, TeacherServer, server_of
+from distcse.teachers.actors import RemoteTeacherClient, TeacherServer, server_of
 from distcse.teachers.pulse import CONCURRENCY
 
 pytestmark = pytest.mark.cluster
@@ -48,7 +48,7 @@ def test_who_asks_faster_than_a_server_answers_has_to_wait(cluster: None) -> Non
     import ray
 
     server, clock = ray.remote(num_cpus=0, **CONCURRENCY)(TeacherServer).remote(Slow), Clock()
-    source = RemoteSource(server, clock.track)
+    source = RemoteTeacherClient(server, clock.track)
     answers = [source.request(np.array([[row]]), slice(None)) for row in range(30)]
     with pytest.raises(TeacherError, match="no row 7"):
         answers.pop(7).result()

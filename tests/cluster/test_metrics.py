@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Saved, Stage, Steps
+from distcse.events import (
+    CheckpointSaved,
+    DevScore,
+    Event,
+    GroupActivity,
+    GroupEvent,
+    Reporter,
+    StageProgress,
+    StepReport,
+)
 from distcse.student.run import run
 from tests.jobs import make_recipe
 
@@ -60,29 +69,29 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     secrets = {"HF_TOKEN": "hf_SentinelOfTheHub", "DISTCSE_ENDPOINT_KEY": "sk-SentinelOfTheEndpoint"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    steps: list[Steps] = []
+    steps: list[StepReport] = []
     actors: set[str] = set()
     found: Samples = {}
 
     def look(event: Event) -> None:
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             steps.append(event)
         if isinstance(event, DevScore) and event.step == 0:
             actors.update(actor.name for actor in list_actors(limit=1000) if actor.state == "ALIVE")
             (folder,) = (tmp_path / "runs").iterdir()
             found.update(served_once({name for name in ours if "queue" in name or "answer" in name}, folder.name))
-        if isinstance(event, Saved) and steps and event.step == steps[-1].total:
+        if isinstance(event, CheckpointSaved) and steps and event.step == steps[-1].total:
             (folder,) = (tmp_path / "runs").iterdir()
             other = RunMetrics(folder.name)  # what this run does not do: a table that is there, a group
-            other.hear(Stage("teacher 7", 10, 10, "sentences", finished=True, reused=30))
-            other.hear(InGroup("bert", Doing("cycle-1-bi", "training", number=2)))
+            other.on_event(StageProgress("teacher 7", 10, 10, "sentences", finished=True, reused=30))
+            other.on_event(GroupEvent("bert", GroupActivity("cycle-1-bi", "training", number=2)))
             found.update(
                 served_once({name for name in ours if "queue" not in name and "answer" not in name}, folder.name)
             )
 
-    knobs = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.every=200")
+    knobs = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
     recipe = make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *knobs, "evaluation.final=[]"
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *knobs, "evaluation.final_suites=[]"
     )
     done = run(recipe, Reporter(look))
     assert ours == {metric for metric, _ in found}

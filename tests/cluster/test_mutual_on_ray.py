@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from distcse.errors import RunError
-from distcse.events import Doing, Event, InGroup, Note, Reporter, Steps
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.phases import Phase
 from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
@@ -29,7 +29,7 @@ from tests.pairs import make_mutual_recipe
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MakeRecipe = Callable[..., MutualRecipe]
-LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.every=20", "mutual.cycles=1")
+LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.eval_steps=20", "mutual.cycles=1")
 SHORT = ("cross.epochs=4", "bi.epochs=4")
 ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
 
@@ -41,7 +41,7 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 
 
 def labels_of(run: Path) -> list[np.ndarray]:
-    ledger = Ledger(run)
+    ledger = PhaseStore(run)
     found = [ledger.labels(Phase(number)) for number in range(3)]
     assert all(labels is not None for labels in found)
     return [labels for labels in found if labels is not None]
@@ -61,16 +61,20 @@ def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
     lost: list[str] = []
 
     def kill(event: Event) -> None:
-        if not isinstance(event, InGroup):
+        if not isinstance(event, GroupEvent):
             return
-        if isinstance(event.event, Note) and event.event.text.startswith("lost a worker"):
+        if isinstance(event.event, LogMessage) and event.event.text.startswith("lost a worker"):
             lost.append(event.event.text)
-        if isinstance(event.event, Steps) and not killed and kill_actor("EventActor"):
+        if isinstance(event.event, StepReport) and not killed and kill_actor("EventActor"):
             killed.append("board")
-        elif isinstance(event.event, Steps) and event.event.step >= 30 and killed == ["board"]:
+        elif isinstance(event.event, StepReport) and event.event.step >= 30 and killed == ["board"]:
             assert not lost and kill_actor("TrainingActor")
             killed.append("trainer")
-        scoring = isinstance(event.event, Doing) and event.event.activity == "scoring" and event.event.phase != "start"
+        scoring = (
+            isinstance(event.event, GroupActivity)
+            and event.event.activity == "scoring"
+            and event.event.phase != "start"
+        )
         if scoring and killed == ["board", "trainer"] and kill_actor("ScoringActor"):
             killed.append("scorer")
 
@@ -154,7 +158,7 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     ray.get(holder.holds.remote())
 
     def hear(event: Event) -> None:
-        if not isinstance(event, InGroup) or not isinstance(event.event, Doing):
+        if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
         doing, hangs = event.event, other == "has a scorer that hangs"
         if hangs and (event.group, doing.phase, doing.activity) == ("roberta", "cycle-1-cross", "scoring"):
@@ -179,7 +183,7 @@ class Holder:
 
 def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> None:
     def kill(event: Event) -> None:
-        if isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps):
+        if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
             kill_actor("TrainingActor")
 
     alone = (*SHORT, *ON_RAY, "mutual.max_failures=0")
@@ -193,7 +197,7 @@ def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
     done: list[Event] = []
 
     def once(event: Event) -> None:
-        if not done and isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps):
+        if not done and isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
             done.append(event)
             kill(event)
 
@@ -206,7 +210,12 @@ def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, clu
 
     def kill(event: Event) -> None:
         told.append(event)
-        if isinstance(event, InGroup) and event.group == "bert" and isinstance(event.event, Steps) and not killed:
+        if (
+            isinstance(event, GroupEvent)
+            and event.group == "bert"
+            and isinstance(event.event, StepReport)
+            and not killed
+        ):
             killed.append(kill_actor("TrainingActor", named=r"^trainer-.*bert.*-1$"))
 
     killed: list[bool] = []
@@ -214,7 +223,7 @@ def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, clu
     one = run_mutual(recipe_with(*still), Reporter())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
     two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Reporter(kill))
-    lost = [event.event.text for event in told if isinstance(event, InGroup) and isinstance(event.event, Note)]
+    lost = [event.event.text for event in told if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage)]
     assert killed == [True] and lost == ["lost a worker in cycle-1-cross; started again from its last checkpoint"]
     for a, b in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-3)

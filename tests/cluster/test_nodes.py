@@ -15,7 +15,7 @@ from distcse.device import cpu_speed
 from distcse.errors import RunError
 from distcse.events import Reporter
 from distcse.mutual import run_mutual
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
 from distcse.student.ray_train import resources_per_worker
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 TRAIN = (sys.executable, "-m", "distcse.train")
 ROLES = ("teachers", "students", "students")
-BY_ROLE = ("training.nodes={role: students}", "teachers.nodes={role: teachers}")
+BY_ROLE = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
     """Two workers of one CPU each: on these machines they lie on two of them."""
-    knobs = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final=[]")
+    knobs = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final_suites=[]")
     folder = tmp_path_factory.mktemp("student")
     make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences)
     file = folder / "recipe.yaml"
@@ -138,13 +138,13 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     knobs = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *knobs)
     here = run_mutual(recipe, Reporter()).directory.path
-    places = ("groups.0.workers=2", "groups.0.nodes={role: students}", "groups.1.nodes={role: teachers}")
+    places = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
     there = trained(three[0], tmp_path / "recipe.yaml", *knobs, *places, "ray=true")
     actors = last_actors(three[0])
     everywhere = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
     assert actors["TrainingActor"] == actors["ScoringActor"] == everywhere
     for number in range(3):
-        one, other = (Ledger(run).labels(Phase(number)) for run in (here, there))
+        one, other = (PhaseStore(run).labels(Phase(number)) for run in (here, there))
         assert one is not None and other is not None
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 
@@ -156,7 +156,7 @@ def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
     assert done.returncode == 1 and "Traceback" not in done.stderr
     told = done.stderr.splitlines()[-1]
     assert (
-        told.startswith("distcse: node ")
+        told.startswith("distcse: [DCSE-X11] node ")
         and f" does not see what is written to {own_disk}/new, storage.cache; " in told
     )
     assert "set storage.cache to a folder on storage that all nodes share" in told
@@ -198,9 +198,11 @@ def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
     recipe_file: Path, three: list[Machine]
 ) -> None:
     """The last test here: a machine loses its power in the middle of a run whose parts lie where the recipe says."""
-    knobs = ("training.epochs=12", "training.log_every=2", "evaluation.every=20")
-    here = run(load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_streams=2"]), Reporter())
-    elastic = ("training.least_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
+    knobs = ("training.epochs=12", "training.log_every=2", "evaluation.eval_steps=20")
+    here = run(
+        load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_rng_streams=2"]), Reporter()
+    )
+    elastic = ("training.min_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
     process = three[0].start(*TRAIN, recipe_file, *knobs, *elastic, RAY_ADDRESS=joined(three[0]))
     deadline = time.monotonic() + 200
     while not any("Steps" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
@@ -226,7 +228,7 @@ def test_labels_that_no_node_has_are_refused_at_once(
 
     (node,) = ray.nodes()
     label = next(iter(node["Labels"].items()))
-    for knob in ("training.nodes", "teachers.nodes"):
+    for knob in ("training.node_labels", "teachers.node_labels"):
         recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
         assert resources_per_worker(recipe)["CPU"] >= 1
         there = make_recipe(

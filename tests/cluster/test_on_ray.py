@@ -11,7 +11,7 @@ import pytest
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RunError, StoppedEarlyError
-from distcse.events import DevScore, Event, Note, Reporter, Stage, Steps
+from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.student.run import run
@@ -32,15 +32,15 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
         tiny("bert"),
         [tiny("minilm"), tiny("roberta")],
         sentences,
-        "training.dropout_streams=2",
+        "training.dropout_rng_streams=2",
         "training.cpus_per_worker=1",
-        "evaluation.final=[]",
+        "evaluation.final_suites=[]",
         *overrides,
     )
 
 
 def rows_embedded(events: list[Event]) -> list[int]:
-    return [e.done for e in events if isinstance(e, Stage) and e.finished and e.name.startswith("teacher")]
+    return [e.done for e in events if isinstance(e, StageProgress) and e.finished and e.name.startswith("teacher")]
 
 
 @pytest.mark.slow
@@ -50,10 +50,10 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
 
     def note(event: Event) -> None:
         events.append(event)
-        if isinstance(event, Steps):
+        if isinstance(event, StepReport):
             steps.append(event.step)
 
-    knobs = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.servers=2")
+    knobs = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.num_servers=2")
     first = run(recipe_with(*knobs, "training.log_every=1"), Reporter(note, lambda: len(steps) >= 2))
     assert first.outcome.interrupted and 0 < first.outcome.state.step < first.outcome.steps
     assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
@@ -88,15 +88,17 @@ def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training
 
     def disturb(event: Event) -> None:
         # One that has scored has a pulse. It is the first that is disturbed: with its worker it would be lost, not hang.
-        if isinstance(event, DevScore) and not stopped and kill_actor("DevJudge", signal.SIGSTOP):
+        if isinstance(event, DevScore) and not stopped and kill_actor("EvaluatorActor", signal.SIGSTOP):
             stopped.append(event.step)
-        if isinstance(event, Note) and "the process of the dev scores, process" in event.text:
+        if isinstance(event, LogMessage) and "the process of the dev scores, process" in event.text:
             told.append(event.text)
-        if isinstance(event, Steps) and event.step >= 16 and told and to_kill and kill_actor(to_kill[0]):
+        if isinstance(event, StepReport) and event.step >= 16 and told and to_kill and kill_actor(to_kill[0]):
             to_kill.pop(0)
 
-    knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.block_steps=2")
-    disturbed = run(recipe_with(*knobs, "evaluation.beside={}", "teachers.deadline=3"), Reporter(disturb))
+    knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
+    disturbed = run(
+        recipe_with(*knobs, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
+    )
     assert not to_kill and stopped
     assert any("has not answered for 3 s" in text for text in told)
     assert disturbed.outcome.state.finished
@@ -127,8 +129,8 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
     knobs = (
         f"teachers.encoders.0.backbone={scorer}",
-        "teachers.encoders.1.space=rank",
-        "teachers.encoders.1.references=100",
+        "teachers.encoders.1.similarity=rank",
+        "teachers.encoders.1.num_references=100",
         "student.projection=batch_norm_mlp",
         f"objective.detection.generator={generator}",
         "objective.rank_regression.weight=0.5",
@@ -149,15 +151,15 @@ def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> 
     """Chosen layers, neighbours in batches, longer lists, joined vector targets and trust by agreement, together."""
     knobs = (
         "student.layers=auto",
-        "student.depth=2",
+        "student.num_layers=2",
         "student.projection=none",
-        "training.neighbours={companions: 3}",
-        "objective.rank.memory={batches: 2, landmarks: 15, refresh: 4}",
-        "objective.info_nce.false_negatives={above: 0.8, form: soften}",
+        "training.neighbor_batching={per_anchor: 3}",
+        "objective.rank.queue={num_batches: 2, num_anchors: 15, refresh_steps: 4}",
+        "objective.info_nce.false_negatives={threshold: 0.8, form: soften}",
         "objective.regression={weight: 2.0}",
-        "teachers.trust=0.5",
+        "teachers.disagreement_scale=0.5",
         "training.max_steps=8",
-        "training.dropout_streams=2",
+        "training.dropout_rng_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
     on_ray = run(recipe_with(*knobs, *workers), Reporter())
@@ -168,7 +170,10 @@ def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> 
 
 def test_what_the_cluster_can_never_give_is_refused_at_once(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RunError, match=r"the run needs 64 CPUs .* the cluster has 6; lower training\.workers"):
-        run(recipe_with("training.workers=16", "training.dropout_streams=16", "training.cpus_per_worker=4"), Reporter())
+        run(
+            recipe_with("training.workers=16", "training.dropout_rng_streams=16", "training.cpus_per_worker=4"),
+            Reporter(),
+        )
     with pytest.raises(RunError, match=r"the run needs 1 GPUs .* the cluster has 0"):
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import DivergedError, TeacherError
-from distcse.events import Note, Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.recipe import Recipe, with_values
 from distcse.student.run import run
 from distcse.teachers import builders
@@ -19,7 +19,12 @@ from tests.unit.test_numbers import answering
 
 pytestmark = pytest.mark.cluster
 
-ON_RAY = ("training.workers=2", "training.cpus_per_worker=1.0", "evaluation.final=[]", "teachers.builders=1")
+ON_RAY = (
+    "training.workers=2",
+    "training.cpus_per_worker=1.0",
+    "evaluation.final_suites=[]",
+    "teachers.embedding_workers=1",
+)
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
 @pytest.mark.slow
 def test_a_loss_that_overflows_is_told_once(cluster: None, recipe: Recipe) -> None:
     told: list[str] = []
-    reporter = Reporter(lambda event: told.append(event.text) if isinstance(event, Note) else None)
+    reporter = Reporter(lambda event: told.append(event.text) if isinstance(event, LogMessage) else None)
     with pytest.raises(DivergedError, match=r"^loss is not finite at step 0 \(rows .* of the corpus \(16\)\)"):
         run(with_values(recipe, {"objective.info_nce.weight": 1e39}), reporter)
     assert len(told) == 1 and told[0].startswith("run directory")
@@ -44,7 +49,7 @@ def test_a_teacher_that_gives_no_number_is_told_in_a_line(cluster: None, recipe:
     assert "gives a vector that is not finite for row" in str(ended.value) and "\n" not in str(ended.value)
 
 
-class Dying(builders.ShardBuilder):
+class Dying(builders.EmbeddingActor):
     """Loses its process at every shard, as one that is out of memory."""
 
     def build(self, shard: int) -> int:
@@ -56,7 +61,7 @@ class Dying(builders.ShardBuilder):
 def test_a_builder_that_always_dies_is_not_started_for_ever(
     cluster: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builders, "ShardBuilder", Dying)
+    monkeypatch.setattr(builders, "EmbeddingActor", Dying)
     with pytest.raises(TeacherError, match="was started again and again and lost its process each time") as ended:
         run(recipe, Reporter())
     assert "\n" not in str(ended.value)

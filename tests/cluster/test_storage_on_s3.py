@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from distcse import evaluate, train, tune
 from distcse.events import Reporter
 from distcse.recipe import Recipe, recipe_yaml
-from distcse.storage import address, fetch_folder, place
+from distcse.storage import fetch_folder, resolve_path, to_uri
 from distcse.student.run import run
 from distcse.tuning.records import read_trials
 from tests.jobs import make_recipe
@@ -28,8 +28,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], bucket: Server) -> Recipe:
-    on_ray = ("training.workers=2", "training.cpus_per_worker=1", "teachers.builders=1", "training.max_steps=18")
-    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *on_ray, "evaluation.final=[]")
+    on_ray = (
+        "training.workers=2",
+        "training.cpus_per_worker=1",
+        "teachers.embedding_workers=1",
+        "training.max_steps=18",
+    )
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *on_ray, "evaluation.final_suites=[]")
 
 
 def killed_after(key: str, bucket: Server, command: list[str], log: Path, mirror: Path) -> None:
@@ -71,13 +76,13 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
     assert train.main(["--resume", where, "--quiet"]) == 0
     assert f"run     {where}" in capsys.readouterr().out
-    assert not list(place(CACHE).glob("tables/*/*.npy"))  # served where the servers are
+    assert not list(resolve_path(CACHE).glob("tables/*/*.npy"))  # served where the servers are
     expected = run(recipe, Reporter()).directory.model
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     assert evaluate.main([f"student={where}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
     assert "student" in capsys.readouterr().out
-    model = place(f"{where}/model")
+    model = resolve_path(f"{where}/model")
     assert fetch_folder(model)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
     assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
@@ -92,11 +97,11 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     knobs = {"training.lr": {"values": [1e-3, 1e-5]}}
     sweep = {
         "name": "s",
-        "knobs": knobs,
+        "parameters": knobs,
         "search": {"algorithm": "grid", "concurrent": 1},
         "schedule": {"kind": "none"},
     }
-    space.write_text(yaml.safe_dump({**sweep, "winner": {"seeds": []}, "trackers": []}))
+    space.write_text(yaml.safe_dump({**sweep, "final_runs": {"seeds": []}, "loggers": []}))
     file = tmp_path / "small.yaml"
     file.write_text(recipe_yaml(recipe))
     more = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
@@ -106,10 +111,10 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     (name,) = {key.split("/")[1] for key in bucket.stored() if key.endswith("trials/trials.json")}
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
-    where = place(f"{RUNS}/{name}")
-    assert tune.main(["--resume", address(where), "--quiet"]) == 0
+    where = resolve_path(f"{RUNS}/{name}")
+    assert tune.main(["--resume", to_uri(where), "--quiet"]) == 0
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
-    trials = read_trials(place(f"{RUNS}/{name}") / "trials")
+    trials = read_trials(resolve_path(f"{RUNS}/{name}") / "trials")
     assert [trial.status for trial in trials] == ["finished"] * 2
     assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(bucket.stored())
     assert not [key for key in bucket.stored() if "/checkpoints/" in key and key.startswith(f"runs/{name}/")]

@@ -19,16 +19,16 @@ import yaml
 
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, Reporter, Stage, TrialNews
+from distcse.events import Event, Reporter, StageProgress, TrialUpdate
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.student.run import run
 from distcse.tuning.ray_tune import _Listener, _scheduler, search, tpe
-from distcse.tuning.records import Reported, Trial, read_trials
-from distcse.tuning.room import room_of
+from distcse.tuning.records import Trial, TrialMetric, read_trials
+from distcse.tuning.room import trial_resources
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
-from distcse.tuning.trial import Desk
+from distcse.tuning.trial import TrialContext
 from tests.jobs import make_recipe
 from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
@@ -40,8 +40,8 @@ ON_RAY = (
     "training.workers=1",
     "training.log_every=2",
     "training.cpus_per_worker=1",
-    "teachers.builders=1",
-    "evaluation.final=[]",
+    "teachers.embedding_workers=1",
+    "evaluation.final_suites=[]",
 )
 
 
@@ -52,8 +52,8 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], clus
 
 def make_sweep(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
-    sections = {"schedule": {"kind": "none"}, "winner": {"seeds": []}, "trackers": [], **sections}
-    file.write_text(yaml.safe_dump({"name": "small", "knobs": knobs, **sections}, sort_keys=False))
+    sections = {"schedule": {"kind": "none"}, "final_runs": {"seeds": []}, "loggers": [], **sections}
+    file.write_text(yaml.safe_dump({"name": "small", "parameters": knobs, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
@@ -62,7 +62,7 @@ def carried_out(recipe: Recipe | MutualRecipe, sweep: Sweep, reporter: Reporter 
 
 
 def embedded(events: list[Event]) -> list[int]:
-    return [e.done for e in events if isinstance(e, Stage) and e.finished and e.name.startswith("teacher")]
+    return [e.done for e in events if isinstance(e, StageProgress) and e.finished and e.name.startswith("teacher")]
 
 
 def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
@@ -70,35 +70,39 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
 ) -> None:
     recipe = read_recipe(
         str(tmp_path / "recipe.yaml"),
-        [*ON_RAY, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final=[sts]"],
+        [*ON_RAY, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"],
     )
     assert isinstance(recipe, Recipe)
-    knobs = {TAU2: {"values": [0.05, 0.1]}, "objective.rank.tau3": {"equals": "tau2 / 2"}, LR: {"values": [1e-3, 1e-5]}}
+    knobs = {
+        TAU2: {"values": [0.05, 0.1]},
+        "objective.rank.tau3": {"expression": "tau2 / 2"},
+        LR: {"values": [1e-3, 1e-5]},
+    }
     sweep = make_sweep(
         tmp_path,
         knobs,
         search={"algorithm": "grid", "concurrent": 2},
-        winner={"seeds": [1]},
-        trackers=["tensorboard"],
+        final_runs={"seeds": [1]},
+        loggers=["tensorboard"],
     )
     events: list[Event] = []
     result = carried_out(recipe, sweep, Reporter(events.append))
     rows = next(
-        event.done for event in events if isinstance(event, Stage) and event.name == "corpus" and event.finished
+        event.done for event in events if isinstance(event, StageProgress) and event.name == "corpus" and event.finished
     )
     assert embedded(events) == [rows, rows]  # two teachers, each row once, for six trainings
     assert [trial.status for trial in result.trials] == ["finished"] * 4
     assert {(t.values[TAU2], t.values["objective.rank.tau3"]) for t in result.trials} == {(0.05, 0.025), (0.1, 0.05)}
-    winner = result.winner
+    winner = result.best_trial
     assert winner is not None and winner.best is not None
     assert winner.best.score == max(entry.score for trial in result.trials for entry in trial.reported)
 
     best = load_recipe(str(result.best_recipe))
     assert best.objective.rank is not None and best.objective.rank.tau2 == winner.values[TAU2]
-    assert best.training.lr == winner.values[LR] and best.evaluation.final == ["sts"]
+    assert best.training.lr == winner.values[LR] and best.evaluation.final_suites == ["sts"]
     assert pyarrow.parquet.read_table(result.directory / "trials.parquet").num_rows == 4
-    assert sorted(len(trial.values) for trial in result.winners) == [1, 4]  # the recipe as it was, and the winner
-    for trial in result.winners:
+    assert sorted(len(trial.values) for trial in result.final_results) == [1, 4]  # the recipe as it was, and the winner
+    for trial in result.final_results:
         assert Encoder.load(result.directory / "winners" / trial.name / "model").encode(["A cat."]).shape == (1, 32)
     assert result.evaluation is not None
     assert [about.name for about in result.evaluation.models] == ["recipe, seed 1", "best, seed 1"]
@@ -130,11 +134,11 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     killed: list[str] = []
 
     def hear(event: Event) -> None:
-        if isinstance(event, TrialNews):
+        if isinstance(event, TrialUpdate):
             heard.append(event.progress)
 
     def kill(event: Event) -> None:
-        if not isinstance(event, TrialNews) or event.progress <= 50 or event.values[LR] != 1e-3:
+        if not isinstance(event, TrialUpdate) or event.progress <= 50 or event.values[LR] != 1e-3:
             return
         if not killed and kill_actor("ImplicitFunc"):
             killed.append(event.trial)
@@ -144,12 +148,12 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
         tmp_path,
         knobs,
         search={"algorithm": "grid", "concurrent": 1},
-        schedule={"kind": "asha", "grace": 0.5, "reduction": 1.5},
+        schedule={"kind": "asha", "grace_period": 0.5, "reduction_factor": 1.5},
     )
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
     directory = begin(longer, sweep)
     interrupted = run_sweep(longer, sweep, directory, Reporter(hear, lambda: max(heard, default=0) > 10))
-    assert interrupted.interrupted and not interrupted.winners and interrupted.evaluation is None
+    assert interrupted.interrupted and not interrupted.final_results and interrupted.evaluation is None
     assert [trial.status for trial in interrupted.trials] == ["running"]
     assert (directory / "trials.csv").exists()
     result = run_sweep(longer, sweep, directory, Reporter(kill))
@@ -159,8 +163,8 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
     assert killed == [found[1e-3, 1.0].name]
     assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].starts == 3
     assert "stopped" in {trial.status for trial in result.trials}  # learns next to nothing, and came later
-    assert result.winner is not None and result.winner.values == {LR: 1e-3, "objective.rank.gamma": 1.0}
-    steps = [entry.step for entry in result.winner.reported]
+    assert result.best_trial is not None and result.best_trial.values == {LR: 1e-3, "objective.rank.gamma": 1.0}
+    steps = [entry.step for entry in result.best_trial.reported]
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 44
     events = (directory / "trials" / killed[0] / "events.jsonl").read_text().splitlines()
     scored = [event["step"] for event in map(json.loads, events) if event["event"] == "DevScore"]
@@ -174,7 +178,7 @@ def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 4})})
     result = carried_out(longer, sweep)
     assert 0 < len(result.trials) < 200 and not result.interrupted
-    assert {trial.status for trial in result.trials} <= {"finished", "stopped"} and result.winner is not None
+    assert {trial.status for trial in result.trials} <= {"finished", "stopped"} and result.best_trial is not None
 
 
 def test_state_that_was_torn_is_not_gone_on_with(recipe: Recipe, tmp_path: Path) -> None:
@@ -185,13 +189,13 @@ def test_state_that_was_torn_is_not_gone_on_with(recipe: Recipe, tmp_path: Path)
     state.write_text(state.read_text()[:100])
     again = run_sweep(recipe, sweep, directory, Reporter())
     assert [trial.recalled_from for trial in again.trials[2:]] == [trial.name for trial in first.trials]
-    assert again.winner == first.winner
+    assert again.best_trial == first.best_trial
 
 
 def test_tpe_draws_where_trials_were_good(recipe: Recipe, tmp_path: Path) -> None:
     """Told scores that are best at tau2 = 0.05 and equal weights, it comes nearer to both."""
     knobs = {TAU2: {"log_uniform": [0.005, 0.5]}, "teachers.encoders.*.alpha": {"simplex": True}}
-    sweep = make_sweep(tmp_path, knobs, search={"trials": 60, "startup": 10})
+    sweep = make_sweep(tmp_path, knobs, search={"trials": 60, "n_startup_trials": 10})
     space = Space(sweep, recipe)
     searcher = tpe(space, sweep)
     far = []
@@ -221,12 +225,12 @@ def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> N
         tmp_path,
         knobs,
         search={"algorithm": "random", "trials": 4, "concurrent": 2},
-        schedule={"kind": "pbt", "grace": 0.25},
+        schedule={"kind": "pbt", "grace_period": 0.25},
     )
     drawn: dict[str, set[float]] = {}
 
     def note(event: Event) -> None:
-        if isinstance(event, TrialNews):
+        if isinstance(event, TrialUpdate):
             drawn.setdefault(event.trial, set()).add(event.values[LR])
 
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
@@ -247,14 +251,16 @@ def test_a_trial_that_is_given_no_gpu_sees_none(
 ) -> None:
     """Ray leaves an actor without a GPU the sight of all GPUs of its node."""
 
-    def look(desk: Desk, name: str, values: dict[str, Any], report: Callable[..., None], donor: Path | None) -> None:
+    def look(
+        desk: TrialContext, name: str, values: dict[str, Any], report: Callable[..., None], donor: Path | None
+    ) -> None:
         (desk.trials / name).mkdir(parents=True)
         (desk.trials / name / "seen").write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     monkeypatch.setattr("distcse.tuning.ray_tune.run_trial", look)
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.gpus_per_worker=0")
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3]}}, search={"algorithm": "grid", "concurrent": 1})
-    desk, room = Desk(recipe, tmp_path / "trials"), room_of(recipe, sweep)
+    desk, room = TrialContext(recipe, tmp_path / "trials"), trial_resources(recipe, sweep)
     search(desk, Space(sweep, recipe), sweep, tmp_path / "search", room, Reporter())
     (seen,) = (tmp_path / "trials").glob("*/seen")
     assert seen.read_text() == "''"
@@ -279,7 +285,7 @@ def test_a_choice_stays_among_its_choices(tmp_path: Path, tiny: Callable[..., Pa
 
 
 def test_a_final_run_that_fails_after_its_last_score_is_no_finished_one(tmp_path: Path) -> None:
-    scored = [Reported(10, 100.0, 80.0, 1.0)]
+    scored = [TrialMetric(10, 100.0, 80.0, 1.0)]
     for keep_models, status, noted in (
         (True, "failed", "failed"),
         (True, "stopped", "stopped"),
@@ -289,7 +295,7 @@ def test_a_final_run_that_fails_after_its_last_score_is_no_finished_one(tmp_path
         folder = tmp_path / f"{keep_models}-{status}"
         (folder / "one").mkdir(parents=True)
         Trial("one", {}, reported=scored).write(folder / "one")
-        desk = Desk(load_recipe("minilm-3layer", ["evaluation.data=data"]), folder, keep_models=keep_models)
+        desk = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), folder, keep_models=keep_models)
         _Listener(desk, Reporter()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
         (known,) = read_trials(folder)
         assert known.status == noted
@@ -299,7 +305,7 @@ def test_a_sweep_of_a_mutual_distillation(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
 ) -> None:
     models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    recipe = make_mutual_recipe(tmp_path, models, sentences, "evaluation.final=[]")
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "evaluation.final_suites=[]")
     sweep = make_sweep(
         tmp_path,
         {"bi.lr": {"values": [1e-3, 1e-5]}, "mutual.cycles": {"values": [1, 2]}},
@@ -364,7 +370,7 @@ def test_what_a_sweep_cannot_do_is_told_before_it_starts(recipe: Recipe, tmp_pat
     two = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"workers": 2, "cpus_per_worker": None})}
     )
-    room = room_of(two, make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 1}))
+    room = trial_resources(two, make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 1}))
     assert room.reserved["CPU"] + 2 * room.cpus <= 6  # else its workers would wait for ever
     with pytest.raises(RecipeError, match=r"alpha would choose itself: the dev score is the agreement"):
         carried_out(recipe, make_sweep(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}))

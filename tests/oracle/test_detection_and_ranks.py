@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distcse.detection import Vocabulary, replaced
-from distcse.objectives import Objective, Taught, Views, build_objective, detection, gather_views
+from distcse.objectives import Objective, TeacherOutputs, Views, build_objective, detection, gather_views
 from distcse.ranks import RankSpace, rank_vectors
 from distcse.recipe import DetectionSection, InfoNCESection, ObjectiveSection, RankRegressionSection
 from tests.workers import run_workers
@@ -101,7 +101,7 @@ def test_rank_regression(oracles: dict[str, Any]) -> None:
     z1, z2 = (torch.tensor(case["inputs"][name], dtype=torch.float64) for name in ("z1", "z2"))
     assert len(cases_of(case)) == 8
     for kind, bounds, expected in cases_of(case):
-        loss, parts = rank_objective(case, kind, bounds)(gather_views(z1, z2), Taught(lists))
+        loss, parts = rank_objective(case, kind, bounds)(gather_views(z1, z2), TeacherOutputs(lists))
         assert parts["rank_regression"].item() == pytest.approx(expected["l_r"], **EXACT), (kind, bounds)
         assert loss.item() == pytest.approx(expected["total"], **EXACT), (kind, bounds)
 
@@ -113,10 +113,10 @@ def test_hinge_gives_its_gradient_to_the_larger_loss(oracles: dict[str, Any]) ->
         z1, z2 = (torch.tensor(case["inputs"][key], requires_grad=True) for key in ("z1", "z2"))
         objective = rank_objective(case, "hinge", (0.5, 0.8))
         objective.weights["rank_regression"] = weight
-        loss, _ = objective(gather_views(z1, z2), Taught(lists))
+        loss, _ = objective(gather_views(z1, z2), TeacherOutputs(lists))
         (both,) = torch.autograd.grad(loss, z1, retain_graph=True)
         views = Views(z1, z2, z1, z2)
-        alone = objective.weights[name] * objective.terms[name](views, Taught(lists))
+        alone = objective.weights[name] * objective.terms[name](views, TeacherOutputs(lists))
         torch.testing.assert_close(both, torch.autograd.grad(alone, z1)[0])
 
 
@@ -128,7 +128,7 @@ def _share_of_worker(case: dict[str, Any], rtd: dict[str, Any]) -> list[tuple[fl
     answers = []
     for kind, bounds, _ in cases_of(case):
         z1, z2 = (torch.tensor(case["inputs"][key])[rows].requires_grad_() for key in ("z1", "z2"))
-        loss, _ = rank_objective(case, kind, bounds)(gather_views(z1, z2), Taught(lists))
+        loss, _ = rank_objective(case, kind, bounds)(gather_views(z1, z2), TeacherOutputs(lists))
         loss.backward()
         assert z1.grad is not None
         answers.append((loss.item(), z1.grad.flatten().tolist()))
@@ -147,7 +147,7 @@ def test_two_workers_have_the_loss_and_gradient_of_one(oracles: dict[str, Any]) 
     for number, (kind, bounds, expected) in enumerate(cases_of(case)):
         assert sum(worker[number][0] for worker in workers) == pytest.approx(expected["total"], abs=1e-5)
         z1, z2 = (torch.tensor(case["inputs"][key], requires_grad=True) for key in ("z1", "z2"))
-        rank_objective(case, kind, bounds)(gather_views(z1, z2), Taught(lists))[0].backward()
+        rank_objective(case, kind, bounds)(gather_views(z1, z2), TeacherOutputs(lists))[0].backward()
         assert z1.grad is not None
         gradient = [value for worker in workers for value in worker[number][1]]
         assert gradient == pytest.approx(z1.grad.flatten().tolist(), abs=1e-5), (kind, bounds)

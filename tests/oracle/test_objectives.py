@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distcse.objectives import (
-    Taught,
+    TeacherOutputs,
     Views,
     build_objective,
     info_nce,
@@ -49,7 +49,7 @@ def total(rank: RankSection, lists: Tensor, batch: Views, form: str = "js") -> T
     section = ObjectiveSection.model_validate(
         {"tau1": 0.05, "info_nce": {}, "consistency": {"form": form}, "rank": rank.model_dump()}
     )
-    loss, _ = build_objective(section)(batch, Taught(lists))
+    loss, _ = build_objective(section)(batch, TeacherOutputs(lists))
     return loss
 
 

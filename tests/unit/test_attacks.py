@@ -19,13 +19,13 @@ import yaml
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder, resolve_model
 from distcse.errors import CorpusError, DistcseError, EncoderError, RecipeError, RunError, TeacherError
-from distcse.evaluation import Reading, open_candidate
+from distcse.evaluation import LoadOptions, open_candidate
 from distcse.events import Reporter
-from distcse.files import checksum, sealed
+from distcse.files import checksum, dump_checked_json
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.student.run import run
-from distcse.teachers.graph import open_graph
+from distcse.teachers.graph import open_knn_graph
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 from tests.jobs import make_job, train
 from tests.models import make_cross_encoder
@@ -107,7 +107,7 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
         train(job, tables)
     bombed(tmp_path / "neighbours.npy", marker)
     with pytest.raises(TeacherError, match="holds no neighbour graph"):
-        open_graph(tmp_path)
+        open_knn_graph(tmp_path)
     bombed(job.corpus / "offsets.npy", marker)
     with pytest.raises(DistcseError):
         Corpus.open(job.corpus)
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_no_pickle(tmp_path: Path, marker: Path) -> None:
     state = tmp_path / "state.safetensors"
     state.write_bytes(pickle.dumps(Bomb(marker)))
     told = {"step": 1, "scores": [], "finished": False, "updates": 1, "state": checksum(state)}
-    (tmp_path / "position.json").write_text(sealed(told))
+    (tmp_path / "position.json").write_text(dump_checked_json(told))
     with pytest.raises(RunError, match="cannot be read"):
         load_model_state(tmp_path)
     assert not marker.exists()
@@ -157,8 +157,8 @@ def test_a_cross_encoders_own_code_runs_where_it_is_asked_for(tiny: Callable[...
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
     with pytest.raises(EncoderError):
-        open_candidate("cross", str(folder), Reading())
-    candidate = open_candidate("cross", str(folder), Reading(trust_remote_code=True))
+        open_candidate("cross", str(folder), LoadOptions())
+    candidate = open_candidate("cross", str(folder), LoadOptions(trust_remote_code=True))
     assert candidate.about.kind == "cross-encoder"
 
 
@@ -253,7 +253,7 @@ def test_a_sweeps_arithmetic_is_no_python(tmp_path: Path, marker: Path, recipe_w
         "objective.rank.tau3": {"values": [0.1]},
         "objective.rank.tau2": {"equals": formula.format(marker=marker)},
     }
-    file.write_text(yaml.safe_dump({"name": "evil", "knobs": knobs, "search": {"algorithm": "grid"}}))
+    file.write_text(yaml.safe_dump({"name": "evil", "parameters": knobs, "search": {"algorithm": "grid"}}))
     with pytest.raises(DistcseError):
         Space(read_sweep(str(file)), recipe_with()).grid()
     assert not marker.exists()
@@ -275,7 +275,7 @@ def test_names_that_become_folders_stay_inside(
         with pytest.raises(RecipeError):
             make_mutual_recipe(tmp_path / "groups", {"bert": tiny("bert")}, sentences, f"{key}={quoted}")
     space = tmp_path / "space.yaml"
-    space.write_text(yaml.safe_dump({"name": name, "knobs": {"training.lr": {"values": [0.1]}}}))
+    space.write_text(yaml.safe_dump({"name": name, "parameters": {"training.lr": {"values": [0.1]}}}))
     with pytest.raises(RecipeError):
         read_sweep(str(space))
 
@@ -329,7 +329,7 @@ def test_what_links_lead_to_is_not_removed(recipe_with: MakeRecipe, tmp_path: Pa
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").write_text("kept")
-    recipe = recipe_with("training.max_steps=2", "evaluation.every=1", "evaluation.final=[]")
+    recipe = recipe_with("training.max_steps=2", "evaluation.eval_steps=1", "evaluation.final_suites=[]")
     directory = RunDirectory.create(recipe)
     (directory.path / "checkpoints").mkdir()
     for name in ("step-000007", ".step-000008.1"):

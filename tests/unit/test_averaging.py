@@ -13,18 +13,18 @@ from distcse.encoder import Encoder
 from distcse.errors import RecipeError
 from distcse.events import Reporter
 from distcse.recipe import Recipe
-from distcse.student.averaging import Start
-from distcse.student.dev import DevSet
-from distcse.student.plan import Plan
+from distcse.student.averaging import WeightInterpolation
+from distcse.student.dev import DevMetric
+from distcse.student.plan import BatchLoader
 from distcse.student.run import run
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 from tests.jobs import make_job, make_recipe
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
-MIXED = "student.start_share=0.25"
+MIXED = "student.init_weight_mix=0.25"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 def test_a_weight_with_two_names_is_averaged_under_both(tiny: Callable[..., Path]) -> None:
     """As T5's words are: what is saved is what was scored."""
     encoder = Encoder.load(tiny("t5"), pooling="mean", max_length=16)
-    start = Start(encoder, 0.5)
+    start = WeightInterpolation(encoder, 0.5)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(1)
@@ -61,10 +61,10 @@ def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(r
 def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRecipe) -> None:
     result = run(recipe_with(MIXED), Reporter())
     job, tables = make_job(result.recipe, result.directory)
-    plan = Plan(job, rank=0, workers=1)
+    plan = BatchLoader(job, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
-    sources = [LocalSource(serving(teacher, table)) for table in tables]
-    dev = DevSet.of(result.recipe, plan.corpus, plan.held_out, sources)
+    sources = [LocalTeacherClient(serving(teacher, table)) for table in tables]
+    dev = DevMetric.of(result.recipe, plan.corpus, plan.held_out, sources)
     best = result.outcome.state.best
     assert dev is not None and best is not None
     assert dev.score(Encoder.load(result.directory.model)) == pytest.approx(best[1], abs=1e-9)
@@ -72,7 +72,7 @@ def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRec
 
 def test_a_score_leaves_the_weights_as_they_were(tiny: Callable[..., Path]) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="mean")
-    start = Start(encoder, 0.3)
+    start = WeightInterpolation(encoder, 0.3)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(torch.randn_like(weight))

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import DevScore, Event, Note, Reporter
+from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.planning.lengths import assumed_lengths
 from distcse.planning.machines import GPUS
 from distcse.planning.student import StudentRun
 from distcse.recipe import Recipe
-from distcse.student.beside import beside_demands
+from distcse.student.beside import evaluator_requests
 from distcse.student.lists import DistillationTask, fit
-from distcse.student.plan import Job, Plan
-from distcse.teachers.ensemble import LocalSource
+from distcse.student.plan import BatchLoader, TrainSpec
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
 from distcse.trainer.trainer import TrainResult
-from distcse.tuning.room import Room, given
+from distcse.tuning.room import TrialResources, trial_recipe
 from tests.jobs import make_job, train
 from tests.weights import assert_equal_weights, weights_of
 
@@ -31,8 +31,8 @@ MakeRecipe = Callable[..., Recipe]
 class Later:
     """Scores with a student of its own when it is asked for the score; says to be ready, or not, as it is told."""
 
-    def __init__(self, job: Job, tables: list[EmbeddingTable], ready: bool) -> None:
-        self._task = DistillationTask(job, Plan(job, 0, 1), sources_of(job, tables))
+    def __init__(self, job: TrainSpec, tables: list[EmbeddingTable], ready: bool) -> None:
+        self._task = DistillationTask(job, BatchLoader(job, 0, 1), sources_of(job, tables))
         self._task.model.eval()
         self._ready = ready
         self.begun = 0
@@ -55,13 +55,17 @@ class Refusing(Later):
         raise RunError("the dev score failed: no reason")
 
 
-def sources_of(job: Job, tables: list[EmbeddingTable]) -> list[LocalSource]:
+def sources_of(job: TrainSpec, tables: list[EmbeddingTable]) -> list[LocalTeacherClient]:
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return [LocalSource(serving(teacher, table)) for teacher, table in teachers]
+    return [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
 
 
 def train_beside(
-    job: Job, tables: list[EmbeddingTable], scorer: Later, events: list[Event], stop: Callable[[], bool] = lambda: False
+    job: TrainSpec,
+    tables: list[EmbeddingTable],
+    scorer: Later,
+    events: list[Event],
+    stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
     return fit(job, sources_of(job, tables), Reporter(events.append, stop), scorer=scorer)
 
@@ -76,7 +80,7 @@ def test_scores_beside_the_training_are_those_made_in_it(ready: bool, recipe_wit
     heard: list[Event] = []
     later = train_beside(beside, tables, scorer := Later(beside, tables, ready), heard)
     assert later.state == outcome.state and scorer.begun == len(outcome.state.scores) == 5
-    one, other = ([replace(e, stood=0.0) for e in events if isinstance(e, DevScore)] for events in (told, heard))
+    one, other = ([replace(e, is_kept=0.0) for e in events if isinstance(e, DevScore)] for events in (told, heard))
     assert one == other
     assert_equal_weights(weights_of(here.run), weights_of(beside.run))
     best, also = CheckpointStore(here.run).best(), CheckpointStore(beside.run).best()
@@ -101,7 +105,7 @@ def test_a_checkpoint_has_all_scores_but_its_own_and_a_run_that_goes_on_has_it_m
 
 
 def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.lr=3e-2", "evaluation.patience=1", "evaluation.every=2", "training.log_every=2")
+    recipe = recipe_with("training.lr=3e-2", "evaluation.patience=1", "evaluation.eval_steps=2", "training.log_every=2")
     here, tables = make_job(recipe)
     outcome = train(here, tables)
     beside, tables = make_job(recipe)
@@ -110,7 +114,7 @@ def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
     assert outcome.state.finished and later.state.finished
     assert later.state.step == outcome.state.step + 2 < later.steps
     assert later.state.scores[:-1] == outcome.state.scores
-    assert any("stopped early" in event.text for event in events if isinstance(event, Note))
+    assert any("stopped early" in event.text for event in events if isinstance(event, LogMessage))
 
 
 def test_a_score_that_fails_ends_the_run_and_leaves_its_checkpoints(recipe_with: MakeRecipe) -> None:
@@ -129,19 +133,19 @@ def test_nothing_to_score_asks_nobody(recipe_with: MakeRecipe) -> None:
 
 def test_it_wants_a_worker_and_takes_room(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=r"evaluation\.beside starts a process"):
-        recipe_with("evaluation.beside={}")
-    recipe = recipe_with("evaluation.beside={gpus: 0.5}", "training.workers=1")
-    (demand,) = beside_demands(recipe)
-    assert demand.each == {"CPU": 1.0, "GPU": 0.5} and beside_demands(recipe_with()) == []
-    assert demand.ways_out(["GPU"]).startswith("training.workers or evaluation.beside.gpus")
-    trial = given(recipe, Room(2, 1.0, 0.0, 1))
-    assert isinstance(trial, Recipe) and trial.evaluation.beside is None and trial.evaluation.final == []
+        recipe_with("evaluation.async_eval={}")
+    recipe = recipe_with("evaluation.async_eval={gpus: 0.5}", "training.workers=1")
+    (demand,) = evaluator_requests(recipe)
+    assert demand.each == {"CPU": 1.0, "GPU": 0.5} and evaluator_requests(recipe_with()) == []
+    assert demand.ways_out(["GPU"]).startswith("training.workers or evaluation.async_eval.gpus")
+    trial = trial_recipe(recipe, TrialResources(2, 1.0, 0.0, 1))
+    assert isinstance(trial, Recipe) and trial.evaluation.async_eval is None and trial.evaluation.final_suites == []
 
 
 def test_a_plan_counts_the_waits_that_are_left(recipe_with: MakeRecipe) -> None:
     assumed, machine = assumed_lengths(400, "a test says so"), GPUS["A100-40G"]
     here = StudentRun.of(recipe_with("training.workers=1"), assumed)
-    beside = StudentRun.of(recipe_with("training.workers=1", "evaluation.beside={}"), assumed)
+    beside = StudentRun.of(recipe_with("training.workers=1", "evaluation.async_eval={}"), assumed)
     whole, left = here.dev_seconds(machine, 0.0), beside.dev_seconds(machine, 1e3)
     assert beside.dev_seconds(machine, 0.0) == pytest.approx(whole)  # nothing goes on meanwhile
     score = (whole - left) / (here.dev_scores - 1)

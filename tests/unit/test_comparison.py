@@ -63,7 +63,7 @@ def test_all_of_a_comparison_by_hand(
     """Two teachers with planted vectors, behind one that has none: numbers are the recipe's."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = "{backbone: p%d, code: 'planted:Planted', knobs: {seed: %d}}"
+    own = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: %d}}"
     recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {own % (1, 1)}, {own % (2, 2)}]")
     found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, lambda number, done: None)
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)

@@ -93,7 +93,7 @@ def test_an_unknown_command_is_one_line_and_status_2(
 ) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"distcse: {told}") and err.count("\n") == 1
+    assert out == "" and err.startswith(f"distcse: [DCSE-R10] {told}") and err.count("\n") == 1
 
 
 def test_the_version_is_the_package_s_and_needs_no_heavy_import() -> None:

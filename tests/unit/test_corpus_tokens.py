@@ -157,8 +157,8 @@ def test_places_are_all_tokens_and_a_little_padding_so_that_batches_share_shapes
     for _ in range(50):
         rows = [np.arange(1, generator.integers(5, 33), dtype=np.int64) for _ in range(128)]
         batch = collate(rows, 0, placed=True)
-        assert batch.places is not None
-        places = batch.places.numpy()
+        assert batch.token_index is not None
+        places = batch.token_index.numpy()
         tokens = batch.mask.numpy().ravel().nonzero()[0]
         assert (np.diff(places) > 0).all()
         assert set(tokens) <= set(places)
@@ -169,5 +169,5 @@ def test_places_are_all_tokens_and_a_little_padding_so_that_batches_share_shapes
 
 def test_places_end_where_a_batch_has_no_more_padding() -> None:
     full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, placed=True)
-    assert full.places is not None
-    assert full.places.tolist() == list(range(51))
+    assert full.token_index is not None
+    assert full.token_index.tolist() == list(range(51))

@@ -25,12 +25,12 @@ from distcse.mutual.task import BiTokens, CrossTokens
 from distcse.ranks import RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, Recipe, TeachersSection
 from distcse.student.lists import fit
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.jobs import make_job
 
-QUIET = ("evaluation.dev=none", "evaluation.held_out=0", "evaluation.final=[]")
+QUIET = ("evaluation.dev=none", "evaluation.num_heldout=0", "evaluation.final_suites=[]")
 
 
 def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
@@ -42,7 +42,7 @@ def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
     assert first.rows == 2 * len(sentences)
     teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
     with passes_of() as training:
-        fit(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers], Reporter())
+        fit(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
     steps = 2 * (len(sentences) // 64)
     assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # the student's two views, and nobody else
     with passes_of() as other_trial:
@@ -51,10 +51,10 @@ def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
 
 
 def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
-    recipe = recipe_with(*QUIET, "teachers.block_steps=4", "training.batch_size=64", "training.epochs=3")
+    recipe = recipe_with(*QUIET, "teachers.prefetch_steps=4", "training.batch_size=64", "training.epochs=3")
     job, tables = make_job(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    sources = [CountedSource(LocalSource(serving(teacher, table))) for teacher, table in teachers]
+    sources = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
     fit(job, sources, Reporter())
     steps = 3 * (len(sentences) // 64)
     for source in sources:
@@ -69,7 +69,7 @@ def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
     model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
     job, tables = make_job(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
@@ -78,7 +78,7 @@ def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
 def test_a_step_reads_no_number(recipe_with: Callable[..., Recipe]) -> None:
     job, tables = make_job(recipe_with(*QUIET))
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step()
     with NumbersRead() as read:
         for _ in range(3):

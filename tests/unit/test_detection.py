@@ -16,7 +16,7 @@ from distcse.corpus.collate import Tokens, collate
 from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
-from distcse.events import Reporter, Steps
+from distcse.events import Reporter, StepReport
 from distcse.recipe import DetectionSection
 from distcse.student.model import build_encoder
 from distcse.student.run import run
@@ -155,7 +155,7 @@ def test_without_padding_it_finds_the_same(
     encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
     detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls", max_length=24)).eval()
     tokens = collate([np.asarray(row) for row in encoder.token_ids(sentences[:16])], pad_id=0, placed=True)
-    assert tokens.places is not None and len(tokens.places) < tokens.ids.numel()
+    assert tokens.token_index is not None and len(tokens.token_index) < tokens.ids.numel()
     told = []
     for given in (tokens, Tokens(tokens.ids, tokens.mask)):
         vectors = torch.ones(16, encoder.dimension, requires_grad=True)
@@ -212,7 +212,7 @@ def test_diffcse_trains_and_leaves_the_encoder_alone(
     events: list[Any] = []
     knobs = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
     result = run(diffcse(tmp_path, tiny, sentences, *knobs), Reporter(events.append))
-    steps = [event for event in events if isinstance(event, Steps)]
+    steps = [event for event in events if isinstance(event, StepReport)]
     assert {"detection", "info_nce", "edited_found", "kept_found"} <= steps[0].losses.keys()
     assert steps[-1].losses["detection"] < 0.8 * steps[0].losses["detection"]
     saved = {file.name for file in result.directory.model.rglob("*.safetensors")}
@@ -231,7 +231,7 @@ def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Pat
     for workers in (1, 2):
         folder = tmp_path / str(workers)
         folder.mkdir()
-        knobs = ("training.dropout_streams=2", "training.max_steps=6")
+        knobs = ("training.dropout_rng_streams=2", "training.max_steps=6")
         job, tables = make_job(diffcse(folder, tiny, sentences, *knobs, generator=generator))
         if workers == 1:
             train(job, tables)
@@ -247,7 +247,7 @@ def test_every_zero_stage_learns_what_the_plain_engine_does(
 ) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
     weights = []
-    for engine in (("training.engine=plain",), ("training.engine=deepspeed", f"training.zero_stage={stage}")):
+    for engine in (("training.engine=torch",), ("training.engine=deepspeed", f"training.zero_stage={stage}")):
         folder = tmp_path / engine[0].split("=")[1]
         folder.mkdir()
         job, tables = make_job(

@@ -12,12 +12,12 @@ import torch
 
 from distcse.corpus import Corpus
 from distcse.errors import CorpusError, RecipeError, TeacherError
-from distcse.objectives import info_nce, list_mle, list_net, mix_lists, negative_weights, trust_of
+from distcse.objectives import disagreement_weights, info_nce, list_mle, list_net, mix_lists, negative_weights
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
 from distcse.student.lists import DistillationTask
-from distcse.student.plan import Plan
-from distcse.teachers.alphas import Alphas
-from distcse.teachers.ensemble import LocalSource
+from distcse.student.plan import BatchLoader
+from distcse.teachers.alphas import TeacherWeights
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from tests.jobs import make_job, train
 
@@ -26,18 +26,20 @@ MakeRecipe = Callable[..., Recipe]
 
 def test_trust_is_full_where_teachers_agree_up_to_scale() -> None:
     one = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(trust_of(torch.stack([one, 0.5 * one + 0.3]), [1, 2], 0.5), torch.ones(3, 8))
-    torch.testing.assert_close(trust_of(one[None], [1], 0.5), torch.ones(3, 8))
+    torch.testing.assert_close(disagreement_weights(torch.stack([one, 0.5 * one + 0.3]), [1, 2], 0.5), torch.ones(3, 8))
+    torch.testing.assert_close(disagreement_weights(one[None], [1], 0.5), torch.ones(3, 8))
     other = one.clone()
     other[1, 2] += 3.0
-    trust = trust_of(torch.stack([one, other]), [1, 1], 0.5)
+    trust = disagreement_weights(torch.stack([one, other]), [1, 1], 0.5)
     assert trust[1].argmin() == 2 and trust[1, 2] < 0.2 and (trust[0] == 1).all()
-    assert (trust_of(torch.zeros(2, 3, 8), [1, 1], 0.5) == 1).all()  # lists that say nothing do not disagree
+    assert (
+        disagreement_weights(torch.zeros(2, 3, 8), [1, 1], 0.5) == 1
+    ).all()  # lists that say nothing do not disagree
 
 
 def test_a_teacher_without_a_say_is_not_disagreed_with() -> None:
     lists = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(0))
-    trust = trust_of(lists, torch.tensor([[1.0, 1.0], [0.0, 1.0]]), 0.5)
+    trust = disagreement_weights(lists, torch.tensor([[1.0, 1.0], [0.0, 1.0]]), 0.5)
     assert (trust[0] == 1).all() and trust[1].min() < 0.9
 
 
@@ -134,17 +136,17 @@ def test_alphas_by_domain(tmp_path: Path) -> None:
         TeacherSection(backbone="a", alpha=2.0, alpha_by_domain={"legal": 0.0}),
         TeacherSection(backbone="b", alpha_by_domain={"news": 5.0}),
     ]
-    found = Alphas(teachers, corpus).of(np.array([1, 0, 2]))
+    found = TeacherWeights(teachers, corpus).of(np.array([1, 0, 2]))
     assert isinstance(found, torch.Tensor) and found.tolist() == [[2, 0, 2], [5, 1, 1]]
-    assert Alphas([TeacherSection(backbone="a", alpha=3.0)], corpus).of(np.array([0])) == [3.0]
+    assert TeacherWeights([TeacherSection(backbone="a", alpha=3.0)], corpus).of(np.array([0])) == [3.0]
     with pytest.raises(TeacherError, match="'sport', a domain that no row has; there are: , legal, news"):
-        Alphas([TeacherSection(backbone="a", alpha_by_domain={"sport": 1.0})], corpus)
+        TeacherWeights([TeacherSection(backbone="a", alpha_by_domain={"sport": 1.0})], corpus)
     with pytest.raises(TeacherError, match="no teacher has a weight above 0 in the domain 'news'"):
-        Alphas([TeacherSection(backbone="a", alpha_by_domain={"news": 0.0})], corpus)
+        TeacherWeights([TeacherSection(backbone="a", alpha_by_domain={"news": 0.0})], corpus)
     (tmp_path / "t.txt").write_text("One.\n")
     plain = Corpus.prepare(CorpusSection(path=str(tmp_path / "t.txt")), tmp_path / "cache")
     with pytest.raises(TeacherError, match=r"write corpus.domain: COLUMN"):
-        Alphas(teachers, plain)
+        TeacherWeights(teachers, plain)
 
 
 def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, tmp_path: Path) -> None:
@@ -156,26 +158,27 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     recipe = recipe_with(
         f"corpus.path={tmp_path / 'corpus.csv'}",
         "corpus.domain=kind",
-        "teachers.trust=0.5",
+        "teachers.disagreement_scale=0.5",
         "teachers.encoders.0.alpha_by_domain={legal: 0.0, news: 1.0}",
-        "objective.info_nce.false_negatives={above: 0.5, form: soften}",
+        "objective.info_nce.false_negatives={threshold: 0.5, form: soften}",
     )
     job, tables = make_job(recipe)
-    plan = Plan(job, 0, 1)
+    plan = BatchLoader(job, 0, 1)
     sources = [
-        LocalSource(serving(teacher, table)) for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
+        LocalTeacherClient(serving(teacher, table))
+        for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
     ]
     task = DistillationTask(job, plan, sources)
     task.on_start(0)
-    taught = task._taught(0, torch.device("cpu"))
+    taught = task._teacher_outputs(0, torch.device("cpu"))
     batch = plan.sampler.batch(0)
     legal = plan.corpus.domain_ids(batch) == plan.corpus.domains.index("legal")
     units = [table.vectors(batch) for table in tables]
     first, second = (unit @ unit.T for unit in units)
     expected = np.where(legal[:, None], second, (first + 2 * second) / 3)
-    assert taught.lists is not None and taught.trust is not None and 0 < legal.sum() < len(batch)
-    np.testing.assert_allclose(taught.lists.numpy(), expected, atol=1e-6)
-    assert float(taught.trust.min()) < 0.9
+    assert taught.similarities is not None and taught.pair_weights is not None and 0 < legal.sum() < len(batch)
+    np.testing.assert_allclose(taught.similarities.numpy(), expected, atol=1e-6)
+    assert float(taught.pair_weights.min()) < 0.9
     assert train(job, tables).state.finished
 
 
@@ -207,32 +210,32 @@ def test_what_would_change_nothing_is_refused(recipe_with: MakeRecipe) -> None:
     only = "teachers.encoders=[{backbone: a}]"
     vectors = ("objective={regression: {}, rank: null, info_nce: null, consistency: null}", "student.projection=none")
     for overrides, told in (
-        (("teachers.trust=0.5", only), "teachers.trust .* here is one teacher"),
-        (("teachers.trust=0.5", *vectors), "teachers.trust .* here is no objective.rank"),
-        (("teachers.shuffle_groups=4", *vectors), "teachers.shuffle_groups is noise on lists, and no term learns"),
+        (("teachers.disagreement_scale=0.5", only), "teachers.disagreement_scale .* here is one teacher"),
+        (("teachers.disagreement_scale=0.5", *vectors), "teachers.disagreement_scale .* here is no objective.rank"),
+        (("teachers.rank_noise_group=4", *vectors), "teachers.rank_noise_group is noise on lists, and no term learns"),
         (
-            ("training.neighbours={companions: 17}",),
+            ("training.neighbor_batching={per_anchor: 17}",),
             "companions is 17, but the band from nearest 1 to farthest 16 has 16",
         ),
     ):
         with pytest.raises(RecipeError, match=told):
             recipe_with(*overrides)
-    assert recipe_with("teachers.trust=0.5", "objective.rank.gamma=0", "teachers.shuffle_groups=4")
-    assert recipe_with("training.neighbours={companions: 16}")
+    assert recipe_with("teachers.disagreement_scale=0.5", "objective.rank.gamma=0", "teachers.rank_noise_group=4")
+    assert recipe_with("training.neighbor_batching={per_anchor: 16}")
 
 
 def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> None:
     """Shuffled lists are for the rank term; who is a false negative is asked of the quiet ones."""
-    job, tables = make_job(recipe_with("teachers.shuffle_groups=4", "objective.rank.memory={batches: 30}"))
-    plan = Plan(job, 0, 1)
+    job, tables = make_job(recipe_with("teachers.rank_noise_group=4", "objective.rank.queue={num_batches: 30}"))
+    plan = BatchLoader(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    task = DistillationTask(job, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     task.on_start(plan.sampler.steps_per_epoch - 1)
-    taught = task._taught(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
-    met = plan.met_again(plan.sampler.steps_per_epoch - 1)
-    assert met is not None and met.any() and taught.lists is not None and taught.quiet is not None
-    assert not torch.equal(taught.lists, taught.quiet)
+    taught = task._teacher_outputs(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
+    met = plan.duplicate_mask(plan.sampler.steps_per_epoch - 1)
+    assert met is not None and met.any() and taught.similarities is not None and taught.clean_similarities is not None
+    assert not torch.equal(taught.similarities, taught.clean_similarities)
     again = torch.from_numpy(met)
-    assert torch.equal(taught.lists[:, 16:][again], taught.quiet[:, 16:][again])
+    assert torch.equal(taught.similarities[:, 16:][again], taught.clean_similarities[:, 16:][again])
     itself = torch.cat([torch.eye(16, dtype=torch.bool), again], dim=1)
-    assert taught.quiet[itself].min() > 0.999 > taught.lists[~itself].max()
+    assert taught.clean_similarities[itself].min() > 0.999 > taught.similarities[~itself].max()

@@ -17,9 +17,9 @@ from distcse import train
 from distcse.corpus import Corpus, TokenTable
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RunError, TeacherError
-from distcse.events import Event, Note, Reporter
-from distcse.files import put, sealed, unsealed
-from distcse.mutual.ledger import Ledger
+from distcse.events import Event, LogMessage, Reporter
+from distcse.files import dump_checked_json, load_checked_json, write_text_atomic
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
 from distcse.recipe import CorpusSection, Recipe
@@ -29,7 +29,7 @@ from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
-from distcse.tuning.records import Reported, Trial, read_trial
+from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.disks import KINDS, Disk, disk
 from tests.jobs import make_job
 from tests.weights import assert_equal_weights, weights_of
@@ -127,13 +127,13 @@ def test_a_damaged_shard_is_named_and_embedded_again(tmp_path: Path, damage: Dam
 
 
 def test_a_choice_of_layers_that_was_damaged_is_made_again(recipe_with: MakeRecipe, damage: Damage) -> None:
-    recipe = recipe_with("student.layers=auto", "student.depth=1")
+    recipe = recipe_with("student.layers=auto", "student.num_layers=1")
     corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
     chosen = with_chosen_layers(recipe, corpus, Reporter())
     (kept,) = (Path(recipe.storage.cache) / "layers").iterdir()
     damage(kept)
     assert with_chosen_layers(recipe, corpus, Reporter()) == chosen
-    assert unsealed(kept)["layers"] == chosen.student.layers
+    assert load_checked_json(kept)["layers"] == chosen.student.layers
 
 
 # -- what cannot is refused, and the one before is taken ------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     restored = CheckpointStore(tmp_path).restore(events.append)
     assert restored is not None and restored[0].step == 2 and restored[1].weights["w"][0] == 2.0
     (told,) = events
-    assert isinstance(told, Note) and told.warning and f"{latest} cannot be read" in told.text
+    assert isinstance(told, LogMessage) and told.warning and f"{latest} cannot be read" in told.text
     assert told.text.endswith("going on from step-000002")
     damage(tmp_path / "checkpoints" / "step-000002" / name)
     with pytest.raises(RunError, match=r"no other is whole\. Remove .* to start from the beginning"):
@@ -179,7 +179,7 @@ def test_a_damaged_pointer_costs_nothing(tmp_path: Path, damage: Damage, pointer
 def test_a_run_whose_checkpoint_was_damaged_ends_at_the_same_weights(recipe_with: MakeRecipe) -> None:
     from tests.jobs import train as learn
 
-    recipe = recipe_with("training.max_steps=18", "evaluation.every=3")
+    recipe = recipe_with("training.max_steps=18", "evaluation.eval_steps=3")
     undisturbed, tables = make_job(recipe)
     learn(undisturbed, tables)
     job, tables = make_job(recipe)
@@ -189,7 +189,7 @@ def test_a_run_whose_checkpoint_was_damaged_ends_at_the_same_weights(recipe_with
     flip(latest / "state.safetensors")
     events: list[Event] = []
     learn(job, tables, events)
-    assert any(isinstance(event, Note) and "going on from" in event.text for event in events)
+    assert any(isinstance(event, LogMessage) and "going on from" in event.text for event in events)
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
 
 
@@ -226,15 +226,15 @@ class Kept:
 
 
 def write_ledger(folder: Path) -> None:
-    ledger = Ledger(folder)
+    ledger = PhaseStore(folder)
     ledger.begin("pairs")
     ledger.post("bert", Phase(0), np.zeros(4, dtype=np.float32), None)
 
 
 KEPT = (
-    Kept("ledger.json", write_ledger, lambda folder: Ledger(folder).dropped),
-    Kept("labels/start-bert.npy", write_ledger, lambda folder: Ledger(folder).scores("bert", Phase(0))),
-    Kept("trial.json", Trial("t", {"lr": 1.0}, reported=[Reported(1, 2.0, 3.0, 4.0)]).write, read_trial),
+    Kept("ledger.json", write_ledger, lambda folder: PhaseStore(folder).dropped),
+    Kept("labels/start-bert.npy", write_ledger, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
+    Kept("trial.json", Trial("t", {"lr": 1.0}, reported=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
     Kept(
         "run.json",
         lambda folder: RunDirectory(folder).record(1, {"corpus": "c"}),
@@ -267,7 +267,7 @@ def test_records_of_a_run_are_whole_or_refused_by_name(tmp_path: Path, kept: Kep
 
 def test_no_flipped_bit_of_a_record_goes_unseen(tmp_path: Path) -> None:
     file, content = tmp_path / "record.json", {"step": 12, "scores": [[1, 0.5], [2, 0.25]], "finished": False}
-    file.write_text(sealed(content))
+    file.write_text(dump_checked_json(content))
     whole = file.read_bytes()
     for place in range(len(whole)):
         for bit in range(8):
@@ -275,7 +275,7 @@ def test_no_flipped_bit_of_a_record_goes_unseen(tmp_path: Path) -> None:
             turned[place] ^= 1 << bit
             file.write_bytes(bytes(turned))
             try:
-                assert unsealed(file) == content
+                assert load_checked_json(file) == content
             except ValueError:
                 continue
 
@@ -316,7 +316,7 @@ def write_corpus(folder: Path, step: int) -> None:
 
 
 def write_labels(folder: Path, step: int) -> None:
-    ledger = Ledger(folder)
+    ledger = PhaseStore(folder)
     ledger.post(f"group-{step}", Phase(0), np.zeros(5000, dtype=np.float32), None)
 
 
@@ -327,7 +327,7 @@ def write_labels(folder: Path, step: int) -> None:
         write_shards,
         write_corpus,
         write_labels,
-        lambda folder, step: put(folder / "report.html", f"{step}" * 10_000),
+        lambda folder, step: write_text_atomic(folder / "report.html", f"{step}" * 10_000),
         lambda folder, step: Pairs([f"{n} {step}" for n in range(999)], ["b"] * 999).write(folder / "pairs.parquet"),
         lambda folder, step: write_projection(np.full((99, 99), step, np.float32), "key", folder / "p.safetensors"),
     ],
@@ -364,7 +364,12 @@ def test_an_export_that_storage_refuses_leaves_the_model_before(storage: Disk, t
 def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_is_room(
     storage: Disk, recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    knobs = ["training.max_steps=4", "evaluation.every=2", "evaluation.final=[]", f"storage.runs={storage.path}"]
+    knobs = [
+        "training.max_steps=4",
+        "evaluation.eval_steps=2",
+        "evaluation.final_suites=[]",
+        f"storage.runs={storage.path}",
+    ]
     run(recipe_with(*knobs, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # the cache is filled
     with storage.refusing():
         assert train.main([str(tmp_path / "recipe.yaml"), *knobs]) in (1, 2)
@@ -376,7 +381,7 @@ def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_i
 
 
 def test_a_teacher_that_cannot_store_is_told_once(storage: Disk, recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final=[]", "training.max_steps=1")
+    recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final_suites=[]", "training.max_steps=1")
     Corpus.prepare(recipe.corpus, storage.path)
     with storage.refusing(), pytest.raises(DistcseError, match=r"cannot be written|cannot write in"):
         run(recipe, Reporter())

@@ -128,9 +128,9 @@ def test_storage_that_takes_nothing_away_either_is_told(tmp_path: Path, monkeypa
 
 
 def test_a_teacher_of_ones_own_is_made(recipe_with: Callable[..., Recipe]) -> None:
-    made = recipe_with("teachers.encoders.0={backbone: mine, code: 'tests.unit.test_doctor:Mine'}")
+    made = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:Mine'}")
     assert {check.verdict for check in sources.models(made)} == {"ok"}
-    lacking = recipe_with("teachers.encoders.0={backbone: mine, code: 'tests.unit.test_doctor:Nobody'}")
+    lacking = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:Nobody'}")
     (told,) = [check for check in sources.models(lacking) if check.verdict == "fail"]
     assert "Nobody" in told.found and "extending.md" in told.fix
 

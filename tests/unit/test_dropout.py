@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distcse.encoder import Encoder
-from distcse.encoder.dropout import Dropout, draw_fast, dropout
+from distcse.encoder.dropout import Dropout, dropout, fast_dropout
 
 MakeModel = Callable[..., Path]
 KINDS = [torch.float32, torch.bfloat16]
@@ -58,7 +58,7 @@ def test_nothing_is_lost_where_nothing_is_to_be() -> None:
 def test_dropout_layers_of_a_model_are_replaced_and_nothing_else_of_it(tiny: MakeModel) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Sequential(nn.AlphaDropout(0.5)))
     names = list(model.state_dict())
-    draw_fast(model)
+    fast_dropout(model)
     assert [type(module) for module in model] == [nn.Linear, Dropout, nn.Sequential] and type(
         model[2][0]
     ) is nn.AlphaDropout

@@ -46,10 +46,10 @@ def test_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_ends_as_the_run_would(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for override, told in (
         ("teachers.encoders.1.backbone=./nowhere", "no model folder"),
-        ("evaluation.held_out=380", "the corpus has 4 rows to learn from"),
+        ("evaluation.num_heldout=380", "the corpus has 4 rows to learn from"),
         ("student.layers=[0, 9]", "layers asks for layer 9"),
-        ("objective.rank.memory={landmarks: 5000}", "landmarks is 5000, but the corpus has 352 rows to learn from"),
-        ("training.neighbours={nearest: 400, farthest: 410}", "nearest is 400, but the corpus has 384 rows"),
+        ("objective.rank.queue={num_anchors: 5000}", "landmarks is 5000, but the corpus has 352 rows to learn from"),
+        ("training.neighbor_batching={min_rank: 400, max_rank: 410}", "nearest is 400, but the corpus has 384 rows"),
     ):
         assert train.main([str(file), override, "--dry-run", "--quiet"]) == 1
         assert told in capsys.readouterr().err
@@ -65,7 +65,10 @@ def test_vectors_that_a_teacher_will_not_give_are_told_before_any_is_embedded(
     for overrides, told in (
         ([*vectors, cross], "objective.regression needs the vectors of teacher 1, which answers live"),
         ([*vectors, "teachers.mode=live"], "objective.regression needs the vectors of teacher 0, which answers live"),
-        (["training.neighbours={}", "teachers.mode=live"], "training.neighbours needs the vectors of teacher 0"),
+        (
+            ["training.neighbor_batching={}", "teachers.mode=live"],
+            "training.neighbor_batching needs the vectors of teacher 0",
+        ),
     ):
         assert train.main([str(file), *overrides, *how]) == 1
         assert told in capsys.readouterr().err
@@ -119,7 +122,7 @@ def test_a_dev_set_that_is_a_test_set_is_told_without_a_run(
 ) -> None:
     """As the run tells it."""
     test = next((labelled / "sts" / "stsb").glob("test.tsv*"))
-    asked = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final=[sts]", "--quiet"]
+    asked = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final_suites=[sts]", "--quiet"]
     for more in (["--dry-run"], []):
         assert train.main([str(groups), *asked, *more]) == 2
         assert "the dev set holds" in capsys.readouterr().err

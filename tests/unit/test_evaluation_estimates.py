@@ -15,7 +15,7 @@ from distcse.evaluation.estimates import (
     AverageOf,
     Fixed,
     MeanOf,
-    Reported,
+    ReportedEstimate,
     SpearmanOf,
     difference,
     resample,
@@ -100,7 +100,7 @@ def test_averages_round_first_and_resample_together() -> None:
     assert AverageOf(parts).value == pytest.approx((round(1.005, 2) + 2.01) / 2)
     assert AverageOf(parts).resampled is None and difference(AverageOf(parts), AverageOf(parts)) is None
     exact = MeanOf(GOOD, "x", scale=1)
-    reported = Reported(9.0, exact)
+    reported = ReportedEstimate(9.0, exact)
     assert reported.value == 9.0 and reported.resampled is not None
     np.testing.assert_array_equal(reported.resampled, exact.resampled)
     both = AverageOf([exact, reported])

@@ -11,10 +11,10 @@ from scipy.stats import kendalltau, spearmanr
 from sklearn.metrics import ndcg_score, roc_auc_score
 
 from distcse.errors import EvaluationError
-from distcse.evaluation import Collection, RetrievalTask, ScoredPairs, StsTask, VectorModel, agreement, sts_score
+from distcse.evaluation import RetrievalDataset, RetrievalTask, ScoredPairs, StsTask, VectorModel, agreement, sts_score
 from distcse.evaluation.geometry import GeometryTask, alignment, uniformity
 from distcse.evaluation.models import PairModel
-from distcse.evaluation.pairs import PairTask
+from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import RankingTask, kendall, ndcg, ranked_lists
 
 
@@ -95,7 +95,7 @@ def test_a_collapsed_model_scores_nothing_and_a_diverged_one_is_refused() -> Non
 def test_pairs_are_scikit_learns_auc() -> None:
     labels, scores = np.array([0, 1, 1, 0, 1]), np.array([0.3, 0.3, 0.9, 0.1, 0.2])
     names = [f"s{n}" for n in range(5)]
-    task = PairTask("set", names, names, labels)
+    task = PairClassificationTask("set", names, names, labels)
     outcome = task.measure(Given({(n, n): s for n, s in zip(names, scores, strict=True)}))
     assert outcome.figures["auc"].value == pytest.approx(100 * roc_auc_score(labels, scores))
 
@@ -119,7 +119,7 @@ def test_lists_come_from_either_column_and_need_four_partners() -> None:
     rows += [("few", "a", 1.0), ("few", "b", 2.0), ("few", "c", 3.0)]
     rows += [("flat", p, 2.0) for p in ("w", "x", "y", "z")]
     (found,) = ranked_lists(pairs_of(rows))
-    assert found.query == "q" and found.partners == ["a", "b", "c", "d"]
+    assert found.query == "q" and found.candidates == ["a", "b", "c", "d"]
     assert found.gold.tolist() == [2, 2, 3, 4]  # scored twice: the mean; `flat` has no order, `few` has three
     similarities = np.array([0.1, 0.2, 0.2, 0.9])
     assert kendall(similarities, found.gold) == pytest.approx(kendalltau(similarities, found.gold).statistic)
@@ -160,7 +160,7 @@ def test_retrieval_by_hand() -> None:
     vectors |= {"q0": [1, 0, 0, 0], "q1": [0.9, 1, 0, 0], "q2": [1, 0.9, 0.8, 0], "q3": [1, 1, 1, 0.0]}
     model = VectorModel(lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
     own: list[dict[int, float]] = [{n: 1.0} for n in range(4)]
-    collection = Collection(["q0", "q1", "q2", "q3"], documents, own, [None] * 4)
+    collection = RetrievalDataset(["q0", "q1", "q2", "q3"], documents, own, [None] * 4)
     figures = RetrievalTask("set", collection).measure(model).figures
     # Ranks 1, 1, 3 and, d3 being as far as nothing, 4.
     assert figures["recall@1"].value == 50 and figures["recall@5"].value == 100
@@ -173,7 +173,7 @@ def test_retrieval_by_hand() -> None:
 def test_retrieval_with_several_graded_documents() -> None:
     vectors = {"q": [1.0, 0], "best": [1, 0.1], "good": [1, 0.5], "noise": [1, 0.2], "far": [0, 1]}
     model = VectorModel(lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
-    collection = Collection(["q"], ["best", "good", "noise", "far"], [{0: 2.0, 1: 1.0}], [None])
+    collection = RetrievalDataset(["q"], ["best", "good", "noise", "far"], [{0: 2.0, 1: 1.0}], [None])
     figures = RetrievalTask("set", collection).measure(model).figures
     assert figures["recall@1"].value == 50 and figures["recall@5"].value == 100
     gold, cosines = np.array([[2.0, 1, 0, 0]]), np.array([[0.99, 0.89, 0.98, 0]])
@@ -182,12 +182,12 @@ def test_retrieval_with_several_graded_documents() -> None:
 
 def test_paraphrases_look_for_each_other_both_ways() -> None:
     pairs = pairs_of([("a", "ab", 5.0), ("b", "c", 4.9), ("d", "d", 5.0), ("ac", "a", 5.0)])
-    collection = Collection.paraphrases(pairs)
+    collection = RetrievalDataset.paraphrases(pairs)
     assert collection.queries == ["a", "ac", "ab", "a"]
     assert [collection.documents[next(iter(own))] for own in collection.relevant] == ["ab", "a", "a", "ac"]
     assert [collection.documents[place] for place in collection.excluded if place is not None] == collection.queries
     with pytest.raises(EvaluationError, match="no pair scored 5"):
-        Collection.paraphrases(pairs_of([("a", "b", 1.0)]))
+        RetrievalDataset.paraphrases(pairs_of([("a", "b", 1.0)]))
 
 
 def test_collections_of_ones_own(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_collections_of_ones_own(tmp_path: Path) -> None:
         '{"_id": "d1", "title": "T", "text": "x"}\n{"_id": "d2", "title": "", "text": "y"}'
     )
     (tmp_path / "relevant.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nd1\td2\t1\n")
-    collection = Collection.read(tmp_path)
-    assert collection == Collection(["first", "same id"], ["T x", "y"], [{0: 2.0}, {1: 1.0}], [None, 0])
+    collection = RetrievalDataset.read(tmp_path)
+    assert collection == RetrievalDataset(["first", "same id"], ["T x", "y"], [{0: 2.0}, {1: 1.0}], [None, 0])
     for file, line, told in (
         ("relevant.tsv", "q9\td1\t1", "line 5: 'q9' is no id in .*queries.tsv"),
         ("relevant.tsv", "q1\td9\t1", "line 5: 'd9' is no id in .*corpus.jsonl"),
@@ -206,8 +206,8 @@ def test_collections_of_ones_own(tmp_path: Path) -> None:
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(f"{before}{line}\n")
         with pytest.raises(EvaluationError, match=told):
-            Collection.read(tmp_path)
+            RetrievalDataset.read(tmp_path)
         (tmp_path / file).write_text(before)
     (tmp_path / "relevant.tsv").unlink()
     with pytest.raises(EvaluationError, match=r"holds no relevant.tsv \(or .tsv.gz"):
-        Collection.read(tmp_path)
+        RetrievalDataset.read(tmp_path)

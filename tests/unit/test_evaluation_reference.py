@@ -17,10 +17,10 @@ from sklearn.metrics.pairwise import paired_cosine_distances
 from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import (
     STSB_DEV,
-    Protocol,
+    DatasetFolder,
+    EvalConfig,
     RetrievalTask,
     ScoredPairs,
-    Shelf,
     StsTask,
     VectorModel,
     collect,
@@ -28,7 +28,7 @@ from distcse.evaluation import (
     suites_named,
 )
 from distcse.evaluation.geometry import GeometryTask
-from distcse.evaluation.pairs import PairTask
+from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import RankingTask
 from distcse.evaluation.tables import Table, read_table
 
@@ -51,20 +51,20 @@ def model(minilm: str, data: Path) -> VectorModel:
     """all-MiniLM-L6-v2, mean pooling, every STS sentence encoded."""
     model = VectorModel.of(Encoder.load(minilm))
     model.prepare(
-        text for task in collect(data, suites_named(["sts"]), [], Protocol()).tasks for text in task.sentences()
+        text for task in collect(data, suites_named(["sts"]), [], EvalConfig()).tasks for text in task.sentences()
     )
     return model
 
 
 @pytest.fixture(scope="module")
 def sets(data: Path) -> dict[str, ScoredPairs]:
-    tasks = collect(data, suites_named(["sts"]), [], Protocol()).tasks
+    tasks = collect(data, suites_named(["sts"]), [], EvalConfig()).tasks
     return {task.name: task.pairs for task in tasks if isinstance(task, StsTask)}
 
 
 @pytest.fixture(scope="module")
 def dev(data: Path) -> ScoredPairs:
-    tables = Shelf.of(data).take(STSB_DEV)
+    tables = DatasetFolder.of(data).load(STSB_DEV)
     assert tables is not None
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
@@ -112,8 +112,8 @@ def test_ranking_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[s
         figures = task.measure(model).figures
         kcc, ndcg = [], []
         for entry in task.lists:
-            query = np.repeat(model.vectors([entry.query]).astype(float), len(entry.partners), axis=0)
-            cosines = np.float32(1 - paired_cosine_distances(query, model.vectors(entry.partners).astype(float)))
+            query = np.repeat(model.vectors([entry.query]).astype(float), len(entry.candidates), axis=0)
+            cosines = np.float32(1 - paired_cosine_distances(query, model.vectors(entry.candidates).astype(float)))
             kcc.append(kendalltau(cosines, entry.gold).statistic)
             ndcg.append(ndcg_score([entry.gold], [cosines]))
         assert figures["kcc"].value == pytest.approx(100 * np.mean(kcc), abs=1e-6), name
@@ -121,8 +121,8 @@ def test_ranking_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[s
 
 
 def test_pairs_through_scikit_learn(model: VectorModel, data: Path) -> None:
-    (task,) = (task for task in collect(data, suites_named(["pairs"]), [], Protocol()).tasks if task.name == "MRPC")
-    assert isinstance(task, PairTask)
+    (task,) = (task for task in collect(data, suites_named(["pairs"]), [], EvalConfig()).tasks if task.name == "MRPC")
+    assert isinstance(task, PairClassificationTask)
     cosines = (model.unit_vectors(task.first).astype(np.float64) * model.unit_vectors(task.second)).sum(axis=1)
     value = task.measure(model).figures["auc"].value
     assert value == pytest.approx(100 * roc_auc_score(task.labels, cosines), abs=1e-6)
@@ -137,7 +137,7 @@ def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, Scor
     close = pairs.gold > 4
     first, second = (model.unit_vectors(np.array(side)[close].tolist()) for side in (pairs.first, pairs.second))
     assert figures["alignment"].value == pytest.approx(((first - second) ** 2).sum(axis=1).mean(), abs=1e-6)
-    (task,) = collect(data, suites_named(["retrieval"]), [], Protocol()).tasks
+    (task,) = collect(data, suites_named(["retrieval"]), [], EvalConfig()).tasks
     assert isinstance(task, RetrievalTask)
     outcome = task.measure(model)
     assert outcome.details == {
@@ -149,10 +149,10 @@ def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, Scor
 
 def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Path, tmp_path: Path) -> None:
     mteb = pytest.importorskip("mteb")
-    from distcse.evaluation import About, Candidate
+    from distcse.evaluation import Candidate, ModelInfo
     from distcse.evaluation.mteb import write_results
 
-    about = About("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
+    about = ModelInfo("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
     folder = write_results([Candidate(about, model)], data, tmp_path)
     files = {file.stem: file for file in folder.rglob("*.json") if file.stem != "model_meta"}
     assert set(files) == {"STS12", "STS13", "STS14", "STSBenchmark", "SICK-R"}

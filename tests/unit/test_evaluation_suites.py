@@ -16,11 +16,11 @@ from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluation import (
     SUITES,
+    Contamination,
+    CustomSet,
+    EvalConfig,
     Evaluation,
-    Exposure,
-    OwnSet,
-    Protocol,
-    Reading,
+    LoadOptions,
     candidate_of,
     collect,
     evaluate,
@@ -90,13 +90,13 @@ def test_sets_of_ones_own_stand_beside_but_not_in_averages(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
-    own = [OwnSet.parse(f"{suite}={tmp_path / 'mine.tsv'}") for suite in ("sts", "ranking", "geometry")]
-    tasks = collect(labelled, suites_named(["sts"]), own, Protocol(aggregate="wmean"))
-    result = evaluate([open_candidate("model", str(tiny()), Reading(pooling="cls"))], tasks)
+    own = [CustomSet.parse(f"{suite}={tmp_path / 'mine.tsv'}") for suite in ("sts", "ranking", "geometry")]
+    tasks = collect(labelled, suites_named(["sts"]), own, EvalConfig(aggregate="wmean"))
+    result = evaluate([open_candidate("model", str(tiny()), LoadOptions(pooling="cls"))], tasks)
     assert result.scores[0].measure == "wmean"
     sts = [score.set for score in result.scores if score.suite == "sts" and score.measure == "wmean"]
     assert sts == ["STS12", "STS-B", "mine", "average of 2 of 7"]
-    alone = collect(None, [], own, Protocol())
+    alone = collect(None, [], own, EvalConfig())
     assert [task.name for task in alone.tasks] == ["mine"] * 3 and alone.missing == []
 
 
@@ -105,10 +105,10 @@ def test_a_run_knows_what_it_was_trained_on(
 ) -> None:
     import shutil
 
-    tasks = collect(labelled, suites_named(["sts", "pairs"]), [], Protocol())
+    tasks = collect(labelled, suites_named(["sts", "pairs"]), [], EvalConfig())
     by_name = {task.name: list(task.sentences()) for task in tasks.tasks}
     corpus = [text.upper().replace(" ", "  ").rstrip(".") + "!" for text in by_name["STS12"]] + ["other words"]
-    exposure = Exposure.measure(corpus, by_name.values())
+    exposure = Contamination.measure(corpus, by_name.values())
     assert exposure.of(by_name["STS12"]) == 1
     share = exposure.of(by_name["MRPC"])
     assert share is not None and share == pytest.approx(
@@ -117,8 +117,8 @@ def test_a_run_knows_what_it_was_trained_on(
     assert exposure.of(["never looked at"]) is None
     model = Path(shutil.copytree(tiny(), tmp_path / "model"))
     exposure.write(model)
-    result = evaluate([open_candidate("model", str(model), Reading(pooling="cls"))], tasks)
-    assert result.models[0].exposure["sts/STS12"] == 1
+    result = evaluate([open_candidate("model", str(model), LoadOptions(pooling="cls"))], tasks)
+    assert result.models[0].contamination["sts/STS12"] == 1
     from distcse.report.grids import grids, legend
 
     sts = grids(result)[0]
@@ -131,21 +131,21 @@ def test_an_average_has_seen_what_its_sets_have(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
-    own = [OwnSet.parse(f"sts={tmp_path / 'mine.tsv'}")]
-    tasks = collect(labelled, suites_named(["sts"]), own, Protocol())
-    model = candidate_of("model", "here", Encoder.load(tiny(), pooling="mean"), Exposure({}))
+    own = [CustomSet.parse(f"sts={tmp_path / 'mine.tsv'}")]
+    tasks = collect(labelled, suites_named(["sts"]), own, EvalConfig())
+    model = candidate_of("model", "here", Encoder.load(tiny(), pooling="mean"), Contamination({}))
     result = evaluate([model], tasks)
     seen = {"sts/mine": 0.9, "sts/STS12": 0.1, "sts/STS-B": 0.2}
-    result = replace(result, models=[replace(result.models[0], exposure=seen)])
+    result = replace(result, models=[replace(result.models[0], contamination=seen)])
     average = next(score for score in result.scores if score.average)
-    assert result.share_seen(average, "model") == 0.2
+    assert result.overlap_fraction(average, "model") == 0.2
     own_score = next(score for score in result.scores if score.set == "mine")
-    assert result.share_seen(own_score, "model") == 0.9
+    assert result.overlap_fraction(own_score, "model") == 0.9
 
 
 def test_pooling_is_given_to_those_that_do_not_say_theirs(tiny: Callable[..., Path], tmp_path: Path) -> None:
     Encoder.load(tiny(), pooling="mean").save(tmp_path / "says")
-    opened = [open_candidate("m", str(model), Reading(pooling="cls")) for model in (tmp_path / "says", tiny())]
+    opened = [open_candidate("m", str(model), LoadOptions(pooling="cls")) for model in (tmp_path / "says", tiny())]
     assert [candidate.about.pooling for candidate in opened] == ["mean", "cls"]
 
 
@@ -161,13 +161,13 @@ def test_a_scorer_that_gives_no_numbers_is_refused() -> None:
 def test_sets_that_a_protocol_cannot_take_are_refused_before_the_work(tmp_path: Path, sentences: list[str]) -> None:
     rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:22])]
     (tmp_path / "few.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
-    few = [OwnSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
+    few = [CustomSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
     with pytest.raises(EvaluationError, match="a label has 11 rows; 10 folds within 10 folds need 12 of each"):
-        collect(None, [], few, Protocol())
-    assert collect(None, [], few, Protocol(transfer="fast")).tasks
+        collect(None, [], few, EvalConfig())
+    assert collect(None, [], few, EvalConfig(transfer="fast")).tasks
     (tmp_path / "below.tsv").write_text(scored(sentences, 60, 5).replace("a\t", "a\t-"))
     with pytest.raises(EvaluationError, match="ranking below: a score is -"):
-        collect(None, [], [OwnSet.parse(f"ranking={tmp_path / 'below.tsv'}")], Protocol())
+        collect(None, [], [CustomSet.parse(f"ranking={tmp_path / 'below.tsv'}")], EvalConfig())
 
 
 def test_names_of_models_and_sets(tmp_path: Path) -> None:
@@ -185,11 +185,11 @@ def test_names_of_models_and_sets(tmp_path: Path) -> None:
     for none in ("", "a="):
         with pytest.raises(EvaluationError, match="names no model"):
             named([none])
-    assert OwnSet.parse("sts:My set=a/b.tsv.gz") == OwnSet("sts", "My set", Path("a/b.tsv.gz"))
-    assert OwnSet.parse("pairs=a/b.jsonl.gz").name == "b" and OwnSet.parse("retrieval=a/folder").name == "folder"
+    assert CustomSet.parse("sts:My set=a/b.tsv.gz") == CustomSet("sts", "My set", Path("a/b.tsv.gz"))
+    assert CustomSet.parse("pairs=a/b.jsonl.gz").name == "b" and CustomSet.parse("retrieval=a/folder").name == "folder"
     for bad in ("sts", "sts=", "stt=x.tsv"):
         with pytest.raises(EvaluationError, match="expected SUITE=PATH or SUITE:NAME=PATH"):
-            OwnSet.parse(bad)
+            CustomSet.parse(bad)
     with pytest.raises(EvaluationError, match="no suite 'stss'; there are sts, transfer"):
         suites_named(["stss"])
 
@@ -200,20 +200,20 @@ def test_a_set_in_one_file_and_in_splits_is_refused(tmp_path: Path, sentences: l
         rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:60])]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
     with pytest.raises(EvaluationError, match=r"holds all\.tsv.* beside other splits"):
-        collect(None, [], [OwnSet.parse(f"transfer={tmp_path}")], Protocol())
+        collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig())
     (tmp_path / "all.tsv").unlink()
-    (task,) = collect(None, [], [OwnSet.parse(f"transfer={tmp_path}")], Protocol()).tasks
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig()).tasks
     assert task.suite == "transfer"
 
 
 def test_nothing_to_measure_is_an_error(tmp_path: Path, sentences: list[str]) -> None:
     with pytest.raises(EvaluationError, match=r"nothing to measure: give --data .*STS12: no "):
-        collect(tmp_path, suites_named(["sts"]), [], Protocol())
+        collect(tmp_path, suites_named(["sts"]), [], EvalConfig())
     with pytest.raises(EvaluationError, match="is no folder"):
-        collect(tmp_path / "nowhere", suites_named(["sts"]), [], Protocol())
+        collect(tmp_path / "nowhere", suites_named(["sts"]), [], EvalConfig())
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "set.tsv").write_text(scored(sentences, 20))
-    twice = [OwnSet.parse(f"sts={tmp_path / name / 'set.tsv'}") for name in ("a", "b")]
+    twice = [CustomSet.parse(f"sts={tmp_path / name / 'set.tsv'}") for name in ("a", "b")]
     with pytest.raises(EvaluationError, match="two sets of suite sts are called set"):
-        collect(None, [], twice, Protocol())
+        collect(None, [], twice, EvalConfig())

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distcse.errors import EvaluationError
-from distcse.evaluation import OwnSet, Protocol, collect
+from distcse.evaluation import CustomSet, EvalConfig, collect
 from distcse.evaluation.tables import read_table
 
 ROWS = [("1.5", "A cat.", "A dog"), ("4", "", 'He said "no".')]
@@ -67,7 +67,7 @@ def test_bad_sts_files_are_told_with_their_line(tmp_path: Path, content: str, to
     file = tmp_path / "set.tsv"
     file.write_text(content)
     with pytest.raises(EvaluationError, match=told):
-        collect(None, [], [OwnSet.parse(f"sts={file}")], Protocol())
+        collect(None, [], [CustomSet.parse(f"sts={file}")], EvalConfig())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_bad_sts_files_are_told_with_their_line(tmp_path: Path, content: str, to
 def test_bad_files_of_other_suites(tmp_path: Path, suite: str, name: str, content: str, told: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(EvaluationError, match=told):
-        collect(None, [], [OwnSet.parse(f"{suite}={tmp_path / name}")], Protocol())
+        collect(None, [], [CustomSet.parse(f"{suite}={tmp_path / name}")], EvalConfig())
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

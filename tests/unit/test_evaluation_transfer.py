@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcse.evaluation import OwnSet, Protocol, VectorModel, collect
+from distcse.evaluation import CustomSet, EvalConfig, VectorModel, collect
 from distcse.evaluation.logistic import SEED, Problem, Schedule, fit
 from distcse.evaluation.tables import Table
 from distcse.evaluation.transfer import STRENGTHS, Labelled, TransferTask, folds
@@ -137,11 +137,11 @@ def test_sets_with_a_test_split_and_pairs(tmp_path: Path, mode: str, least: floa
             other = word if same else (word + generator.integers(1, 40)) % 40
             lines.append(f"{same}\tword {word}\tword {other}")
         (tmp_path / f"{split}.tsv").write_text("\n".join(lines))
-    (task,) = collect(None, [], [OwnSet.parse(f"transfer:Same={tmp_path}")], Protocol(transfer=mode)).tasks  # type: ignore[arg-type]
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")], EvalConfig(transfer=mode)).tasks  # type: ignore[arg-type]
     vectors = {f"word {n}": row for n, row in enumerate(generator.normal(size=(40, 12)))}
     model = VectorModel(lambda asked: np.array([vectors[text] for text in asked], dtype=np.float32))
     outcome = task.measure(model)
     assert task.name == "Same" and outcome.figures["accuracy"].value > least
     (tmp_path / "dev.tsv").write_text((tmp_path / "test.tsv").read_text())
-    (task,) = collect(None, [], [OwnSet.parse(f"transfer={tmp_path}")], Protocol(transfer=mode)).tasks  # type: ignore[arg-type]
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig(transfer=mode)).tasks  # type: ignore[arg-type]
     assert task.measure(model).figures["accuracy"].value > least

@@ -36,7 +36,7 @@ def exported(
     """A student with narrow words (an ELECTRA) and a prompt, exported in full and in int8."""
     folder = tmp_path_factory.mktemp("export") / "model"
     section = StudentSection(
-        backbone=str(tiny("bert")), layers=[0, 2], pooling="mean", max_length=24, word_dimension=16, prompt="a man: "
+        backbone=str(tiny("bert")), layers=[0, 2], pooling="mean", max_length=24, embedding_size=16, prompt="a man: "
     )
     Encoder.from_section(section).save(folder)
     (folder / "README.md").write_text(

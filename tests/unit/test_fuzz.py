@@ -27,8 +27,8 @@ from distcse.corpus import Corpus
 from distcse.corpus.readers import read_sentences
 from distcse.encoder.folder import check_weights, read_layout
 from distcse.errors import DistcseError, EvaluationError
-from distcse.evaluation import Collection, Exposure, PairTask, ScoredPairs, read_table
-from distcse.mutual.ledger import Ledger
+from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
+from distcse.mutual.ledger import PhaseStore
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
@@ -92,7 +92,7 @@ STUDENT: dict[str, Any] = {
     "teachers": {"encoders": [{"backbone": "nowhere", "alpha": 1.0}], "shard_rows": 100},
     "objective": {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.1, "memory": {"batches": 1}}, "regression": {}},
     "training": {"batch_size": 16, "epochs": 1, "lr": 1e-3, "workers": 0, "neighbours": {"share": 0.5}},
-    "evaluation": {"held_out": 32, "every": 6, "final": ["agreement"]},
+    "evaluation": {"num_heldout": 32, "eval_steps": 6, "final_suites": ["agreement"]},
     "storage": {"runs": "runs", "cache": "cache"},
 }
 MUTUAL: dict[str, Any] = {
@@ -105,10 +105,10 @@ MUTUAL: dict[str, Any] = {
 }
 SPACE: dict[str, Any] = {
     "name": "space",
-    "knobs": {"training.lr": {"values": [0.1, 0.2]}, "objective.rank.tau2": {"equals": "lr / 2"}},
+    "parameters": {"training.lr": {"values": [0.1, 0.2]}, "objective.rank.tau2": {"expression": "lr / 2"}},
     "search": {"algorithm": "grid", "trials": 2},
     "schedule": {"kind": "asha"},
-    "winner": {"seeds": [1]},
+    "final_runs": {"seeds": [1]},
 }
 
 
@@ -407,7 +407,7 @@ def test_labelled_files(place: Path, data: st.DataObject, kind: str) -> None:
     table_read = ours(lambda: read_table(file))
     if table_read is not None:
         ours(lambda: ScoredPairs.of("set", table_read))
-        ours(lambda: PairTask.of("set", table_read))
+        ours(lambda: PairClassificationTask.of("set", table_read))
         assert all(isinstance(cell, str) for column in table_read.columns.values() for cell in column)
 
 
@@ -493,11 +493,11 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
     for work in (
         lambda: RunDirectory.reopen(run, []),
         lambda: RunDirectory(run).record(1, {"corpus": "c"}),
-        lambda: Ledger(run),
+        lambda: PhaseStore(run),
         lambda: read_trial(run),
         lambda: read_run(run),
         lambda: CheckpointStore(run).restore(),
-        lambda: Exposure.read(run / "model"),
+        lambda: Contamination.read(run / "model"),
     ):
         ours(work)
     door(train.main, ["--resume", str(run)], place)
@@ -507,7 +507,7 @@ def test_a_share_that_no_float_can_hold(tmp_path: Path) -> None:
     (tmp_path / "distcse").mkdir()
     (tmp_path / "distcse" / "exposure.json").write_text(json.dumps({"set": 10**400}))
     with pytest.raises(EvaluationError, match=r"exposure\.json cannot be read"):
-        Exposure.read(tmp_path)
+        Contamination.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "\0", "/" * 300, "x/" * 200])
@@ -570,4 +570,4 @@ def test_files_that_are_none_are_told_with_their_place(tmp_path: Path, name: str
 def test_a_folder_of_queries_is_read_or_refused(tmp_path: Path) -> None:
     for name, content in (("corpus.jsonl", b"\xff"), ("queries.jsonl", b"[1]"), ("relevant.tsv", b"\0")):
         (tmp_path / name).write_bytes(content)
-    assert ours(lambda: Collection.read(tmp_path)) is None
+    assert ours(lambda: RetrievalDataset.read(tmp_path)) is None

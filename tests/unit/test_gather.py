@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcse.objectives import Taught, Views, build_objective, gather_views, mix_lists
+from distcse.objectives import TeacherOutputs, Views, build_objective, gather_views, mix_lists
 from distcse.objectives.views import _gather_rows
 from distcse.recipe import ObjectiveSection
 from tests.workers import run_workers
@@ -73,7 +73,9 @@ def step(case: Case) -> Step:
     own = slice(number * rows, (number + 1) * rows)
     weight = case["weight"].clone().requires_grad_()
     views = gather_views(*(model(case, case[x][own], weight) for x in ("x1", "x2")))
-    share, parts = build_objective(ObjectiveSection.model_validate(case["section"]))(views, Taught(case["lists"][own]))
+    share, parts = build_objective(ObjectiveSection.model_validate(case["section"]))(
+        views, TeacherOutputs(case["lists"][own])
+    )
     (share * workers).backward()
     assert weight.grad is not None
     answer = {"gradient": weight.grad, **parts}

@@ -15,7 +15,7 @@ from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
 from distcse.student.gpus import lost_gpus_of_run
 from distcse.student.ray_train import resources_per_worker
-from distcse.tuning.room import lost_gpus_of_trials, room_of
+from distcse.tuning.room import lost_gpus_of_trials, trial_resources
 from tests.pairs import make_mutual_recipe
 
 LIVE = "teachers.mode=live"
@@ -95,27 +95,27 @@ WORKERS, SERVERS, SCORES = (
             id="7 GPUs, 8 workers",
         ),
         pytest.param(
-            ("training.workers=8", "training.least_workers=1"),
+            ("training.workers=8", "training.min_workers=1"),
             [node(4), node(3)],
             {WORKERS: "write training.gpus_per_worker=1, or training.gpus_per_worker=0.5, or"},
             id="7 GPUs, up to 8 workers",
         ),
         pytest.param(
-            ("training.workers=8", "training.dropout_streams=8", "evaluation.beside={gpus: 0.5}"),
+            ("training.workers=8", "training.dropout_rng_streams=8", "evaluation.async_eval={gpus: 0.5}"),
             [node(8)],
             {
-                WORKERS: "the cluster has 8 GPUs (0.5 for evaluation.beside), and none goes to the training workers: "
-                "training.workers=8 needs 8 free GPUs; write evaluation.beside.gpus=0, or "
+                WORKERS: "the cluster has 8 GPUs (0.5 for evaluation.async_eval), and none goes to the training workers: "
+                "training.workers=8 needs 8 free GPUs; write evaluation.async_eval.gpus=0, or "
                 "training.workers=4 and training.gpus_per_worker=1, or training.gpus_per_worker=0 to keep the CPUs"
             },
             id="8 GPUs, 8 workers, async evaluation",
         ),
         pytest.param(
-            ("training.workers=1", LIVE, "teachers.builder_gpus=0.25"),
+            ("training.workers=1", LIVE, "teachers.gpus_per_actor=0.25"),
             [node(1)],
             {
                 WORKERS: "the cluster has 1 GPU (0.5 for 2 teacher servers), and none goes to the training workers: "
-                "training.workers=1 needs 1 free GPU; write training.gpus_per_worker=0.5, or teachers.builder_gpus=0, or"
+                "training.workers=1 needs 1 free GPU; write training.gpus_per_worker=0.5, or teachers.gpus_per_actor=0, or"
             },
             id="1 GPU, live teachers with a quarter each",
         ),
@@ -124,28 +124,28 @@ WORKERS, SERVERS, SCORES = (
             [node(1)],
             {
                 SERVERS: "the cluster has 1 GPU, and none goes to the servers of live or rank-space teachers: "
-                "teachers.builder_gpus is null, which gives servers none; write "
-                "training.gpus_per_worker=0.75 and teachers.builder_gpus=0.1, or teachers.builder_gpus=0 to keep the CPUs"
+                "teachers.gpus_per_actor is null, which gives servers none; write "
+                "training.gpus_per_worker=0.75 and teachers.gpus_per_actor=0.1, or teachers.gpus_per_actor=0 to keep the CPUs"
             },
             id="1 GPU, live teachers without any",
         ),
         pytest.param(
             ("training.workers=2", LIVE),
             [node(2), node(2)],
-            {SERVERS: "write training.gpus_per_worker=1 and teachers.builder_gpus=1, or"},
+            {SERVERS: "write training.gpus_per_worker=1 and teachers.gpus_per_actor=1, or"},
             id="GPUs are left for live teachers",
         ),
         pytest.param(
-            ("training.workers=1", "teachers.encoders.1.space=rank"),
+            ("training.workers=1", "teachers.encoders.1.similarity=rank"),
             [node(2)],
             {SERVERS: "builder_gpus is null"},
             id="rank",
         ),
         pytest.param(
-            ("training.workers=1", "evaluation.beside={}"), [node(2)], {SCORES: "beside.gpus is null"}, id="beside"
+            ("training.workers=1", "evaluation.async_eval={}"), [node(2)], {SCORES: "beside.gpus is null"}, id="beside"
         ),
         pytest.param(
-            ("training.workers=8", LIVE, "evaluation.beside={}"),
+            ("training.workers=8", LIVE, "evaluation.async_eval={}"),
             [node(7)],
             {WORKERS: "needs 8 free GPUs", SERVERS: "builder_gpus is null", SCORES: "beside.gpus is null"},
             id="every role",
@@ -153,24 +153,24 @@ WORKERS, SERVERS, SCORES = (
         pytest.param(
             ("training.workers=2", "training.gpus_per_worker=1", LIVE),
             [node(2)],
-            {SERVERS: "no GPU is left for them: add GPUs, or write teachers.builder_gpus=0 to keep the CPUs"},
+            {SERVERS: "no GPU is left for them: add GPUs, or write teachers.gpus_per_actor=0 to keep the CPUs"},
             id="nothing is left",
         ),
         pytest.param(("training.workers=8", "training.gpus_per_worker=0"), [node(7)], {}, id="no GPUs are asked for"),
         pytest.param(
-            ("training.workers=1", LIVE, "teachers.builder_gpus=0", "evaluation.beside={gpus: 0}"),
+            ("training.workers=1", LIVE, "teachers.gpus_per_actor=0", "evaluation.async_eval={gpus: 0}"),
             [node(1)],
             {},
             id="explicit 0",
         ),
         pytest.param(
-            ("training.workers=4", "training.nodes={role: students}"),
+            ("training.workers=4", "training.node_labels={role: students}"),
             [node(8, role="teachers"), node(0, role="students")],
             {},
             id="labels of nodes without GPUs",
         ),
         pytest.param(
-            ("training.workers=4", "training.nodes={role: students}"),
+            ("training.workers=4", "training.node_labels={role: students}"),
             [node(8, role="teachers"), node(2, role="students")],
             {
                 WORKERS: "the nodes with role=students have 2 GPUs, and none goes to the training workers: .*; write "
@@ -179,11 +179,16 @@ WORKERS, SERVERS, SCORES = (
             id="labels of nodes with too few GPUs",
         ),
         pytest.param(
-            ("training.workers=4", "training.nodes={role: students}", "teachers.nodes={role: teachers}", LIVE),
+            (
+                "training.workers=4",
+                "training.node_labels={role: students}",
+                "teachers.node_labels={role: teachers}",
+                LIVE,
+            ),
             [node(2, role="teachers"), node(0, role="students")],
             {
                 SERVERS: "the nodes with role=teachers have 2 GPUs, and none goes to the servers of live or rank-space teachers: "
-                "teachers.builder_gpus is null, which gives servers none; write teachers.builder_gpus=1, or"
+                "teachers.gpus_per_actor is null, which gives servers none; write teachers.gpus_per_actor=1, or"
             },
             id="GPUs on the teachers' nodes alone",
         ),
@@ -245,7 +250,7 @@ def groups_of(
         ),
         pytest.param(
             2,
-            ("groups.0.workers=2", "groups.0.nodes={role: a}", "groups.1.nodes={role: b}"),
+            ("groups.0.workers=2", "groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"),
             [node(2, role="a"), node(0, role="b")],
             "the nodes with role=a have 2 GPUs, and none goes to the groups: .*; write groups.0.gpus_per_worker=1 and "
             "groups.1.gpus_per_worker=0, or",
@@ -253,7 +258,7 @@ def groups_of(
         ),
         pytest.param(
             2,
-            ("groups.0.workers=2", "groups.0.nodes={role: a}", "groups.1.nodes={role: b}"),
+            ("groups.0.workers=2", "groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"),
             [node(1, role="a"), node(0, role="b")],
             "; write groups.0.workers=1 and groups.0.gpus_per_worker=1 and groups.1.gpus_per_worker=0, or",
             id="too few GPUs on the nodes of one group",
@@ -283,30 +288,30 @@ def test_a_mutual_distillation_says_that_its_groups_get_no_gpu(
     [
         ((), [node(2), node(0)], ""),
         (("training.gpus_per_worker=0",), [node(2)], ""),
-        ((LIVE, "teachers.builder_gpus=0.25"), [node(0)], ""),
+        ((LIVE, "teachers.gpus_per_actor=0.25"), [node(0)], ""),
         (
-            (LIVE, "teachers.builder_gpus=0.25"),
+            (LIVE, "teachers.gpus_per_actor=0.25"),
             [node(1)],
             r"the cluster has 1 GPU \(0.5 for 2 teacher servers\), and none goes to the trials: a trial needs a node with 1 free "
-            r"GPU; write training.gpus_per_worker=0.5, or teachers.builder_gpus=0, or",
+            r"GPU; write training.gpus_per_worker=0.5, or teachers.gpus_per_actor=0, or",
         ),
         ((LIVE,), [node(2)], "none goes to the servers of live or rank-space teachers"),
-        (("teachers.encoders.1.space=rank",), [node(2)], ""),  # trials of one process read the tables themselves
+        (("teachers.encoders.1.similarity=rank",), [node(2)], ""),  # trials of one process read the tables themselves
     ],
 )
 def test_a_sweep_says_that_its_trials_get_no_gpu(
     knobs: tuple[str, ...], nodes: list[Node], told: str, recipe_with: MakeRecipe
 ) -> None:
     recipe = recipe_with("training.workers=1", *knobs)
-    sweep = Sweep(name="s", knobs={"training.lr": {"values": [1e-3, 1e-4]}})  # type: ignore[dict-item]
+    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}})  # type: ignore[dict-item]
     resources = [each.resources for each in nodes]
-    warnings = lost_gpus_of_trials(recipe, sweep, room_of(recipe, sweep, resources), nodes)
+    warnings = lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep, resources), nodes)
     assert len(warnings) == bool(told)
     for warning in warnings:
         assert re.search(told, warning), warning
         for overrides in changes_in(warning):
             changed = recipe_with("training.workers=1", *knobs, *overrides)
-            left = lost_gpus_of_trials(changed, sweep, room_of(changed, sweep, resources), nodes)
+            left = lost_gpus_of_trials(changed, sweep, trial_resources(changed, sweep, resources), nodes)
             assert about(warning) not in [about(other) for other in left], overrides
 
 
@@ -314,7 +319,7 @@ def test_gpus_that_ray_cannot_give_are_refused(
     recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
-    for override in ("training.gpus_per_worker=", "teachers.builder_gpus=", "evaluation.beside.gpus="):
+    for override in ("training.gpus_per_worker=", "teachers.gpus_per_actor=", "evaluation.async_eval.gpus="):
         assert recipe_with("training.workers=1", f"{override}2") and recipe_with(
             "training.workers=1", f"{override}0.25"
         )

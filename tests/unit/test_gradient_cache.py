@@ -14,7 +14,7 @@ from benchmarks.counting import passes_of
 from benchmarks.material import OurStep
 from distcse.errors import RecipeError
 from distcse.recipe import Recipe
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_masked_lm
@@ -22,7 +22,7 @@ from tests.weights import assert_same_learning, weights_of
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
-QUIET = ("evaluation.dev=none", "evaluation.held_out=0", "evaluation.final=[]", "training.max_steps=4")
+QUIET = ("evaluation.dev=none", "evaluation.num_heldout=0", "evaluation.final_suites=[]", "training.max_steps=4")
 DETECTION = ("objective.rank=null", "student.projection=batch_norm_mlp", "objective.detection.weight=0.5")
 
 
@@ -30,7 +30,7 @@ def gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the first batch and its gradient."""
     job, tables = make_job(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)
@@ -51,10 +51,13 @@ def assert_equal(one: Recipe, other: Recipe) -> None:
 def test_the_gradient_is_that_of_the_whole_batch(recipe_with: MakeRecipe, dropout: float, precision: str) -> None:
     knobs = (*QUIET, f"student.dropout={dropout}", f"training.precision={precision}", "student.pooling=cls")
     if precision == "fp32":
-        assert_equal(recipe_with(*knobs, "training.chunk=4"), recipe_with(*knobs, "training.dropout_streams=4"))
+        assert_equal(
+            recipe_with(*knobs, "training.grad_cache_chunk=4"), recipe_with(*knobs, "training.dropout_rng_streams=4")
+        )
     else:  # bf16 rounds the gradients of weights once a chunk, in either way
         (loss, found), (plain, expected) = (
-            gradient(recipe_with(*knobs, part)) for part in ("training.chunk=4", "training.dropout_streams=4")
+            gradient(recipe_with(*knobs, part))
+            for part in ("training.grad_cache_chunk=4", "training.dropout_rng_streams=4")
         )
         assert torch.equal(loss, plain)
         both = [torch.cat([each[name].flatten() for name in found]) for each in (found, expected)]
@@ -72,7 +75,7 @@ def test_a_discriminators_pass_is_made_again_with_the_same_edits(
         folder.mkdir()
         return make_recipe(folder, tiny("bert"), [], sentences, *knobs, part)
 
-    assert_equal(recipe("training.chunk=8"), recipe("training.dropout_streams=2"))
+    assert_equal(recipe("training.grad_cache_chunk=8"), recipe("training.dropout_rng_streams=2"))
 
 
 def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> None:
@@ -91,8 +94,11 @@ def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> N
             step()
         return sum(sizes), passed.calls
 
-    small, large = kept("training.batch_size=8", "training.chunk=8"), kept("training.batch_size=64", "training.chunk=8")
-    plain = kept("training.batch_size=64", "training.dropout_streams=8")
+    small, large = (
+        kept("training.batch_size=8", "training.grad_cache_chunk=8"),
+        kept("training.batch_size=64", "training.grad_cache_chunk=8"),
+    )
+    plain = kept("training.batch_size=64", "training.dropout_rng_streams=8")
     assert plain[1] == 8 and large[1] == 8 + 7  # what the last one left is there
     assert large[0] == pytest.approx(small[0], rel=0.1) and 0 < small[0] < plain[0] / 6
 
@@ -104,10 +110,10 @@ def _train(job: Any, tables: Any) -> Any:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_stage_learns_what_one_worker_does_and_two_as_well(recipe_with: MakeRecipe, stage: int) -> None:
     """The lists span both workers' chunks."""
-    alone, tables = make_job(recipe_with(*QUIET, "training.chunk=4"))
+    alone, tables = make_job(recipe_with(*QUIET, "training.grad_cache_chunk=4"))
     train(alone, tables)
     engine = ("training.engine=deepspeed", f"training.zero_stage={stage}")
-    sharded, tables = make_job(recipe_with(*QUIET, "training.chunk=4", *engine))
+    sharded, tables = make_job(recipe_with(*QUIET, "training.grad_cache_chunk=4", *engine))
     if stage == 2:
         run_workers(_train, 2, sharded, tables)
     else:
@@ -116,7 +122,7 @@ def test_every_stage_learns_what_one_worker_does_and_two_as_well(recipe_with: Ma
 
 
 def test_two_workers_of_the_plain_engine_learn_what_one_does(recipe_with: MakeRecipe) -> None:
-    knobs = (*QUIET, "training.chunk=4")
+    knobs = (*QUIET, "training.grad_cache_chunk=4")
     alone, tables = make_job(recipe_with(*knobs))
     train(alone, tables)
     together, tables = make_job(recipe_with(*knobs))
@@ -127,8 +133,11 @@ def test_two_workers_of_the_plain_engine_learn_what_one_does(recipe_with: MakeRe
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        (("training.chunk=5",), "chunk is 5, which does not divide a worker's 16 rows; allowed: 1, 2, 4, 8, 16"),
-        (("training.chunk=4", "training.dropout_streams=4"), "keep one of them"),
+        (
+            ("training.grad_cache_chunk=5",),
+            "chunk is 5, which does not divide a worker's 16 rows; allowed: 1, 2, 4, 8, 16",
+        ),
+        (("training.grad_cache_chunk=4", "training.dropout_rng_streams=4"), "keep one of them"),
     ],
 )
 def test_chunks_that_do_not_fit_are_refused(recipe_with: MakeRecipe, knobs: tuple[str, ...], told: str) -> None:

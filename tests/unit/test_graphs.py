@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distcse.errors import RecipeError, RunError
-from distcse.events import Event, Note, Steps
+from distcse.events import Event, LogMessage, StepReport
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.trainer import cuda_graphs as graphs
@@ -65,7 +65,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Again:
     [
         (),
         ("student.dropout=0.0", "training.precision=bf16"),
-        ("objective.rank.form=list_mle", "teachers.shuffle_groups=3", "teachers.trust=0.5"),
+        ("objective.rank.form=list_mle", "teachers.rank_noise_group=3", "teachers.disagreement_scale=0.5"),
         ("objective.rank=null", "objective.regression={}", "student.projection=none"),
         ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
     ],
@@ -86,7 +86,7 @@ def test_recorded_steps_learn_what_plain_ones_do(
         job, tables = make_job(recipe_with("training.epochs=3", f"training.lr={2**-10}", *knobs, *more))
         outcome = train(job, tables, events)
         runs.append(weights_of(job.run))
-        told.append([event.losses for event in events if isinstance(event, Steps)])
+        told.append([event.losses for event in events if isinstance(event, StepReport)])
     assert_equal_weights(*runs)
     assert told[0] == told[1] and len({losses["loss"] for losses in told[0]}) > 2
     assert 0 < recorder.recorded <= min(most, recorder.warmed)
@@ -161,7 +161,7 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "make_engine", noted)
-        knobs = ("training.epochs=2", "student.start_share=0.2", "student.projection=batch_norm_mlp")
+        knobs = ("training.epochs=2", "student.init_weight_mix=0.2", "student.projection=batch_norm_mlp")
         job, tables = make_job(recipe_with(GRAPHS, *knobs))
         outcome = train(job, tables)
     assert len(places) == outcome.steps and len(outcome.state.scores) > 2
@@ -174,21 +174,21 @@ def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_wi
     job, tables = make_job(recipe_with(GRAPHS, "training.max_steps=2"))
     events: list[Event] = []
     assert train(job, tables, events).state.finished
-    (told,) = [event.text for event in events if isinstance(event, Note) and "cuda_graphs" in event.text]
+    (told,) = [event.text for event in events if isinstance(event, LogMessage) and "cuda_graphs" in event.text]
     assert told == "training.cuda_graphs: there is no GPU here, so steps are taken call by call"
 
 
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        (("training.engine=auto",), "engine: plain"),
+        (("training.engine=auto",), "engine: torch"),
         (("training.workers=2",), "workers: 1"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
-        (("training.chunk=4",), "chunk: null"),
-        (("training.dropout_streams=4",), "dropout_streams: null"),
+        (("training.grad_cache_chunk=4",), "chunk: null"),
+        (("training.dropout_rng_streams=4",), "dropout_streams: null"),
         (("objective.detection={operation: deletion}",), r"objective\.detection: null"),
-        (("objective.rank.memory={batches: 2}", "student.projection=none"), r"objective\.rank\.memory: null"),
-        (("objective.own={mine: {code: 'a.py:Mine'}}",), r"objective\.own: {}"),
+        (("objective.rank.queue={num_batches: 2}", "student.projection=none"), r"objective\.rank\.memory: null"),
+        (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), r"objective\.own: {}"),
         (("student.trust_remote_code=true",), r"student\.trust_remote_code: false"),
     ],
 )

@@ -15,8 +15,8 @@ from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.student.material import require_vectors
-from distcse.student.plan import Plan
-from distcse.teachers.graph import open_graph, prepare_graph
+from distcse.student.plan import BatchLoader
+from distcse.teachers.graph import open_knn_graph, prepare_knn_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
@@ -75,8 +75,8 @@ def test_the_graph_is_that_of_the_weighted_mean_and_is_kept(tmp_path: Path) -> N
     vectors[0][7] = vectors[0][3]  # doubles tie: the row itself is left out all the same
     vectors[1][7] = vectors[1][3]
     tables = [table_of(tmp_path, name, found) for name, found in zip("ab", vectors, strict=True)]
-    folder = prepare_graph(tables, [1, 3], 10, tmp_path)
-    graph = np.array(open_graph(folder))
+    folder = prepare_knn_graph(tables, [1, 3], 10, tmp_path)
+    graph = np.array(open_knn_graph(folder))
     units = [table.vectors(range(60)) for table in tables]
     mean = (units[0] @ units[0].T + 3 * units[1] @ units[1].T) / 4
     np.fill_diagonal(mean, -2)
@@ -84,49 +84,51 @@ def test_the_graph_is_that_of_the_weighted_mean_and_is_kept(tmp_path: Path) -> N
     assert [set(row) for row in graph.tolist()] == [set(row) for row in np.argsort(-mean, axis=1)[:, :10].tolist()]
     assert graph[3, 0] == 7 and graph[7, 0] == 3
     written = (folder / "neighbours.npy").stat().st_mtime_ns
-    assert prepare_graph(tables, [2, 6], 10, tmp_path) == folder
+    assert prepare_knn_graph(tables, [2, 6], 10, tmp_path) == folder
     assert (folder / "neighbours.npy").stat().st_mtime_ns == written
-    assert prepare_graph(tables, [1, 1], 10, tmp_path) != folder
+    assert prepare_knn_graph(tables, [1, 1], 10, tmp_path) != folder
     (folder / "neighbours.npy").write_bytes(b"torn")
     with pytest.raises(TeacherError, match="no neighbour graph"):
-        open_graph(folder)
-    assert np.array_equal(open_graph(prepare_graph(tables, [1, 3], 10, tmp_path)), graph)
+        open_knn_graph(folder)
+    assert np.array_equal(open_knn_graph(prepare_knn_graph(tables, [1, 3], 10, tmp_path)), graph)
 
 
 def test_few_rows_have_fewer_neighbours(tmp_path: Path) -> None:
     table = table_of(tmp_path, "a", np.eye(4, dtype=np.float32) + 0.1)
-    graph = open_graph(prepare_graph([table], [1], 10, tmp_path))
+    graph = open_knn_graph(prepare_knn_graph([table], [1], 10, tmp_path))
     assert graph.shape == (4, 4) and (graph[:, 3] == -1).all()
     order = Grouping(graph, 3).order(np.arange(4), np.random.default_rng(0))
     assert sorted(order.tolist()) == [0, 1, 2, 3]
 
 
 def test_a_run_with_neighbours_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
-    knobs = ("training.neighbours={companions: 3, nearest: 2, farthest: 9}", "training.epochs=2")
+    knobs = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
     undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
-    assert undisturbed.neighbours is not None and open_graph(undisturbed.neighbours).shape[1] == 9
+    assert undisturbed.neighbors is not None and open_knn_graph(undisturbed.neighbors).shape[1] == 9
     assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
 
 
 def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.neighbours={companions: 3}")
+    recipe = recipe_with("training.neighbor_batching={per_anchor: 3}")
     job, _ = make_job(recipe)
-    assert job.neighbours is not None
-    label = job.neighbours / "neighbours.json"
+    assert job.neighbors is not None
+    label = job.neighbors / "neighbours.json"
     label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # not intact: made again
     make_job(recipe, RunDirectory(job.run))
     (job.run / "neighbours.begun").write_text("1" * 32)
     with pytest.raises(RunError, match="the neighbours have changed since"):
         make_job(recipe, RunDirectory(job.run))
     with pytest.raises(CorpusError, match="nearest is 9000, but the corpus has 384 rows"):
-        require_vectors(recipe_with("training.neighbours={companions: 1, nearest: 9000, farthest: 9000}"), rows=384)
+        require_vectors(
+            recipe_with("training.neighbor_batching={per_anchor: 1, min_rank: 9000, max_rank: 9000}"), rows=384
+        )
 
 
 def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> None:
     means = []
-    for knobs in ((), ("training.neighbours={companions: 3}",)):
+    for knobs in ((), ("training.neighbor_batching={per_anchor: 3}",)):
         job, tables = make_job(recipe_with(*knobs))
-        plan = Plan(job, 0, 1)
+        plan = BatchLoader(job, 0, 1)
         nearest = []
         for batch in plan.sampler.block(0, plan.sampler.steps_per_epoch):
             units = tables[0].vectors(batch)
@@ -139,6 +141,6 @@ def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> 
 
 def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="nearest is 5 and farthest 4"):
-        recipe_with("training.neighbours={nearest: 5, farthest: 4}")
-    with pytest.raises(RecipeError, match=r"training.neighbours needs teachers"):
-        recipe_with("training.neighbours={companions: 1}", "teachers.encoders=[]", "objective.rank=null")
+        recipe_with("training.neighbor_batching={min_rank: 5, max_rank: 4}")
+    with pytest.raises(RecipeError, match=r"training.neighbor_batching needs teachers"):
+        recipe_with("training.neighbor_batching={per_anchor: 1}", "teachers.encoders=[]", "objective.rank=null")

@@ -6,17 +6,17 @@ import gc
 
 import pytest
 
-from distcse.importing import importing
+from distcse.importing import gc_paused
 
 
 def test_the_collector_is_left_as_it_was_found() -> None:
     assert gc.isenabled()
-    with importing():
+    with gc_paused():
         assert not gc.isenabled()
-        with importing():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ModuleNotFoundError), importing():
+    with pytest.raises(ModuleNotFoundError), gc_paused():
         import no_such_library  # type: ignore[import-not-found]  # noqa: F401
     assert gc.isenabled()

@@ -17,7 +17,7 @@ from distcse.command import StopOnSignal
 from distcse.errors import RecipeError
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
-from distcse.storage import is_in_job_copy, place
+from distcse.storage import is_in_job_copy, resolve_path
 from distcse.tracking import require_mlflow_server, require_packages
 
 SPACE = "name: mine\nknobs: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
@@ -75,7 +75,7 @@ def test_output_in_the_copy_is_refused(
     monkeypatch.setattr("distcse.tune.start_ray", lambda **options: None)
     assert refused(main, *words)
     told = capsys.readouterr().err
-    assert told.startswith(f"distcse: {setting} is {job}/") and "which Ray deletes; " in told and fix in told
+    assert told.startswith(f"distcse: [DCSE-R11] {setting} is {job}/") and "which Ray deletes; " in told and fix in told
     assert told.count("\n") == 1
     assert not [file for file in job.iterdir() if file.suffix != ".yaml" and any(file.rglob("*"))]
 
@@ -108,7 +108,7 @@ def test_what_lies_elsewhere_is_taken(job: Path, tmp_path: Path) -> None:
     (job / "link").symlink_to(shared)
     assert is_in_job_copy("runs") and is_in_job_copy(job)
     assert not is_in_job_copy("link/runs") and not is_in_job_copy(shared)
-    assert not is_in_job_copy(place("s3://bucket/runs"))
+    assert not is_in_job_copy(resolve_path("s3://bucket/runs"))
     run = distcse.run("mine.yaml", f"storage.runs={shared}", "training.max_steps=1", listen=lambda event: None)
     assert run.directory.parent == shared and run.model.is_dir()
 
@@ -124,10 +124,10 @@ def test_a_run_is_resumed_where_it_was_copied_to(job: Path, tmp_path: Path) -> N
 def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    track = distcse.read_recipe("mine.yaml", ["track.mlflow={}"]).track
-    with pytest.raises(RecipeError, match=r"which Ray deletes; write track.mlflow.uri=http://HOST"):
+    track = distcse.read_recipe("mine.yaml", ["loggers.mlflow={}"]).loggers
+    with pytest.raises(RecipeError, match=r"which Ray deletes; write loggers.mlflow.uri=http://HOST"):
         require_packages(track)
-    require_packages(distcse.read_recipe("mine.yaml", ["track.mlflow.uri=http://mlflow:5000"]).track)
+    require_packages(distcse.read_recipe("mine.yaml", ["loggers.mlflow.uri=http://mlflow:5000"]).loggers)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     require_mlflow_server("")
     require_packages(track)
@@ -154,5 +154,5 @@ def test_a_stopped_job_says_when_ray_kills_it(
     stop = StopOnSignal()
     with stop:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.wished()
+    assert stop.stop_requested()
     assert f"with a checkpoint; {told}" in capsys.readouterr().err

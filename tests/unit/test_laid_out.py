@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.laid_out import lay_out, pays
+from distcse.encoder.laid_out import pays, use_mkldnn_linear
 from distcse.recipe import TeacherSection
 from distcse.teachers.opening import open_embedder
 from tests.models import make_cross_encoder
@@ -27,7 +27,7 @@ needs_kernels = pytest.mark.skipif(not _HAS_KERNELS, reason="this PyTorch has no
 def test_vectors_stay_and_plain_weights_go(tiny: Callable[..., Path], sentences: list[str], kind: str) -> None:
     plain = Encoder.load(tiny(kind), pooling="mean").eval()
     laid = copy.deepcopy(plain)
-    lay_out(laid)
+    use_mkldnn_linear(laid)
     np.testing.assert_allclose(laid.encode(sentences[:50]), plain.encode(sentences[:50]), atol=2e-6)
     assert any(type(part) is nn.Linear for part in plain.modules())
     assert any(type(part) is nn.Linear for part in laid.modules()) != pays("fp32")
@@ -42,7 +42,7 @@ def test_a_slower_kernel_and_one_that_is_not_there_are_left_out(
     plain = Encoder.load(tiny(), pooling="mean").eval()
     for precision in ("fp32", "bf16"):
         laid = copy.deepcopy(plain)
-        lay_out(laid, precision)
+        use_mkldnn_linear(laid, precision)
         assert any(type(part) is nn.Linear for part in laid.modules())
         np.testing.assert_array_equal(
             laid.encode(sentences[:9], precision=precision), plain.encode(sentences[:9], precision=precision)
@@ -60,7 +60,7 @@ def test_the_file_of_the_plain_weights_is_let_go(tmp_path: Path, tiny: Callable[
     shutil.copytree(tiny(), folder)
     encoder = Encoder.load(folder, pooling="mean").eval()
     assert f"{folder}/model.safetensors" in Path("/proc/self/maps").read_text()
-    lay_out(encoder, precision)
+    use_mkldnn_linear(encoder, precision)
     assert str(folder) not in Path("/proc/self/maps").read_text()
     assert np.isfinite(encoder.encode(["A sentence."], precision=precision)).all()
 
@@ -69,7 +69,7 @@ def test_the_file_of_the_plain_weights_is_let_go(tmp_path: Path, tiny: Callable[
 def test_bf16_is_that_of_autocast(tiny: Callable[..., Path], sentences: list[str]) -> None:
     plain = Encoder.load(tiny(), pooling="mean").eval()
     laid = copy.deepcopy(plain)
-    lay_out(laid, "bf16")
+    use_mkldnn_linear(laid, "bf16")
     half = laid.encode(sentences[:50], precision="bf16")
     np.testing.assert_allclose(half, plain.encode(sentences[:50], precision="bf16"), atol=1e-2)
     assert np.abs(half - plain.encode(sentences[:50])).max() > 1e-4
@@ -79,13 +79,13 @@ def test_bf16_is_that_of_autocast(tiny: Callable[..., Path], sentences: list[str
 def test_scores_of_pairs_stay(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     plain = CrossEncoder.load(make_cross_encoder(tmp_path, tiny()))
     laid, pairs = copy.deepcopy(plain), list(zip(sentences[:20], sentences[20:40], strict=True))
-    lay_out(laid)
+    use_mkldnn_linear(laid)
     np.testing.assert_allclose(laid.score(pairs), plain.score(pairs), atol=1e-6)
 
 
 def test_fp16_leaves_a_model_as_it_is(tiny: Callable[..., Path]) -> None:
     model = Encoder.load(tiny(), pooling="mean")
-    lay_out(model, "fp16")
+    use_mkldnn_linear(model, "fp16")
     assert any(type(part) is nn.Linear for part in model.modules())
 
 
@@ -107,7 +107,7 @@ def test_on_a_gpu_frozen_weights_are_half_as_large(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's `meta` device, whose tensors hold no numbers, stands in for it; the numbers are made on the CPU."""
-    monkeypatch.setattr("distcse.teachers.opening.device_here", lambda: "meta")
+    monkeypatch.setattr("distcse.teachers.opening.default_device", lambda: "meta")
     section = TeacherSection(backbone=str(tiny()), pooling="mean", precision="fp16")
     frozen = open_embedder(section)
     assert isinstance(frozen, Encoder) and {weight.dtype for weight in frozen.parameters()} == {torch.float16}

@@ -14,14 +14,14 @@ import yaml
 from distcse.encoder import Encoder, only_layers
 from distcse.errors import EncoderError, RecipeError, TeacherError
 from distcse.evaluation import agreement
-from distcse.events import Event, Reporter, Stage
+from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import EncoderSection, Recipe, StudentSection
 from distcse.student.layers import best_layers
 from distcse.student.run import run
 from tests.jobs import make_recipe
 
 MakeRecipe = Callable[..., Recipe]
-AUTO = ("student.layers=auto", "student.depth=2", "training.max_steps=2")
+AUTO = ("student.layers=auto", "student.num_layers=2", "training.max_steps=2")
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def test_the_chosen_layers_agree_best_and_are_written_down(recipe_with: MakeReci
         with only_layers(whole.backbone, choice):
             scores[choice] = agreement(whole.encode(texts, normalize=True), teacher @ teacher.T)
     assert max(scores, key=lambda choice: scores[choice]) == tuple(layers)
-    told = [event for event in events if isinstance(event, Stage) and event.name == "layers"]
+    told = [event for event in events if isinstance(event, StageProgress) and event.name == "layers"]
     assert [event.done for event in told if not event.finished] == [1, 2, 3] and "best of 3" in told[-1].note
     again: list[Event] = []
     assert run(recipe_with(*AUTO), Reporter(again.append)).recipe.student.layers == layers
-    assert [e.note for e in again if isinstance(e, Stage) and e.name == "layers"] == [
+    assert [e.note for e in again if isinstance(e, StageProgress) and e.name == "layers"] == [
         f"{layers}: as an earlier run chose"
     ]
 
@@ -81,15 +81,15 @@ def test_many_choices_are_searched_by_leaving_out() -> None:
 
 
 def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match=r"write layers: auto with depth: 3"):
+    with pytest.raises(RecipeError, match=r"write layers: auto with num_layers: 3"):
         recipe_with("student.layers=auto")
-    with pytest.raises(RecipeError, match=r"write layers: auto with depth: 3"):
-        recipe_with("student.depth=2")
-    with pytest.raises(EncoderError, match=r"student.depth is 9, but .* has 3 layers"):
-        run(recipe_with("student.layers=auto", "student.depth=9"), Reporter())
+    with pytest.raises(RecipeError, match=r"write layers: auto with num_layers: 3"):
+        recipe_with("student.num_layers=2")
+    with pytest.raises(EncoderError, match=r"student.num_layers is 9, but .* has 3 layers"):
+        run(recipe_with("student.layers=auto", "student.num_layers=9"), Reporter())
     with pytest.raises(EncoderError, match="name the layers"):
         Encoder.from_section(
-            StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", depth=2)
+            StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", num_layers=2)
         )
 
 
@@ -133,7 +133,7 @@ def test_layers_of_t5_are_chosen_with_its_first(
         [tiny("minilm")],
         sentences,
         "student.layers=auto",
-        "student.depth=2",
+        "student.num_layers=2",
         "training.max_steps=2",
     )
     chosen = run(recipe, Reporter()).recipe.student.layers

@@ -12,8 +12,8 @@ import pytest
 
 from distcse.corpus import Corpus, Excluded
 from distcse.errors import CorpusError, EvaluationError, RecipeError
-from distcse.evaluation import Exposure, Protocol, collect, excluded_from, labelled_dev, refuse_test_as_dev
-from distcse.events import Event, Reporter, Stage
+from distcse.evaluation import Contamination, EvalConfig, collect, excluded_from, labelled_dev, refuse_test_as_dev
+from distcse.events import Event, Reporter, StageProgress
 from distcse.mutual.finals import checked_tasks
 from distcse.recipe import CorpusSection, Recipe
 from distcse.student.run import run
@@ -24,26 +24,26 @@ MakeRecipe = Callable[..., Recipe]
 
 def test_exact_and_alike_sentences_are_counted_apart() -> None:
     test = ["A dog runs.", "A cat sleeps.", "Nobody is here.", "?!"]
-    found = Exposure.measure(["a DOG, runs", "A  cat sleeps.", "Something else."], [test])
-    (met,) = found.met.values()
+    found = Contamination.measure(["a DOG, runs", "A  cat sleeps.", "Something else."], [test])
+    (met,) = found.overlap_counts.values()
     assert (met.sentences, met.exact, met.alike) == (3, 1, 2)
     assert found.of(test) == pytest.approx(2 / 3)
-    assert "of 3 test sentences 1 were in the training text word for word, 2 but for case" in found.told
-    assert Exposure.measure(["Other."], [test]).told == "none of 3 test sentences was in the training text"
+    assert "of 3 test sentences 1 were in the training text word for word, 2 but for case" in found.describe
+    assert Contamination.measure(["Other."], [test]).describe == "none of 3 test sentences was in the training text"
 
 
 def test_counts_go_with_the_model_and_old_files_are_read(tmp_path: Path) -> None:
-    found = Exposure.measure(["A dog runs."], [["A dog runs.", "A cat."]])
+    found = Contamination.measure(["A dog runs."], [["A dog runs.", "A cat."]])
     found.write(tmp_path)
-    assert Exposure.read(tmp_path) == found
+    assert Contamination.read(tmp_path) == found
     file = tmp_path / "distcse" / "exposure.json"
-    (mark,) = found.shares
+    (mark,) = found.overlap
     file.write_text(json.dumps({mark: 0.5}))
-    assert Exposure.read(tmp_path) == Exposure({mark: 0.5})
+    assert Contamination.read(tmp_path) == Contamination({mark: 0.5})
     for damaged in ("[", "[]", '{"a": {}}', '{"a": {"share": "x"}}', '{"a": {"share": 1, "other": 2}}'):
         file.write_text(damaged)
         with pytest.raises(EvaluationError, match=r"exposure\.json cannot be read"):
-            Exposure.read(tmp_path)
+            Contamination.read(tmp_path)
 
 
 def test_a_run_leaves_out_what_it_will_be_measured_on(
@@ -52,8 +52,8 @@ def test_a_run_leaves_out_what_it_will_be_measured_on(
     recipe = recipe_with(
         "training.max_steps=2",
         f"evaluation.data={labelled}",
-        "evaluation.final=[sts, pairs]",
-        "evaluation.held_out=2",
+        "evaluation.final_suites=[sts, pairs]",
+        "evaluation.num_heldout=2",
         "training.batch_size=4",
     )
     corpus = Path(str(recipe.corpus.path))
@@ -63,9 +63,11 @@ def test_a_run_leaves_out_what_it_will_be_measured_on(
         events: list[Event] = []
         section = recipe.corpus.model_copy(update={"exclude_evaluation": excludes})
         result = run(recipe.model_copy(update={"corpus": section}), Reporter(events.append))
-        told[excludes] = next(event.note for event in events if isinstance(event, Stage) and event.name == "exposure")
-        exposure = Exposure.read(result.directory.model)
-        assert all((share > 0) != excludes for share in exposure.shares.values())
+        told[excludes] = next(
+            event.note for event in events if isinstance(event, StageProgress) and event.name == "exposure"
+        )
+        exposure = Contamination.read(result.directory.model)
+        assert all((share > 0) != excludes for share in exposure.overlap.values())
     assert "word for word" in told[False] and "corpus.exclude_evaluation" in told[False]
     assert "was in the training text" in told[True]
 
@@ -94,7 +96,7 @@ def test_excluding_takes_dev_and_all_test_sets(labelled: Path) -> None:
     excluded = excluded_from(asked, str(labelled), ["from elsewhere"])
     assert excluded is not None and excluded.holds("From elsewhere")
     assert all(map(excluded.holds, labelled_dev(labelled).unique))
-    for task in collect(labelled, ["sts", "pairs"], [], Protocol()).tasks:
+    for task in collect(labelled, ["sts", "pairs"], [], EvalConfig()).tasks:
         assert all(map(excluded.holds, task.sentences()))
     assert not excluded.holds("Xylophone.")
     assert excluded_from(CorpusSection(path="x.txt"), str(labelled)) is None
@@ -125,7 +127,7 @@ def test_a_test_set_is_no_dev_set_unless_the_recipe_says_so(
 
     data = shutil.copytree(labelled, tmp_path / "data")
     (data / "sts" / "stsb" / "dev.tsv.gz").write_bytes((data / "sts" / "stsb" / "test.tsv.gz").read_bytes())
-    knobs = (f"evaluation.data={data}", "evaluation.final=[sts]", "training.max_steps=1")
+    knobs = (f"evaluation.data={data}", "evaluation.final_suites=[sts]", "training.max_steps=1")
     with pytest.raises(RecipeError, match=r"the dev set holds 100 % of the pairs of test set STS-B.*dev_is_test: true"):
         run(recipe_with(*knobs), Reporter())
     assert not any(file.is_file() for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*"))
@@ -146,7 +148,7 @@ def test_groups_may_not_choose_by_a_test_set_either(
         fields[one], fields[other] = fields[other].upper(), fields[one]
         lines.append("\t".join(fields))
     turned.write_text("\n".join([header, *reversed(lines)]))
-    knobs = (f"evaluation.data={labelled}", f"evaluation.dev={turned}", "evaluation.final=[sts]")
+    knobs = (f"evaluation.data={labelled}", f"evaluation.dev={turned}", "evaluation.final_suites=[sts]")
     with pytest.raises(RecipeError, match="of the pairs of test set STS12"):
         checked_tasks(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *knobs))
     meant = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *knobs, "evaluation.dev_is_test=true")
@@ -155,4 +157,4 @@ def test_groups_may_not_choose_by_a_test_set_either(
 
 def test_the_published_dev_set_is_apart_from_the_published_tests(data: Path) -> None:
     dev = labelled_dev(data)
-    refuse_test_as_dev(dev.first, dev.second, collect(data, ["sts", "pairs"], [], Protocol()), False)
+    refuse_test_as_dev(dev.first, dev.second, collect(data, ["sts", "pairs"], [], EvalConfig()), False)

@@ -14,22 +14,23 @@ from typing import Any
 
 import pytest
 
-from distcse.errors import RunError
-from distcse.events import Event, Note, Reporter
+from distcse.errors import RunError, RunInUseError
+from distcse.events import Event, LogMessage, Reporter
 from distcse.runs import lease as leases
-from distcse.runs.lease import InUseError, Lease, who_works_in
+from distcse.runs.lease import Lease, who_works_in
 from tests.conftest import ROOT
 
 HOLDS = """
 import sys, time
 from pathlib import Path
+from distcse.errors import RunInUseError
 from distcse.events import Reporter
-from distcse.runs.lease import InUseError, Lease
+from distcse.runs.lease import Lease
 try:
     with Lease.held(Path(sys.argv[1]), Reporter()):
         print("held", flush=True)
         time.sleep(float(sys.argv[2]))
-except InUseError as refused:
+except RunInUseError as refused:
     print(refused, flush=True)
 """
 
@@ -68,7 +69,9 @@ def test_a_folder_in_use_is_refused_until_its_holder_is_killed(tmp_path: Path, s
     assert told_by(first) == "held"
     for state in (signal.SIGCONT, signal.SIGSTOP):  # at work, and stopped: it may go on at any time
         first.send_signal(state)
-        with pytest.raises(InUseError, match=rf"is in use by process {first.pid} on .*; wait for its end, or stop it"):
+        with pytest.raises(
+            RunInUseError, match=rf"is in use by process {first.pid} on .*; wait for its end, or stop it"
+        ):
             Lease._when_free(tmp_path, Reporter(), None)
     first.kill()
     began = time.monotonic()
@@ -95,11 +98,11 @@ def test_who_waits_goes_on_when_the_holder_ends(tmp_path: Path, start: Start) ->
     with Lease.held(tmp_path, Reporter(heard.append), waits_for="embeds"):
         assert first.wait(10) == 0
     (note,) = heard
-    assert isinstance(note, Note) and note.text.endswith("embeds; waiting for its end")
+    assert isinstance(note, LogMessage) and note.text.endswith("embeds; waiting for its end")
 
 
 def test_a_number_that_was_given_again_is_no_holder(tmp_path: Path) -> None:
-    lease = Lease.stake(tmp_path)
+    lease = Lease.acquire(tmp_path)
     assert who_works_in(tmp_path, Reporter()) is not None
     change(tmp_path, began="1")
     assert who_works_in(tmp_path, Reporter()) is None
@@ -115,12 +118,12 @@ def test_elsewhere_only_silence_tells(tmp_path: Path, monkeypatch: pytest.Monkey
     heard: list[Event] = []
     with Lease.held(tmp_path, Reporter()):
         change(tmp_path, kernel=kernel, host="far", pid=2**22 + 1)
-        with pytest.raises(InUseError, match=f"process {2**22 + 1} on far"):
+        with pytest.raises(RunInUseError, match=f"process {2**22 + 1} on far"):
             Lease._when_free(tmp_path, Reporter(heard.append), None)
     (note,) = heard
-    assert isinstance(note, Note) and "looking for up to" in note.text
+    assert isinstance(note, LogMessage) and "looking for up to" in note.text
     assert who_works_in(tmp_path, Reporter()) is None  # given back
-    lost = Lease.stake(tmp_path)
+    lost = Lease.acquire(tmp_path)
     change(tmp_path, kernel=kernel)
     with Lease.held(tmp_path, Reporter()) as ours:
         ours.check()
@@ -129,7 +132,7 @@ def test_elsewhere_only_silence_tells(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_one_that_was_silent_long_ago_is_not_waited_for(tmp_path: Path) -> None:
-    Lease.stake(tmp_path)
+    Lease.acquire(tmp_path)
     change(tmp_path, kernel="of another machine")
     os.utime(tmp_path / "claim", (time.time() - 3600,) * 2)
     began = time.monotonic()
@@ -140,7 +143,7 @@ def test_one_that_was_silent_long_ago_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_lost_start_does_not_keep_a_later_ones_claim_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.05)
     with Lease.held(tmp_path, Reporter()):
-        Lease.stake(tmp_path)
+        Lease.acquire(tmp_path)
         os.utime(tmp_path / "claim", (0, 0))
         time.sleep(0.5)
         assert (tmp_path / "claim").stat().st_mtime == 0

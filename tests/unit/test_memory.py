@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from distcse.errors import CorpusError, RecipeError
-from distcse.objectives import Objective, Taught, Views, build_objective, gather_views
+from distcse.objectives import Objective, TeacherOutputs, Views, build_objective, gather_views
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.student.lists import DistillationTask
-from distcse.student.memory import Memory
-from distcse.student.plan import Job, Plan
-from distcse.teachers.ensemble import LocalSource
+from distcse.student.memory import EmbeddingQueue
+from distcse.student.plan import BatchLoader, TrainSpec
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
@@ -23,7 +23,7 @@ from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
-BOTH = "objective.rank.memory={batches: 2, landmarks: 24, refresh: 4}"
+BOTH = "objective.rank.queue={num_batches: 2, num_anchors: 24, refresh_steps: 4}"
 
 
 def objective_of(form: str, eps: float | None = None) -> Objective:
@@ -37,12 +37,14 @@ def test_a_list_over_batch_and_memory_is_one_long_list(form: str) -> None:
     z = torch.randn(10, 6, generator=random)
     lists = torch.rand(4, 10, generator=random) * 2 - 1
     batch = z[:4].clone().requires_grad_()
-    loss, _ = objective_of(form)(gather_views(batch, batch, z[4:], torch.zeros(4, 6, dtype=torch.bool)), Taught(lists))
+    loss, _ = objective_of(form)(
+        gather_views(batch, batch, z[4:], torch.zeros(4, 6, dtype=torch.bool)), TeacherOutputs(lists)
+    )
     loss.backward()
     # The same as rows 0 to 3 of a batch of ten whose other sentences are constants.
     alike = z[:4].clone().requires_grad_()
     everybody = torch.cat([alike, z[4:]])
-    whole, _ = objective_of(form)(Views(alike, alike, everybody, everybody), Taught(lists))
+    whole, _ = objective_of(form)(Views(alike, alike, everybody, everybody), TeacherOutputs(lists))
     (whole * 10 / 4).backward()
     torch.testing.assert_close(loss.detach(), whole.detach() * 10 / 4)
     torch.testing.assert_close(batch.grad, alike.grad)
@@ -59,18 +61,18 @@ def test_a_sentence_met_again_weighs_nothing(form: str, eps: float | None) -> No
         views = gather_views(z, z, torch.stack([stale, z[0] + 1]).detach(), met)
         taught = lists.clone()
         taught[1, 4] = 1.0
-        found = [objective_of(form, eps)(views, Taught(told))[0] for told in (taught, lists)]
+        found = [objective_of(form, eps)(views, TeacherOutputs(told))[0] for told in (taught, lists)]
         assert torch.equal(*found)
         answers.append(torch.autograd.grad(found[0], z)[0])
     assert torch.equal(*answers)
     without, memory = gather_views(z, z, (z[:1] + 1).detach().expand(2, -1)[1:], met[:, 1:]), [0, 1, 2, 3, 5]
     if form == "list_net":  # next to nothing of e^-2/τ is left
-        alone = objective_of(form, eps)(without, Taught(lists[:, memory]))[0]
+        alone = objective_of(form, eps)(without, TeacherOutputs(lists[:, memory]))[0]
         torch.testing.assert_close(torch.autograd.grad(alone, z)[0], answers[0], atol=1e-3, rtol=0)
 
 
 def test_the_queue_holds_the_latest_batches_first() -> None:
-    memory = Memory(6, 2, 3)
+    memory = EmbeddingQueue(6, 2, 3)
     for value in (1.0, 2.0, 3.0, 4.0):
         memory.push(torch.full((2, 3), value))
     memory.refresh(torch.full((2, 3), 9.0))
@@ -80,7 +82,7 @@ def test_the_queue_holds_the_latest_batches_first() -> None:
 
 def test_lists_follow_the_memory(recipe_with: MakeRecipe) -> None:
     job, _ = make_job(recipe_with(BOTH))
-    plan = Plan(job, 0, 1)
+    plan = BatchLoader(job, 0, 1)
     assert len(plan.landmarks) == 24
     steps = plan.sampler.steps_per_epoch
     learned = set(plan.sampler.block(0, steps).ravel().tolist())
@@ -90,7 +92,7 @@ def test_lists_follow_the_memory(recipe_with: MakeRecipe) -> None:
     assert np.array_equal(columns[:16], plan.sampler.batch(5)) and np.array_equal(columns[-24:], plan.landmarks)
     assert np.array_equal(columns[16:48], np.concatenate([plan.sampler.batch(4), plan.sampler.batch(3)]))
     assert np.array_equal(plan.columns(0)[16:32], plan.sampler.batch(steps - 1))
-    met = plan.met_again(steps)  # the first step of the second epoch meets some of the first epoch's last rows
+    met = plan.duplicate_mask(steps)  # the first step of the second epoch meets some of the first epoch's last rows
     assert met is not None and met.shape == (16, 56)
     expected = plan.columns(steps)[:16, None] == plan.columns(steps)[None, 16:]
     assert np.array_equal(met, expected)
@@ -98,9 +100,9 @@ def test_lists_follow_the_memory(recipe_with: MakeRecipe) -> None:
 
 def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with(BOTH, "student.dropout=0.0", "student.projection=none"))
-    plan = Plan(job, 0, 1)
+    plan = BatchLoader(job, 0, 1)
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(job, plan, [LocalSource(serving(teacher, table)) for teacher, table in teachers])
+    task = DistillationTask(job, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     task.on_start(0)
     memory = task.model.memory
     assert memory is not None
@@ -111,7 +113,7 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
     share, _ = task.compute_loss(inputs.loss, answer)
     share.backward()
     assert torch.equal(memory.queue[:16], answer.z1.detach()) and not memory.vectors.requires_grad
-    assert [bool(plan.batch(step, torch.device("cpu")).landmarks) for step in range(5)] == [
+    assert [bool(plan.batch(step, torch.device("cpu")).anchors) for step in range(5)] == [
         True,
         False,
         False,
@@ -120,7 +122,7 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
     ]
 
 
-@pytest.mark.parametrize("engine", ["plain", "deepspeed"])
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_a_run_with_a_memory_resumes_to_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     knobs = (BOTH, "training.epochs=2", f"training.engine={engine}")
     undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
@@ -128,15 +130,15 @@ def test_a_run_with_a_memory_resumes_to_the_same_weights(recipe_with: MakeRecipe
     assert weights_of(job.run)["memory.queue"].abs().sum() > 0
 
 
-def in_worker(job: Job, tables: list[EmbeddingTable]) -> TrainResult:
+def in_worker(job: TrainSpec, tables: list[EmbeddingTable]) -> TrainResult:
     return train(job, tables)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_workers_with_a_memory_learn_what_one_does(recipe_with: MakeRecipe, stage: int) -> None:
-    memory = "objective.rank.memory={batches: 2, landmarks: 25, refresh: 4}"  # an odd number: parts overlap
-    knobs = (memory, "training.engine=deepspeed", f"training.zero_stage={stage}", "training.dropout_streams=2")
+    memory = "objective.rank.queue={num_batches: 2, num_anchors: 25, refresh_steps: 4}"  # an odd number: parts overlap
+    knobs = (memory, "training.engine=deepspeed", f"training.zero_stage={stage}", "training.dropout_rng_streams=2")
     alone, tables = make_job(recipe_with(*knobs))
     train(alone, tables)
     together, tables = make_job(recipe_with(*knobs))
@@ -146,8 +148,8 @@ def test_two_workers_with_a_memory_learn_what_one_does(recipe_with: MakeRecipe, 
 
 def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="no batch normalised"):
-        recipe_with("objective.rank.memory={batches: 2}", "student.projection=batch_norm_mlp")
+        recipe_with("objective.rank.queue={num_batches: 2}", "student.projection=batch_norm_mlp")
     with pytest.raises(RecipeError, match="holds nothing"):
-        recipe_with("objective.rank.memory={batches: 0}")
+        recipe_with("objective.rank.queue={num_batches: 0}")
     with pytest.raises(CorpusError, match=r"landmarks is 5000, but the corpus has \d+ rows"):
-        Plan(make_job(recipe_with("objective.rank.memory={landmarks: 5000}"))[0], 0, 1)
+        BatchLoader(make_job(recipe_with("objective.rank.queue={num_anchors: 5000}"))[0], 0, 1)

@@ -11,11 +11,11 @@ import pytest
 
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, RecipeError, RunError
-from distcse.events import Event, Stage
+from distcse.events import Event, StageProgress
 from distcse.mutual.mining import mine_pairs
 from distcse.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe
-from distcse.teachers.nearest import nearest
+from distcse.teachers.nearest import knn
 from tests.pairs import make_mutual_recipe
 
 Mine = Callable[..., tuple[Pairs, MutualRecipe, list[Event]]]
@@ -27,7 +27,7 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
     corpus.write_text("\n".join([*sentences, *sentences[:50]]) + "\n")
 
     def run(*overrides: str, pairs: int = 300) -> tuple[Pairs, MutualRecipe, list[Event]]:
-        source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, neighbours: 10}}}}"
+        source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, num_neighbors: 10}}}}"
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
         return mine_pairs(recipe, events.append), recipe, events
@@ -47,7 +47,7 @@ def test_pairs_are_different_and_as_many_as_asked(mine: Mine) -> None:
     assert all(one != other for one, other in pairs.both())
     assert mine()[0] == pairs
     assert mine("seed=3")[0] != pairs
-    notes = [event.note for event in events if isinstance(event, Stage) and event.finished]
+    notes = [event.note for event in events if isinstance(event, StageProgress) and event.finished]
     assert len(notes) == 4 and "neighbours by BM25" in notes[-1]
 
 
@@ -94,7 +94,7 @@ def test_beyond_200_000_sentences_an_inverted_file_finds_nearly_all() -> None:
     centres = random.normal(size=(3000, 16))
     vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    cosines, rows = nearest(vectors, 10, "pairs.mine")
+    cosines, rows = knn(vectors, 10, "pairs.mine")
     assert rows.shape == (200_001, 11) and (np.diff(cosines, axis=1) <= 0).all()
     found = 0
     for row in range(0, 200_001, 4000):
@@ -107,5 +107,5 @@ def test_bm25_asks_for_as_many_neighbours_as_the_pairs_call_for(mine: Mine) -> N
     alone = ("pairs.mine.bands=[{low: -1, high: 2, share: 0}]", "pairs.mine.random_share=0", "bi.batch_size=4")
     pairs, _, events = mine(*alone, "cross.batch_size=4", pairs=12)
     assert len(pairs) == 12
-    compared = [e for e in events if isinstance(e, Stage) and e.unit == "sentences compared by words"]
+    compared = [e for e in events if isinstance(e, StageProgress) and e.unit == "sentences compared by words"]
     assert compared[-1].total == 120  # ten a pair, of 384

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from distcse import embed, evaluate, train, tune
+from distcse.errors import CorpusNotFoundError
 from distcse.recipe import recipe_yaml
 from distcse.runs.directory import write_recipe
 from tests.jobs import make_recipe
@@ -84,7 +85,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "corpus.path=null"], 1, ["the corpus has no source; write corpus.path=FILE"]),
     ("train", [R, "corpus.path={p.folder}/empty"], 1, ["is a folder; write corpus.path=", "/*.txt"]),
     ("train", [R, "corpus.path={p.folder}/text.jsonl"], 1, ["text.jsonl, line 1", "'text'", "body", "corpus.column"]),
-    ("train", [R, "corpus.path={p.folder}/few.txt"], 1, ["the corpus has 3 rows", "evaluation.held_out"]),
+    ("train", [R, "corpus.path={p.folder}/few.txt"], 1, ["the corpus has 3 rows", "evaluation.num_heldout"]),
     ("train", [R, "evaluation.data={p.folder}/empty"], 1, ["sts/stsb/dev.tsv.gz", "the dev score needs it"]),
     # models
     ("train", [R, "student.backbone=./no-such-model"], 1, ["no model folder", "no-such-model"]),
@@ -147,7 +148,12 @@ def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.Captur
     assert train.main([str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
     shown = capsys.readouterr()
     last = json.loads(shown.out.splitlines()[-1])
-    assert last == {"event": "Error", "kind": "CorpusError", "message": "corpus file /nowhere.txt does not exist"}
+    assert last == {
+        "event": "Error",
+        "code": CorpusNotFoundError.code,
+        "kind": "CorpusNotFoundError",
+        "message": "corpus file /nowhere.txt does not exist",
+    }
 
 
 @pytest.fixture

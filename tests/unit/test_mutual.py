@@ -17,19 +17,19 @@ from distcse.corpus import BatchSampler
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.encoder.head import Dense, DenseShape
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
-from distcse.evaluation import PairScores, Reading, VectorModel, open_candidate, read_table, sts_score
+from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
-from distcse.events import DevScore, Doing, Event, InGroup, Reporter, Steps
-from distcse.files import sealed, unsealed
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
+from distcse.files import dump_checked_json, load_checked_json
 from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.exchange import Exchange
-from distcse.mutual.group import InTurns
+from distcse.mutual.exchange import LabelExchange
+from distcse.mutual.group import SerializedGroup
 from distcse.mutual.labels import combine
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.phases import Phase
 from distcse.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.mutual.work import Bench
+from distcse.mutual.work import GroupContext
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
@@ -58,7 +58,7 @@ def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mak
 
 
 def labels_of(result: MutualResult) -> list[np.ndarray]:
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     found = [ledger.labels(Phase(number)) for number in range(2 * result.recipe.mutual.cycles + 1)]
     return [labels for labels in found if labels is not None]
 
@@ -67,7 +67,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process and as few lines as it takes."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.bench = recipe, Bench(recipe, 0, run, Lease(run / "claim", ""))
+        self.recipe, self.bench = recipe, GroupContext(recipe, 0, run, Lease(run / "claim", ""))
         table = read_table(Path(str(recipe.pairs.path)))
         found = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(found)
@@ -128,7 +128,7 @@ class PlainLoop:
             optimizer.step()
             optimizer.zero_grad()
             in_epoch = (step + 1) % sampler.steps_per_epoch
-            if in_epoch % self.recipe.evaluation.every == 0 or step + 1 == steps:
+            if in_epoch % self.recipe.evaluation.eval_steps == 0 or step + 1 == steps:
                 scorer = VectorModel.of(model) if isinstance(model, Encoder) else PairScores(model)
                 if (score := sts_score(scorer, self.dev)) > best:
                     best, kept = score, {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -145,7 +145,7 @@ def test_one_group_is_the_papers_loop(alone: MakeRecipe) -> None:
     assert len(found) == len(labels) == 5
     for number, (ours, theirs) in enumerate(zip(found, labels, strict=True)):
         np.testing.assert_allclose(ours, theirs, atol=2e-4, err_msg=Phase(number).name)
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     dev = [ledger.posted(Phase(number))["bert"]["dev"] for number in range(1, 5)]
     assert dev == pytest.approx(devs, abs=0.5)  # of 30 pairs two that are near change places
 
@@ -169,7 +169,7 @@ def test_labels_of_several_groups() -> None:
 def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
     events: list[Event] = []
     result = run_mutual(both("groups.1.weight=3"), Reporter(events.append))
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     for number in range(5):
         one, other = (ledger.scores(name, Phase(number)) for name in ("bert", "roberta"))
         np.testing.assert_allclose(ledger.labels(Phase(number)), 0.25 * one + 0.75 * other, atol=1e-6)
@@ -181,9 +181,9 @@ def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
         assert best.dev == max(ledger.posted(Phase(number))[best.group]["dev"] for number in numbers)
     bert = Encoder.load(result.directory.path / "models" / "bert" / "bi")
     assert (bert.pooling, bert.max_length) == ("mean", 16)
-    told = [event.event for event in events if isinstance(event, InGroup) and event.group == "roberta"]
-    assert any(isinstance(event, Steps) for event in told) and any(isinstance(event, DevScore) for event in told)
-    assert [event.activity for event in told if isinstance(event, Doing)][-1] == "finished"
+    told = [event.event for event in events if isinstance(event, GroupEvent) and event.group == "roberta"]
+    assert any(isinstance(event, StepReport) for event in told) and any(isinstance(event, DevScore) for event in told)
+    assert [event.activity for event in told if isinstance(event, GroupActivity)][-1] == "finished"
 
 
 def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: MakeRecipe) -> None:
@@ -207,7 +207,7 @@ def test_what_a_group_made_teaches_a_student(
     events: list[Event] = []
     result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs), Reporter(events.append))
     assert result.outcome.state.finished
-    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, Steps))
+    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, StepReport))
     assert result.evaluation is not None
     assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
 
@@ -218,7 +218,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_labels(both: MakeRecipe) -> N
         steps: list[Event] = []
 
         def note(event: Event, steps: list[Event] = steps) -> None:
-            if isinstance(event, InGroup) and isinstance(event.event, Steps):
+            if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
                 steps.append(event)
 
         first = run_mutual(both(), Reporter(note, lambda steps=steps, stop_at=stop_at: len(steps) >= stop_at))
@@ -235,11 +235,11 @@ def test_labels_that_were_due_when_the_driver_was_killed_are_made_by_the_next(bo
     result = run_mutual(both("mutual.cycles=1"), Reporter())
     run = result.directory.path
     expected = labels_of(result)
-    state = unsealed(run / "ledger.json")
+    state = load_checked_json(run / "ledger.json")
     for number in ("1", "2"):
         del state["labels"][number]
     del state["posted"]["2"]
-    (run / "ledger.json").write_text(sealed(state))
+    (run / "ledger.json").write_text(dump_checked_json(state))
     for group in ("bert", "roberta"):
         shutil.rmtree(run / "groups" / group / "cycle-1-bi")
     directory, recipe = RunDirectory.reopen(run, [])
@@ -252,7 +252,7 @@ def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
     found: list[tuple[int, int]] = []
 
     def note(event: Event) -> None:
-        if isinstance(event, InGroup) and isinstance(event.event, DevScore):
+        if isinstance(event, GroupEvent) and isinstance(event.event, DevScore):
             found.append((event.event.step, event.event.total))
 
     knobs = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
@@ -265,14 +265,14 @@ def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
 def test_a_run_that_ends_drops_nobody_and_one_that_is_taken_over_notes_nothing(
     both: MakeRecipe, tmp_path: Path
 ) -> None:
-    ledger = Ledger(tmp_path, Lease.stake(tmp_path))
-    exchange = Exchange(both(), ledger, threading.Event())
+    ledger = PhaseStore(tmp_path, Lease.acquire(tmp_path))
+    exchange = LabelExchange(both(), ledger, threading.Event())
     exchange.end()
     assert not exchange.drop("bert", "its actors were closed") and not ledger.dropped
-    Lease.stake(tmp_path)
+    Lease.acquire(tmp_path)
     with pytest.raises(RunError, match="was taken over by a later start"):
         ledger.drop("bert", "too late")
-    assert not Ledger(tmp_path).dropped
+    assert not PhaseStore(tmp_path).dropped
 
 
 def test_what_goes_wrong_in_a_group_of_this_process_carries_its_name() -> None:
@@ -284,11 +284,11 @@ def test_what_goes_wrong_in_a_group_of_this_process_carries_its_name() -> None:
 
     group: Any = Full()
     with pytest.raises(RunError, match=r"group bert failed in cycle-1-cross: OSError: .*No space left on device"):
-        InTurns(group, threading.Lock()).prepare(Phase(1))
+        SerializedGroup(group, threading.Lock()).prepare(Phase(1))
 
 
 def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, tmp_path: Path) -> None:
-    knobs = ("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
+    knobs = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
     start.head.append(Dense(DenseShape(32, 8)))
     start.normalize = True
@@ -300,7 +300,7 @@ def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, t
         assert (len(moved.head), moved.normalize) == ((1, True) if itself[0] in chosen else (0, False))
         for name, tensor in moved.state_dict().items():
             torch.testing.assert_close(start.state_dict()[name], tensor, atol=1e-5, rtol=0)
-    result = run_mutual(alone("mutual.initialisation=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Reporter())
+    result = run_mutual(alone("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Reporter())
     cross = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
     bi = Encoder.load(result.directory.path / "models" / "bert" / "bi").backbone.state_dict()
     name = next(name for name in bi if name.endswith("word_embeddings.weight"))
@@ -326,7 +326,7 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
     assert isinstance(recipe, MutualRecipe)
     assert run_mutual(recipe, Reporter(), directory).best == result.best
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     np.testing.assert_array_equal(ledger.labels(Phase(1)), ledger.scores("bert", Phase(1)))
     np.testing.assert_allclose(  # at the start it was still there
         ledger.labels(Phase(0)), (ledger.scores("bert", Phase(0)) + ledger.scores("roberta", Phase(0))) / 2, atol=1e-6
@@ -335,7 +335,7 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
 
 def test_cycles_end_when_nothing_gets_better(alone: MakeRecipe) -> None:
     result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Reporter())
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     assert ledger.stopped_after is not None and ledger.stopped_after.cycle < 6
     assert ledger.labels(Phase(ledger.stopped_after.number + 1)) is None
 
@@ -358,9 +358,9 @@ def test_what_was_noted_is_checked(alone: MakeRecipe) -> None:
     assert [one.dev for one in again.best] == [one.dev for one in result.best]
     with pytest.raises(RecipeError, match=r"bi\.lr cannot change"):
         RunDirectory.reopen(run, ["bi.lr=2e-3"])
-    state = unsealed(run / "ledger.json")
+    state = load_checked_json(run / "ledger.json")
     state["posted"].pop("2")
-    (run / "ledger.json").write_text(sealed(state))
+    (run / "ledger.json").write_text(dump_checked_json(state))
     damaged = run / "labels" / "cycle-1-cross.npy"
     np.save(damaged, np.load(damaged) + 1)
     shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")
@@ -403,12 +403,12 @@ def test_packaged_recipes_have_table_16(name: str) -> None:
     bi, cross = recipe.bi, recipe.cross
     assert (bi.lr, bi.batch_size, bi.epochs, bi.warmup, bi.weight_decay) == (5e-5, 128, 10, 0, 0.01)
     assert (cross.lr, cross.batch_size, cross.epochs, cross.warmup, cross.weight_decay) == (2e-5, 32, 1, 0.1, 0.01)
-    assert recipe.mutual.cycles == 3 and recipe.mutual.initialisation == "refresh" and recipe.seed == 2021
+    assert recipe.mutual.cycles == 3 and recipe.mutual.initialization == "refresh" and recipe.seed == 2021
     assert cross.max_length == 64 and {group.max_length for group in recipe.groups} == {32}
 
 
 def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeRecipe, labelled: Path) -> None:
-    knobs = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final=[sts, pairs]")
+    knobs = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
     pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")
     result = run_mutual(both(*knobs, *pairs), Reporter())
     assert result.evaluation is not None
@@ -426,7 +426,7 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
     with pytest.raises(EncoderError, match="holds several models; name one of them: models/bert/bi, models/bert/cross"):
-        open_candidate("run", str(result.directory.path), Reading())
+        open_candidate("run", str(result.directory.path), LoadOptions())
     page, text = html(result.evaluation, history), markdown(result.evaluation, history)
     for told in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):
         assert told in page and told in text
@@ -439,7 +439,7 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
 
 
 def test_a_tasks_own_pairs_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
-    knobs = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final=[]", "mutual.cycles=1")
+    knobs = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
     result = run_mutual(alone(*knobs, "pairs={task: mrpc}"), Reporter())
     assert result.pairs == 80 and result.evaluation is None
     write_group_cards(result)

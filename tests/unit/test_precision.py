@@ -16,7 +16,7 @@ import torch
 import distcse
 from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
 from distcse.errors import RecipeError
-from distcse.events import Event, Note, Reporter, Stage
+from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.mutual.roles import with_precisions as with_precisions_of_groups
 from distcse.precision import Role, report_precisions
 from distcse.ray_backend.node_speeds import ClusterSpeeds
@@ -67,9 +67,9 @@ def test_what_was_asked_for_stays_and_is_warned_of_with_the_measured_ratio() -> 
         Role("evaluation", "evaluation.precision", "auto", [SLOW]),
     ]
     report_precisions(roles, seen.append)
-    (stage,) = (event for event in seen if isinstance(event, Stage))
+    (stage,) = (event for event in seen if isinstance(event, StageProgress))
     assert stage.note.startswith("bf16: student, teacher 0; fp16: teacher 1; fp32: evaluation (")
-    both, half = (event.text for event in seen if isinstance(event, Note) and event.warning)
+    both, half = (event.text for event in seen if isinstance(event, LogMessage) and event.warning)
     assert both.startswith("training.precision, teachers.encoders.0.precision: bf16") and "0.018x" in both
     assert half.startswith("teachers.encoders.1.precision: fp16") and "0.02x" in half
 
@@ -84,7 +84,7 @@ def test_nodes_of_one_kind_are_one_line() -> None:
     seen: list[Event] = []
     nodes = [DeviceSpeed("EPYC", "cpu", frozenset({"bf16"}), {"bf16": 2.0 + n / 10}) for n in range(5)]
     report_precisions([Role("student", "training.precision", "auto", nodes)], seen.append)
-    assert [event.note for event in seen if isinstance(event, Stage)] == [
+    assert [event.note for event in seen if isinstance(event, StageProgress)] == [
         "bf16: student (EPYC: bf16 products 2x as fast as fp32)"
     ]
 
@@ -152,7 +152,7 @@ def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytes
     monkeypatch.setattr("distcse.student.roles.local_speed", lambda: SLOW)
     seen: list[Event] = []
     first = distcse.run(recipe, listen=seen.append)
-    (told,) = (event.note for event in seen if isinstance(event, Stage) and event.name == "precision")
+    (told,) = (event.note for event in seen if isinstance(event, StageProgress) and event.name == "precision")
     assert told.startswith("fp32: student, teacher 0, teacher 1, evaluation (EPYC (AVX2): bf16 products 0.018x")
     stored = read_recipe(str(first.directory / "recipe.yaml"))
     assert isinstance(stored, Recipe)
@@ -184,7 +184,7 @@ def test_an_embedding_pass_asks_for_its_teachers_devices_alone(
     seen: list[Event] = []
     decided = with_teacher_precisions(recipe, Reporter(seen.append))
     assert [teacher.precision for teacher in decided.teachers.encoders] == ["fp32", "bf16"]
-    assert [event.note for event in seen if isinstance(event, Stage)] == [
+    assert [event.note for event in seen if isinstance(event, StageProgress)] == [
         "fp32: teacher 0; bf16: teacher 1 (Xeon (AMX): bf16 products 6x as fast as fp32)"
     ]
 
@@ -216,7 +216,7 @@ def test_a_space_does_not_search_auto(recipe_with: MakeRecipe, labelled: Path) -
     from distcse.recipe import Sweep
     from distcse.tuning.sweep import check
 
-    sweep = Sweep.model_validate({"name": "s", "knobs": {"training.precision": {"values": ["auto", "bf16"]}}})
+    sweep = Sweep.model_validate({"name": "s", "parameters": {"training.precision": {"values": ["auto", "bf16"]}}})
     with pytest.raises(RecipeError, match=r"knobs\.training\.precision"):
         check(recipe_with(f"evaluation.data={labelled}"), sweep)
 
@@ -276,13 +276,13 @@ def test_the_quickstart_computes_in_what_the_cpu_is_fast_at(
     text.write_text("\n".join(sentences[:100]) + "\n")
     overrides = [
         "training.workers=0",
-        "training.engine=plain",
+        "training.engine=torch",
         "training.max_steps=2",
         "training.batch_size=16",
         "corpus.docstrings=null",
         f"corpus.path={text}",
-        "evaluation.held_out=16",
-        "evaluation.final=[agreement]",
+        "evaluation.num_heldout=16",
+        "evaluation.final_suites=[agreement]",
         f"storage.runs={tmp_path / 'runs'}",
         f"storage.cache={tmp_path / 'cache'}",
     ]

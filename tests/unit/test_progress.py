@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distcse.events import DevScore, Doing, Event, InGroup, Note, Stage, Steps, TrialNews
+from distcse.events import (
+    DevScore,
+    Event,
+    GroupActivity,
+    GroupEvent,
+    LogMessage,
+    StageProgress,
+    StepReport,
+    TrialUpdate,
+)
 from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view, sparkline
 from distcse.runs.directory import RunDirectory
 
-STEPS = Steps(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
+STEPS = StepReport(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
 RUN: list[Event] = [
-    Note("run directory runs/small"),
-    Stage("corpus", 500, 1000, "sentences"),
-    Stage("corpus", 1000, 1000, "sentences", finished=True, note="1,000 sentences"),
+    LogMessage("run directory runs/small"),
+    StageProgress("corpus", 500, 1000, "sentences"),
+    StageProgress("corpus", 1000, 1000, "sentences", finished=True, note="1,000 sentences"),
     *(DevScore(step, 12_000, "agreement", score, 61.0, 200) for step, score in ((100, 50.0), (200, 61.0), (300, 55.5))),
     STEPS,
-    Note("2 rows are blank", warning=True),
+    LogMessage("2 rows are blank", warning=True),
 ]
 
 
@@ -52,17 +61,17 @@ def test_the_bar_shows_the_dev_scores_so_far() -> None:
 
 
 def test_the_end_takes_the_bar_away() -> None:
-    last = Steps(12_000, 12_000, {"loss": 1.0}, 0.0, 0.5, 0.0)
+    last = StepReport(12_000, 12_000, {"loss": 1.0}, 0.0, 0.5, 0.0)
     assert live(80, *RUN, last)[0] == [""]
 
 
 def test_each_group_and_each_trial_has_a_bar() -> None:
     bars, _ = live(
         110,
-        InGroup("full", Doing("cycle 1 bi", "training")),
-        InGroup("full", STEPS),
-        InGroup("even", Doing("cycle 1 bi", "waiting", ["full"])),
-        TrialNews("trial-3", "running", 40.0, 70.1, 71.2, {"objective.rank.tau2": 0.025}),
+        GroupEvent("full", GroupActivity("cycle 1 bi", "training")),
+        GroupEvent("full", STEPS),
+        GroupEvent("even", GroupActivity("cycle 1 bi", "waiting", ["full"])),
+        TrialUpdate("trial-3", "running", 40.0, 70.1, 71.2, {"objective.rank.tau2": 0.025}),
     )
     assert [bar.split()[0] for bar in bars] == ["full", "even", "trial-3"]
     assert "waiting for full" in bars[1] and "40/100" in bars[2] and "dev 70.10 (best 71.20)" in bars[2]
@@ -95,7 +104,7 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("TERM", "xterm-256color")
     with open_view() as view:
         assert isinstance(view, LiveView)
-        view.show(Note("careful", warning=True))
+        view.show(LogMessage("careful", warning=True))
     told = capsys.readouterr().err
     assert "careful" in told and "\x1b[33m" not in told and "\x1b[36m" not in told
 
@@ -110,7 +119,7 @@ def test_quiet_tells_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_programs_read_the_lines_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events: list[Event] = [*RUN, InGroup("full", STEPS)]
+    events: list[Event] = [*RUN, GroupEvent("full", STEPS)]
     directory = RunDirectory(tmp_path)
     with open_view(json=True) as view:
         for event in events:

@@ -14,8 +14,8 @@ from scipy.stats import spearmanr
 
 from distcse.encoder import Encoder
 from distcse.errors import EncoderError, EvaluationError, RecipeError
-from distcse.evaluation import Protocol, Reading, StsTask, collect, evaluate, open_candidate, suites_named
-from distcse.events import Reporter, Steps
+from distcse.evaluation import EvalConfig, LoadOptions, StsTask, collect, evaluate, open_candidate, suites_named
+from distcse.events import Reporter, StepReport
 from distcse.ranks import (
     DeviceRankSpace,
     RankSpace,
@@ -160,13 +160,13 @@ def test_ranks_by_histogram_are_stored_with_an_encoder(
 
 def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> None:
     """Those of cosines take nothing, those of rank space a GPU where they are given one, live ones a CPU as well."""
-    cosine, ranks = ({"backbone": str(tiny()), "space": space} for space in ("cosine", "rank"))
+    cosine, ranks = ({"backbone": str(tiny()), "similarity": space} for space in ("cosine", "rank"))
     told = {"encoders": [cosine, ranks], "servers": 2}
     assert server_demands(TeachersSection.model_validate(told)) == []
-    (demand,) = server_demands(TeachersSection.model_validate({**told, "builder_gpus": 0.25}))
+    (demand,) = server_demands(TeachersSection.model_validate({**told, "gpus_per_actor": 0.25}))
     assert (demand.number, demand.each) == (2, {"CPU": 0.0, "GPU": 0.25})
-    assert demand.told == "2 servers of rank space" and demand.ways_out(["GPU"]).endswith("teachers.builder_gpus")
-    live = {"encoders": [cosine], "mode": "live", "builder_gpus": 0.5}
+    assert demand.description == "2 servers of rank space" and demand.ways_out(["GPU"]).endswith("teachers.gpus_per_actor")
+    live = {"encoders": [cosine], "mode": "live", "gpus_per_actor": 0.5}
     (demand,) = server_demands(TeachersSection.model_validate(live))
     assert (demand.number, demand.each) == (1, {"CPU": 1.0, "GPU": 0.5})
 
@@ -185,7 +185,7 @@ def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentenc
 
 
 def in_rank_space(references: int) -> tuple[str, ...]:
-    return ("teachers.encoders.0.space=rank", f"teachers.encoders.0.references={references}")
+    return ("teachers.encoders.0.similarity=rank", f"teachers.encoders.0.num_references={references}")
 
 
 @pytest.mark.parametrize("combine", ["sum", "hinge"])
@@ -202,7 +202,7 @@ def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentence
         "training.epochs=4",
     )
     result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Reporter(events.append))
-    losses = [event.losses["rank_regression"] for event in events if isinstance(event, Steps)]
+    losses = [event.losses["rank_regression"] for event in events if isinstance(event, StepReport)]
     assert losses[-1] < 0.7 * losses[0]
     scores = result.outcome.state.scores
     assert scores[-1][1] > scores[0][1]
@@ -257,10 +257,10 @@ def test_an_encoder_with_references_is_stored_and_measured(
     with pytest.raises(EncoderError, match="ranks is 'counted'; allowed: sort, histogram"):
         RankSpaceEncoder(encoder, references, ranks="counted")
 
-    tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], Protocol())
+    tasks = collect(labelled, suites_named(["sts", "retrieval"]), [], EvalConfig())
     with pytest.raises(EvaluationError, match="leave out --max-length and --prompt"):
-        open_candidate("ranks", str(tmp_path / "model"), Reading(max_length=3))
-    candidate = open_candidate("ranks", str(tmp_path / "model"), Reading(precision="fp32"))
+        open_candidate("ranks", str(tmp_path / "model"), LoadOptions(max_length=3))
+    candidate = open_candidate("ranks", str(tmp_path / "model"), LoadOptions(precision="fp32"))
     result = evaluate([candidate], tasks)
     assert result.models[0].kind == "rank space, λ = 0.3"
     pairs = next(task.pairs for task in tasks.tasks if isinstance(task, StsTask) and task.name == "STS-B")

@@ -62,7 +62,7 @@ def test_table_9(name: str) -> None:
     assert rank is not None
     assert (rank.form, training.lr, rank.tau2) == (form, lr, tau2)
     assert tau3 is None or rank.tau3 == tau3
-    assert (training.batch_size, training.epochs, training.warmup, recipe.evaluation.every) == (128, 4, 0.05, 125)
+    assert (training.batch_size, training.epochs, training.warmup, recipe.evaluation.eval_steps) == (128, 4, 0.05, 125)
     assert recipe.objective.tau1 == 0.05
     weights = [teacher.alpha for teacher in recipe.teachers.encoders]
     assert weights[0] / sum(weights) == pytest.approx(1 / 3)
@@ -91,8 +91,8 @@ def test_rank_encoder(name: str) -> None:
     recipe = load_recipe(name)
     training, terms, teacher = recipe.training, recipe.objective, recipe.teachers.encoders[0]
     term = terms.rank_regression
-    assert term is not None and (term.weight, term.lower) == (0.05, 0.5) and teacher.space == "rank"
-    found = (training.batch_size, training.lr, terms.combine, term.upper, teacher.references)
+    assert term is not None and (term.weight, term.lower) == (0.05, 0.5) and teacher.similarity == "rank"
+    found = (training.batch_size, training.lr, terms.combine, term.upper, teacher.num_references)
     assert found == RANK_ENCODER[name] and recipe.seed == 61507
 
 
@@ -154,14 +154,14 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("objective.rank.form=listnet", "did you mean 'list_net'?"),
         ("training=5", "training is 5; expected keys of its own"),
         ("training.workers=3", "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4"),
-        ("training.dropout_streams=3", "dropout_streams is 3, which does not divide batch_size 128"),
-        ("training.gradient_accumulation=7", "evaluation.every is 50, which is no multiple"),
+        ("training.dropout_rng_streams=3", "dropout_streams is 3, which does not divide batch_size 128"),
+        ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
         ("corpus.path=x.txt", "gives path and docstrings, but a corpus has one source"),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
         ("evaluation.dev=stsb", "evaluation.data is not set"),
-        ("evaluation.final=[sts]", "evaluation.data is not set"),
-        ("evaluation.held_out=2", "agreement needs teachers and evaluation.held_out of at least 3"),
+        ("evaluation.final_suites=[sts]", "evaluation.data is not set"),
+        ("evaluation.num_heldout=2", "agreement needs teachers and evaluation.num_heldout of at least 3"),
         ("name=a/b", "allowed: letters, digits"),
         ("teachers.encoders.1.alpha=3", "'1' is no place in a list of 1; allowed: 0 to 0"),
         ("seed.x=3", "seed is 42, which has no keys inside"),

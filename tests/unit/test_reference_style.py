@@ -33,7 +33,7 @@ from distcse.encoder import CrossEncoder, Encoder
 from distcse.evaluation import PairScores, VectorModel
 from distcse.mutual.pairs import Pairs
 from distcse.mutual.task import BiTokens, CrossTokens
-from distcse.objectives import Taught, build_objective, gather_views
+from distcse.objectives import TeacherOutputs, build_objective, gather_views
 from distcse.objectives import list_mle as ours_list_mle
 from distcse.ranks import RankSpace
 from distcse.recipe import LoopSection, ObjectiveSection
@@ -79,7 +79,7 @@ def test_rankcse_loss_of_two_different_views() -> None:
     z1, z2 = (torch.randn(9, 16, dtype=torch.float64) for _ in range(2))
     lists = torch.rand(9, 9, dtype=torch.float64)
     section = ObjectiveSection.model_validate(RANKCSE)
-    loss, _ = build_objective(section)(gather_views(z1, z2), Taught(lists))
+    loss, _ = build_objective(section)(gather_views(z1, z2), TeacherOutputs(lists))
     torch.testing.assert_close(rankcse_loss(z1, z2, lists, 0.05, 0.05, 0.025), loss, rtol=1e-9, atol=0)
     cosines = broadcast_cosine(z1, z2)
     torch.testing.assert_close(cosines, gather_views(z1, z2).similarities)
@@ -87,7 +87,7 @@ def test_rankcse_loss_of_two_different_views() -> None:
 
 
 def test_rankencoder_step(job: Callable[..., Any], tiny: Callable[..., Path]) -> None:
-    teacher = {"backbone": str(tiny("bert")), "pooling": "cls", "max_length": 32, "space": "rank"}
+    teacher = {"backbone": str(tiny("bert")), "pooling": "cls", "max_length": 32, "similarity": "rank"}
     references = torch.nn.functional.normalize(torch.randn(50, 32), dim=1).numpy()
     made, _ = job(OBJECTIVE, [teacher])
     reference_of(made, str(tiny("bert")), references)  # stops where it differs
@@ -118,7 +118,7 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) 
     pairs = Pairs(sentences[:40], sentences[40:80])
     bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
     bi_tokens, cross_tokens = BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)
-    section = LoopSection(batch_size=16, engine="plain", precision="fp32")
+    section = LoopSection(batch_size=16, engine="torch", precision="fp32")
     model = AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=1)
     model.load_state_dict(cross.model.state_dict())
     for ours, theirs, is_cross in (

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Reporter
-from distcse.objectives import Taught, build_objective, cosine_errors, gather_views, squared_distances
+from distcse.objectives import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
 from distcse.student.run import run
-from distcse.teachers.targets import TargetsAt, fit_projection, read_projection
+from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
@@ -46,7 +46,7 @@ def test_both_views_learn_and_workers_add_up(form: str) -> None:
     random = torch.Generator().manual_seed(0)
     z1, z2, targets = (torch.randn(6, 4, generator=random, dtype=torch.float64) for _ in range(3))
     targets = torch.nn.functional.normalize(targets, dim=1)
-    loss, parts = objective(gather_views(z1, z2), Taught(targets=targets))
+    loss, parts = objective(gather_views(z1, z2), TeacherOutputs(targets=targets))
     errors = {"cosine": cosine_errors, "mse": squared_distances}[form]
     mean = (errors(z1, targets).mean() + errors(z2, targets).mean()) / 2
     torch.testing.assert_close(loss, 2 * mean)
@@ -142,4 +142,4 @@ def test_what_cannot_be_is_refused(recipe_with: MakeRecipe, tmp_path: Path) -> N
     with pytest.raises(TeacherError, match="holds no projection"):
         read_projection(tmp_path / "torn")
     with pytest.raises(TeacherError, match="holds no projection"):
-        TargetsAt([], [], tmp_path / "absent").open()
+        TargetSpec([], [], tmp_path / "absent").open()

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from distcse import train
 from distcse.errors import RunError
 from distcse.events import Reporter
-from distcse.files import sealed, unsealed
+from distcse.files import dump_checked_json, load_checked_json
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.reference_run import ReferenceRun, _weights
 from tests.pairs import make_mutual_recipe
 
-SHORT = ("training.max_steps=4", "evaluation.every=2", "training.batch_size=8")
+SHORT = ("training.max_steps=4", "evaluation.eval_steps=2", "training.batch_size=8")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_done_again_it_has_the_same_weights_to_the_last_bit(
     assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
     again = only_run(tmp_path)
     assert "equal to the first run's, to the last bit (blake2b" in capsys.readouterr().out
-    noted = unsealed(again / "rerun.json")
+    noted = load_checked_json(again / "rerun.json")
     assert noted["of"] == str(run) and noted["first"] == noted["second"] and noted["largest"] == 0.0
     assert (again / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
 
@@ -125,7 +125,7 @@ def test_other_versions_are_warned_of(run: Path) -> None:
     noted = recorded(run)
     noted["packages"]["torch"] = "1.0"
     noted["python"] = "2.7"
-    (run / "run.json").write_text(sealed(noted))
+    (run / "run.json").write_text(dump_checked_json(noted))
     told = ReferenceRun.open(run, [], Reporter()).warnings
     assert any(line.startswith("torch is ") and line.endswith("was 1.0") for line in told)
     assert any(line.endswith("was 2.7") for line in told)

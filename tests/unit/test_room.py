@@ -10,40 +10,45 @@ import pytest
 from distcse.errors import RunError
 from distcse.ray_backend.nodes import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
-from distcse.teachers.builders import builder_resources
-from distcse.tuning.room import Room, room_of
+from distcse.teachers.builders import embedding_actor_resources
+from distcse.tuning.room import TrialResources, trial_resources
 
 MakeRecipe = Callable[..., Recipe]
 
 
 def sweep(**search: Any) -> Sweep:
-    return Sweep(name="s", knobs={"training.lr": {"values": [1e-3, 1e-4]}}, search=search)
+    return Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}}, search=search)
 
 
 @pytest.mark.parametrize(
     ("knobs", "search", "nodes", "expected"),
     [
-        (("training.workers=1",), {}, [{"CPU": 4.0}], Room(4, 1.0, 0.0, 1)),
-        (("training.workers=1",), {"concurrent": 2}, [{"CPU": 4.0}], Room(2, 2.0, 0.0, 1)),
+        (("training.workers=1",), {}, [{"CPU": 4.0}], TrialResources(4, 1.0, 0.0, 1)),
+        (("training.workers=1",), {"concurrent": 2}, [{"CPU": 4.0}], TrialResources(2, 2.0, 0.0, 1)),
         # Six CPUs are three times two, but not on two nodes of three each.
-        (("training.workers=1",), {"concurrent": 3}, [{"CPU": 3.0}] * 2, Room(3, 1.0, 0.0, 1)),
-        (("training.workers=1", "training.cpus_per_worker=2"), {}, [{"CPU": 3.0}] * 2, Room(2, 2.0, 0.0, 1)),
-        (("training.workers=2", "training.cpus_per_worker=1"), {}, [{"CPU": 3.0}] * 2, Room(2, 1.0, 0.0, 2)),
-        (("training.workers=1",), {}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], Room(2, 4.0, 1.0, 1)),
-        (("training.workers=1", "training.gpus_per_worker=0.5"), {}, [{"CPU": 8.0, "GPU": 1.0}], Room(2, 4.0, 0.5, 1)),
-        (("training.workers=1", "training.cpus_per_worker=0.1"), {}, [{"CPU": 1.0}], Room(10, 0.1, 0.0, 1)),
+        (("training.workers=1",), {"concurrent": 3}, [{"CPU": 3.0}] * 2, TrialResources(3, 1.0, 0.0, 1)),
+        (("training.workers=1", "training.cpus_per_worker=2"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
+        (("training.workers=2", "training.cpus_per_worker=1"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 1.0, 0.0, 2)),
+        (("training.workers=1",), {}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], TrialResources(2, 4.0, 1.0, 1)),
+        (
+            ("training.workers=1", "training.gpus_per_worker=0.5"),
+            {},
+            [{"CPU": 8.0, "GPU": 1.0}],
+            TrialResources(2, 4.0, 0.5, 1),
+        ),
+        (("training.workers=1", "training.cpus_per_worker=0.1"), {}, [{"CPU": 1.0}], TrialResources(10, 0.1, 0.0, 1)),
         (
             ("training.workers=1", "teachers.mode=live"),
             {},
             [{"CPU": 3.0}, {"CPU": 1.0}],
-            Room(2, 1.0, 0.0, 1),
+            TrialResources(2, 1.0, 0.0, 1),
         ),  # 2 servers
     ],
 )
 def test_as_many_as_nodes_have_room_for(
-    recipe_with: MakeRecipe, knobs: tuple[str, ...], search: dict[str, Any], nodes: list[Any], expected: Room
+    recipe_with: MakeRecipe, knobs: tuple[str, ...], search: dict[str, Any], nodes: list[Any], expected: TrialResources
 ) -> None:
-    assert room_of(recipe_with(*knobs), sweep(**search), nodes) == expected
+    assert trial_resources(recipe_with(*knobs), sweep(**search), nodes) == expected
 
 
 def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
@@ -51,7 +56,7 @@ def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
     with pytest.raises(
         RunError, match=r"3 trials at a time want room for 3 training workers of 2 CPUs each, .* 2 x 3 CPUs"
     ):
-        room_of(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
+        trial_resources(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +69,4 @@ def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
     ],
 )
 def test_builders_take_the_gpus_that_are_there(gpus: float | None, nodes: list[Resources], expected: float) -> None:
-    assert builder_resources(TeachersSection(builder_gpus=gpus), nodes) == {"CPU": 1.0, "GPU": expected}
+    assert embedding_actor_resources(TeachersSection(gpus_per_actor=gpus), nodes) == {"CPU": 1.0, "GPU": expected}

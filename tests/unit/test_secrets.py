@@ -49,7 +49,7 @@ def test_a_stored_run_holds_none(tmp_path: Path, tiny: Callable[..., Path], sent
 @pytest.mark.parametrize(
     ("endpoint", "told"),
     [
-        ({"url": "http://host/v1", "key_variable": "sk-SentinelOfTheEndpoint"}, "the key itself belongs in no recipe"),
+        ({"url": "http://host/v1", "api_key_env": "sk-SentinelOfTheEndpoint"}, "the key itself belongs in no recipe"),
         ({"url": "https://me:SentinelOfMine@host/v1"}, "url holds a user's name or password"),
     ],
 )

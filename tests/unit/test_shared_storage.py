@@ -12,7 +12,7 @@ import pytest
 
 from distcse.ray_backend.shared_storage import look
 from distcse.runs.directory import check_storage
-from distcse.student.houses import house_of
+from distcse.student.houses import make_backend
 from tests.jobs import make_recipe
 
 
@@ -63,14 +63,14 @@ def test_embedding_asks_nodes_for_teachers_for_the_cache_alone(
     monkeypatch.setattr("distcse.ray_backend.cluster.cluster", nullcontext)
     monkeypatch.setattr("distcse.ray_backend.shared_storage.require_shared", ask)
     monkeypatch.setattr("distcse.student.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
-    nodes = ("training.nodes={role: students}", "teachers.nodes={role: teachers}", "training.workers=1")
+    nodes = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *nodes)
     runs, cache = tmp_path / "runs", tmp_path / "cache"
     check_storage(recipe.storage, ["cache"])
-    with house_of(recipe)[1]:
+    with make_backend(recipe)[1]:
         assert not runs.exists()
     check_storage(recipe.storage)
-    with house_of(recipe, runs)[1]:
+    with make_backend(recipe, runs)[1]:
         pass
     teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
     assert asked == [

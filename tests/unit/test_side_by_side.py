@@ -35,7 +35,13 @@ SHARD = 40
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path]) -> MakeRecipe:
     return lambda *overrides: make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm")], LINES, "evaluation.final=[]", "training.log_every=1", *overrides
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm")],
+        LINES,
+        "evaluation.final_suites=[]",
+        "training.log_every=1",
+        *overrides,
     )
 
 
@@ -88,7 +94,7 @@ def test_two_runs_share_one_pass_of_a_teacher_and_one_takes_over_from_the_other(
     recipe_with: MakeRecipe, start: Start, tmp_path: Path
 ) -> None:
     """The second waits for the first as long as that lives, and embeds the rest when it is killed; a third finds it all there."""
-    recipe = recipe_with(f"teachers.shard_rows={SHARD}", "training.max_steps=3", "evaluation.every=3")
+    recipe = recipe_with(f"teachers.shard_rows={SHARD}", "training.max_steps=3", "evaluation.eval_steps=3")
     first, second = (of_own_runs(recipe, tmp_path / name) for name in ("first", "second"))
 
     def embedded(runs: Path) -> int:
@@ -117,7 +123,7 @@ def test_two_runs_share_one_pass_of_a_teacher_and_one_takes_over_from_the_other(
 def test_a_run_at_work_is_let_alone_and_goes_on_at_once_when_it_is_killed(
     recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = recipe_with("training.max_steps=300", "evaluation.every=20")
+    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
     undisturbed = run(of_own_runs(recipe, tmp_path / "undisturbed"), Reporter())
     at_work = start(recipe)
     runs = tmp_path / "runs"
@@ -141,7 +147,7 @@ def test_a_run_at_work_is_let_alone_and_goes_on_at_once_when_it_is_killed(
 def test_the_model_of_an_interrupted_run_is_measured_while_the_run_goes_on(
     recipe_with: MakeRecipe, start: Start, labelled: Path
 ) -> None:
-    recipe = recipe_with("training.max_steps=300", "evaluation.every=20")
+    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
     steps: list[Event] = []
     begun = run(recipe, Reporter(steps.append, lambda: len(steps) > 20))
     assert begun.outcome.interrupted

@@ -17,7 +17,7 @@ from distcse.errors import RecipeError, RunError
 from distcse.evaluation.runs import spread_of
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.tuning.importance import importances
-from distcse.tuning.records import Reported, Trial, read_trials, readable_trials, winner_of
+from distcse.tuning.records import Trial, TrialMetric, read_trials, readable_trials, winner_of
 from distcse.tuning.space import Space
 from distcse.tuning.summary import dev_row
 from distcse.tuning.table import rows_of, write_tables
@@ -33,15 +33,15 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
 
 def sweep_of(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
-    file.write_text(yaml.safe_dump({"knobs": knobs, **sections}, sort_keys=False))
+    file.write_text(yaml.safe_dump({"parameters": knobs, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
 def test_a_grid_is_every_combination_and_relations_follow(recipe: Recipe, tmp_path: Path) -> None:
     knobs = {
-        "objective.rank.tau3": {"equals": "tau2 / 2"},
+        "objective.rank.tau3": {"expression": "tau2 / 2"},
         "objective.rank.tau2": {"values": [0.05, 0.1]},
-        "objective.tau1": {"equals": "objective.rank.tau2 + gamma * 0 + tau3"},
+        "objective.tau1": {"expression": "objective.rank.tau2 + gamma * 0 + tau3"},
         "objective.rank.gamma": {"values": [1, 2.5, 3]},
     }
     space = Space(sweep_of(tmp_path, knobs, search={"algorithm": "grid"}), recipe)
@@ -61,7 +61,7 @@ def test_weights_lie_on_their_simplex(uniform: list[float]) -> None:
         "teachers": {"encoders": [{"backbone": "a"}, {"backbone": "b"}, {"backbone": "c"}]},
         "corpus": {"path": "x.txt"},
     }
-    sweep = Sweep.model_validate({"knobs": {"teachers.encoders.*.alpha": {"simplex": True}}})
+    sweep = Sweep.model_validate({"parameters": {"teachers.encoders.*.alpha": {"simplex": True}}})
     space = Space(sweep, Recipe.model_validate(document))
     paths = [f"teachers.encoders.{number}.alpha" for number in range(3)]
     values = space.values(dict(zip(paths, uniform, strict=True)))
@@ -110,14 +110,14 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         ({"objective.rank.tau2": {"log_uniform": [0, 0.05]}}, {}, "bounds lie above 0"),
         ({"objective.rank.tau2": {"values": [0.1], "uniform": [0, 1]}}, {}, "gives values and uniform"),
         ({"objective.rank.tau2": {}}, {}, "gives nothing"),
-        ({"objective.rank.tau3": {"equals": "tau7 / 2"}}, {}, "cannot be worked out; known names"),
+        ({"objective.rank.tau3": {"expression": "tau7 / 2"}}, {}, "cannot be worked out; known names"),
         (
-            {"objective.rank.tau3": {"equals": "tau2 //"}, "objective.rank.tau2": {"values": [1]}},
+            {"objective.rank.tau3": {"expression": "tau2 //"}, "objective.rank.tau2": {"values": [1]}},
             {},
             "is no arithmetic",
         ),
-        ({"objective.rank.tau3": {"equals": "1 / 0"}}, {}, "is no arithmetic"),
-        ({"evaluation.every": {"values": [1]}}, {}, "must be the same in all trials"),
+        ({"objective.rank.tau3": {"expression": "1 / 0"}}, {}, "is no arithmetic"),
+        ({"evaluation.eval_steps": {"values": [1]}}, {}, "must be the same in all trials"),
         ({"corpus.limit": {"values": [10]}}, {}, "must be the same in all trials"),
         ({"seed": {"values": [10]}}, {}, "must be the same in all trials"),
         ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, "must be the same in all trials"),
@@ -132,7 +132,7 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         (
             {"objective.rank.gamma": {"uniform": [0.0, 1.0]}},
             {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            "cannot become 0 in the middle of a training with objective.rank.memory",
+            "cannot become 0 in the middle of a training with objective.rank.queue",
         ),
         (
             {"teachers.encoders.*.alpha": {"simplex": True}},
@@ -140,16 +140,16 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
             "whose batches are grouped",
         ),
         ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
-        ({"objective.rank.tau2": {"values": [0.1]}}, {"winner": {"seeds": [1, 1]}}, "a seed twice is no second"),
+        ({"objective.rank.tau2": {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, "a seed twice is no second"),
         ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
         ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, "did you mean 'tpe'"),
-        ({}, {}, "knobs"),
+        ({}, {}, "parameters"),
     ],
 )
 def test_spaces_that_cannot_be(
     recipe: Recipe, tmp_path: Path, knobs: dict[str, Any], sections: dict[str, Any], told: str
 ) -> None:
-    bound = with_values(recipe, {"objective.rank.memory": {"batches": 2}, "training.neighbours": {}})
+    bound = with_values(recipe, {"objective.rank.queue": {"batches": 2}, "training.neighbor_batching": {}})
     with pytest.raises(RecipeError, match=told):
         Space(sweep_of(tmp_path, knobs, **sections), bound)
 
@@ -183,7 +183,7 @@ def test_other_values_make_another_recipe(recipe: Recipe) -> None:
 
 
 def trial(number: int, scores: list[float], status: Any = "finished", **values: Any) -> Trial:
-    reported = [Reported(10 * n, 10.0 * n, score, float(n)) for n, score in enumerate(scores)]
+    reported = [TrialMetric(10 * n, 10.0 * n, score, float(n)) for n, score in enumerate(scores)]
     return Trial(f"t{number}", values, float(number), status, reported)
 
 
@@ -212,7 +212,7 @@ def test_records_and_tables(tmp_path: Path) -> None:
     assert {one.name for one in readable_trials(tmp_path)} == {"t1", "t2"}
     with pytest.raises(RunError, match="the sweep goes on without it"):
         read_trials(tmp_path)
-    again = trials[0].with_score(Reported(10, 10.0, 65.0, 9.0))
+    again = trials[0].with_score(TrialMetric(10, 10.0, 65.0, 9.0))
     assert [entry.score for entry in again.reported] == [50, 65]
     rows = rows_of(trials)
     assert rows[0]["a"] == "[0, 2]" and rows[0]["dev"] == 70 and rows[1]["status"] == "diverged"

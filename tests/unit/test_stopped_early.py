@@ -32,4 +32,6 @@ def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[s
         raise StoppedEarlyError("stopped while no worker trained; the last checkpoint is kept")
 
     assert exit_status(stopped, kept="all") == INTERRUPTED
-    assert capsys.readouterr().err == "distcse: stopped while no worker trained; the last checkpoint is kept\n"
+    assert capsys.readouterr().err == (
+        "distcse: [DCSE-X17] stopped while no worker trained; the last checkpoint is kept\n"
+    )

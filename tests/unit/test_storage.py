@@ -14,26 +14,26 @@ import torch
 from distcse import train
 from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
-from distcse.events import Event, Note, Reporter, Steps
+from distcse.events import Event, LogMessage, Reporter, StepReport
 from distcse.files import text_checksum
 from distcse.health.storage import kept
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, was_left_here
 from distcse.storage import (
-    Mirror,
-    address,
+    RemotePath,
+    delete_dir,
     fetch,
     fetch_folder,
     is_stored,
     names,
-    place,
     probe,
-    publish,
-    put,
     read,
     remove,
-    withdraw,
+    resolve_path,
+    to_uri,
+    upload_dir,
+    write_text_atomic,
 )
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -90,27 +90,31 @@ def content_of(folder: Path) -> dict[str, str]:
 
 
 def test_a_place_is_a_folder_or_the_mirror_of_an_address(bucket: str, tmp_path: Path) -> None:
-    assert type(place("runs/x")) is type(Path()) and str(place("runs/x")) == "runs/x" == address(Path("runs/x"))
-    there = place("s3://bucket/runs/x/")
-    assert isinstance(there, Mirror) and address(there) == "s3://bucket/runs/x"
-    assert there.is_relative_to(tmp_path / "mirror") and there == place(str(there)) == place(Path(str(there)))
+    assert type(resolve_path("runs/x")) is type(Path()) and str(resolve_path("runs/x")) == "runs/x" == to_uri(
+        Path("runs/x")
+    )
+    there = resolve_path("s3://bucket/runs/x/")
+    assert isinstance(there, RemotePath) and to_uri(there) == "s3://bucket/runs/x"
+    assert there.is_relative_to(tmp_path / "mirror") and there == resolve_path(str(there)) == resolve_path(
+        Path(str(there))
+    )
     for inside in (there / "a" / "b", there.parent, there.with_name("y"), there.absolute()):
-        assert isinstance(inside, Mirror)
-    assert address(there / "a") == "s3://bucket/runs/x/a" and address(place("gs://bucket/k")) == "gs://bucket/k"
-    assert address(place("s3://bucket")) == "s3://bucket"
+        assert isinstance(inside, RemotePath)
+    assert to_uri(there / "a") == "s3://bucket/runs/x/a" and to_uri(resolve_path("gs://bucket/k")) == "gs://bucket/k"
+    assert to_uri(resolve_path("s3://bucket")) == "s3://bucket"
 
 
 def test_a_place_travels_as_its_address(bucket: str, machine: Callable[[str], None], tmp_path: Path) -> None:
-    packed = pickle.dumps(place("s3://bucket/runs/x") / "claim")
+    packed = pickle.dumps(resolve_path("s3://bucket/runs/x") / "claim")
     machine("other")
     unpacked = pickle.loads(packed)
-    assert address(unpacked) == "s3://bucket/runs/x/claim" and unpacked.is_relative_to(tmp_path / "other")
+    assert to_uri(unpacked) == "s3://bucket/runs/x/claim" and unpacked.is_relative_to(tmp_path / "other")
 
 
 def test_buckets_of_one_name_on_two_servers_have_two_mirrors(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = place("s3://bucket/x")
+    here = resolve_path("s3://bucket/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:9000")
-    assert place("s3://bucket/x") != here
+    assert resolve_path("s3://bucket/x") != here
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_other_addresses_are_refused_and_not_repeated(
         make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, f"storage.runs={name}")
     assert "SECRET" not in str(refused.value)
     with pytest.raises(StorageError) as refused_too:
-        place(name)
+        resolve_path(name)
     assert "SECRET" not in str(refused_too.value)
 
 
@@ -132,71 +136,71 @@ def test_other_addresses_are_refused_and_not_repeated(
 
 
 def test_files_are_put_and_fetched(bucket: str, machine: Callable[[str], None], server: Server) -> None:
-    file = place(f"{bucket}/run/recipe.yaml")
+    file = resolve_path(f"{bucket}/run/recipe.yaml")
     assert not fetch(file) and read(file) is None
     file.parent.mkdir(parents=True)
-    put(file, "one")
-    assert server.read(key_of(address(file))) == b"one"
+    write_text_atomic(file, "one")
+    assert server.read(key_of(to_uri(file))) == b"one"
     machine("other")
-    file = place(f"{bucket}/run/recipe.yaml")
+    file = resolve_path(f"{bucket}/run/recipe.yaml")
     assert fetch(file) and file.read_text() == "one" and names(file.parent) == {"recipe.yaml"}
-    put(file, "")
+    write_text_atomic(file, "")
     assert read(file) == b""
 
 
 def test_folders_are_stored_and_fetched_whole(bucket: str, machine: Callable[[str], None], server: Server) -> None:
-    model = filled(place(f"{bucket}/model"), config="1", weights="w", sub__deep="d")
+    model = filled(resolve_path(f"{bucket}/model"), config="1", weights="w", sub__deep="d")
     assert not is_stored(model) and not fetch_folder(model)
-    publish(model)
+    upload_dir(model)
     machine("other")
-    there = place(f"{bucket}/model")
+    there = resolve_path(f"{bucket}/model")
     assert is_stored(there) and not there.exists()
     assert fetch_folder(there) and content_of(there) == {"config": "1", "weights": "w", "sub/deep": "d"}
     filled(there, config="2", weights="w")
-    publish(there)
+    upload_dir(there)
     # What is not named any more is deleted.
     assert len([key for key in server.stored() if key.startswith(key_of(bucket))]) == 3
     machine("mirror")
     assert fetch_folder(model) and content_of(model) == {"config": "2", "weights": "w"}
-    withdraw(model)
+    delete_dir(model)
     assert not is_stored(model) and not model.exists()
     assert not [key for key in server.stored() if key.startswith(key_of(bucket))]
 
 
 def test_what_has_not_changed_is_not_uploaded_again(bucket: str, gate: Gate) -> None:
-    model = filled(place(f"{bucket}/model"), config="1", weights="w" * 1000)
-    publish(model)
+    model = filled(resolve_path(f"{bucket}/model"), config="1", weights="w" * 1000)
+    upload_dir(model)
     gate.changes.clear()
-    publish(model)
+    upload_dir(model)
     assert gate.changes == []
     (model / "card").write_text("new")
-    publish(model)
+    upload_dir(model)
     uploads = [change for change in gate.changes if change.startswith("PUT") and not change.endswith("/")]
     assert len(uploads) == 4  # the card, the record; config and weights are copied where they lie
 
 
 def test_a_folder_that_all_share_is_left_alone(tmp_path: Path) -> None:
     folder = filled(tmp_path / "x", a="1")
-    publish(folder)
+    upload_dir(folder)
     assert fetch_folder(folder) and is_stored(folder) and content_of(folder) == {"a": "1"}
     assert not fetch(folder / "b") and names(folder) == {"a"}
-    withdraw(folder)
+    delete_dir(folder)
     assert not folder.exists()
 
 
 def test_damage_in_the_storage_is_told(bucket: str, machine: Callable[[str], None], server: Server) -> None:
-    publish(filled(place(f"{bucket}/x"), a="1"))
+    upload_dir(filled(resolve_path(f"{bucket}/x"), a="1"))
     (data,) = [key for key in server.stored() if key.startswith(key_of(bucket)) and key.endswith("/a")]
     machine("other")
     server.write(data, b"2")
     with pytest.raises(RunError, match="not what was stored: its checksum differs"):
-        fetch_folder(place(f"{bucket}/x"))
+        fetch_folder(resolve_path(f"{bucket}/x"))
     server.delete(data)
     with pytest.raises(RunError, match=r"lacks files that its record.json names; remove it"):
-        fetch_folder(place(f"{bucket}/x"))
+        fetch_folder(resolve_path(f"{bucket}/x"))
     server.write(f"{key_of(bucket)}/x/record.json", b"{}")
     with pytest.raises(RunError, match=r"record.json is not what was written"):
-        fetch_folder(place(f"{bucket}/x"))
+        fetch_folder(resolve_path(f"{bucket}/x"))
 
 
 def test_a_model_is_saved_at_an_address_and_loaded_from_it(
@@ -213,17 +217,17 @@ def test_a_model_is_saved_at_an_address_and_loaded_from_it(
 
 
 def test_the_doctor_tries_to_write(bucket: str, gate: Gate) -> None:
-    checks = kept("storage.runs", place(f"{bucket}/runs"))
+    checks = kept("storage.runs", resolve_path(f"{bucket}/runs"))
     assert [check.name for check in checks] == ["storage.runs", "DISTCSE_MIRROR"]
     assert checks[0].line.endswith(f"{bucket}/runs: written, read and deleted")
     gate.refuse_from(0)
-    (refused,) = kept("storage.runs", place(f"{bucket}/runs"))
+    (refused,) = kept("storage.runs", resolve_path(f"{bucket}/runs"))
     assert refused.verdict == "fail" and "lack the permission" in refused.found
 
 
 def test_damage_of_a_mirror_is_mended(bucket: str) -> None:
-    folder = filled(place(f"{bucket}/x"), a="111", b="222")
-    publish(folder)
+    folder = filled(resolve_path(f"{bucket}/x"), a="111", b="222")
+    upload_dir(folder)
     (folder / "a").unlink()
     (folder / "b").write_text("22")
     assert fetch_folder(folder) and content_of(folder) == {"a": "111", "b": "222"}
@@ -259,14 +263,14 @@ def test_a_reader_sees_the_old_folder_or_the_new_one(
         nonlocal number
         number += 1
         gate_was, gate.refuses = gate.refuses, lambda method, path: None
-        publish(filled(place(f"{bucket}/{number}/model"), **old))
+        upload_dir(filled(resolve_path(f"{bucket}/{number}/model"), **old))
         gate.refuses = gate_was
         gate.changes.clear()
-        publish(filled(place(f"{bucket}/{number}/model"), **new))
+        upload_dir(filled(resolve_path(f"{bucket}/{number}/model"), **new))
 
     def seen(through: bool) -> None:
         machine(f"reader{number}")
-        folder = place(f"{bucket}/{number}/model")
+        folder = resolve_path(f"{bucket}/{number}/model")
         assert fetch_folder(folder)
         assert content_of(folder) == new or (not through and content_of(folder) == old)
 
@@ -280,19 +284,19 @@ def test_a_reader_sees_a_new_folder_or_none_and_a_removed_one_or_none(
 
     def seen(through: bool) -> None:
         machine("reader")
-        folder = place(f"{bucket}/x")
+        folder = resolve_path(f"{bucket}/x")
         assert fetch_folder(folder) == (folder.exists() and content_of(folder) == content)
         shutil.rmtree(folder, ignore_errors=True)
         machine("writer")
 
     machine("writer")
-    points = every_point(gate, lambda: publish(filled(place(f"{bucket}/x"), **content)), seen)
+    points = every_point(gate, lambda: upload_dir(filled(resolve_path(f"{bucket}/x"), **content)), seen)
     assert points == 3
-    every_point(gate, lambda: withdraw(place(f"{bucket}/x")), seen)
-    assert not is_stored(place(f"{bucket}/x"))
-    publish(filled(place(f"{bucket}/x"), **content))
-    every_point(gate, lambda: remove(place(f"{bucket}")), seen)
-    assert not names(place(bucket)) - {"x"}
+    every_point(gate, lambda: delete_dir(resolve_path(f"{bucket}/x")), seen)
+    assert not is_stored(resolve_path(f"{bucket}/x"))
+    upload_dir(filled(resolve_path(f"{bucket}/x"), **content))
+    every_point(gate, lambda: remove(resolve_path(f"{bucket}")), seen)
+    assert not names(resolve_path(bucket)) - {"x"}
 
 
 def state(step: int) -> ModelState:
@@ -313,7 +317,7 @@ def test_a_reader_sees_the_checkpoint_before_or_the_new_one(
         nonlocal number
         number += 1
         machine("writer")
-        checkpoints = CheckpointStore(place(f"{bucket}/{number}"))
+        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
         refuses, gate.refuses = gate.refuses, lambda method, path: None
         checkpoints.save(state(0), position(0))
         checkpoints.save(state(10), position(10))
@@ -323,7 +327,7 @@ def test_a_reader_sees_the_checkpoint_before_or_the_new_one(
 
     def look(through: bool) -> None:
         machine(f"reader{number}")
-        checkpoints = CheckpointStore(place(f"{bucket}/{number}"))
+        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
         found = checkpoints.restore()
         best = checkpoints.best()
         assert found is not None and best is not None
@@ -339,15 +343,15 @@ def test_a_table_has_a_shard_whole_or_not_at_all(bucket: str, gate: Gate, machin
     identity = TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4)
     vectors = torch.eye(4).numpy()
     cache = f"{bucket}/cache"
-    EmbeddingTable.locate(place(cache), identity).write_shard(0, vectors)
+    EmbeddingTable.locate(resolve_path(cache), identity).write_shard(0, vectors)
 
     def embed() -> None:
         machine("builder")
-        EmbeddingTable.locate(place(cache), identity).write_shard(1, vectors)
+        EmbeddingTable.locate(resolve_path(cache), identity).write_shard(1, vectors)
 
     def look(through: bool) -> None:
         machine("server")
-        table = EmbeddingTable.locate(place(cache), identity)
+        table = EmbeddingTable.locate(resolve_path(cache), identity)
         if missing := table.missing_shards():
             assert missing == [1] and not through
         else:
@@ -360,7 +364,7 @@ def test_a_table_has_a_shard_whole_or_not_at_all(bucket: str, gate: Gate, machin
 
 def test_a_shard_that_could_not_be_stored_is_not_embedded_again(bucket: str, gate: Gate) -> None:
     identity = TableIdentity("m", "c", 4, "mean", 16, "", "fp32", shard_rows=4)
-    table = EmbeddingTable.locate(place(f"{bucket}/cache"), identity)
+    table = EmbeddingTable.locate(resolve_path(f"{bucket}/cache"), identity)
     gate.refuse_from(0)
     with pytest.raises(StorageError):
         table.write_shard(0, torch.eye(4).numpy())
@@ -377,7 +381,7 @@ def recipe(bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: li
         f"storage.runs={bucket}/runs",
         f"storage.cache={bucket}/cache",
         "training.max_steps=12",
-        "evaluation.final=[]",
+        "evaluation.final_suites=[]",
     )
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *more)
 
@@ -392,11 +396,11 @@ def test_a_run_goes_on_elsewhere_and_comes_to_the_same_weights(
     )
     expected = run(here, Reporter()).directory.model / "model.safetensors"
     events: list[Event] = []
-    stopped = run(recipe, Reporter(events.append, lambda: any(isinstance(event, Steps) for event in events)))
+    stopped = run(recipe, Reporter(events.append, lambda: any(isinstance(event, StepReport) for event in events)))
     assert stopped.outcome.interrupted and 0 < stopped.outcome.state.step < 12
-    where = address(stopped.directory.path)
+    where = to_uri(stopped.directory.path)
     machine("other")
-    directory, again = RunDirectory.reopen(place(where), [])
+    directory, again = RunDirectory.reopen(resolve_path(where), [])
     done = run(again, Reporter(), directory)
     assert not done.outcome.interrupted
     machine("third")
@@ -426,28 +430,30 @@ def test_a_run_ends_where_storage_goes_away_and_goes_on_from_its_own_copy(
         run(recipe, Reporter(hear))
     assert "Sentinel" not in str(lost.value)
     gate.open()
-    (name,) = names(place(recipe.storage.runs))
+    (name,) = names(resolve_path(recipe.storage.runs))
     where = f"{recipe.storage.runs}/{name}"
-    assert CheckpointStore(place(where)).latest() == place(where) / "checkpoints" / "step-000000"
-    assert (place(where) / "checkpoints" / "step-000006").is_dir()
+    assert CheckpointStore(resolve_path(where)).latest() == resolve_path(where) / "checkpoints" / "step-000000"
+    assert (resolve_path(where) / "checkpoints" / "step-000006").is_dir()
     notes: list[str] = []
-    directory, again = RunDirectory.reopen(place(where), [])
-    done = run(again, Reporter(lambda event: notes.append(event.text) if isinstance(event, Note) else None), directory)
+    directory, again = RunDirectory.reopen(resolve_path(where), [])
+    done = run(
+        again, Reporter(lambda event: notes.append(event.text) if isinstance(event, LogMessage) else None), directory
+    )
     assert any("step-000006 was on this machine alone, and is stored now" in note for note in notes)
     assert done.outcome.state.finished
 
 
 def test_the_copy_of_a_start_that_was_overtaken_is_passed_over(bucket: str, machine: Callable[[str], None]) -> None:
-    run_ = place(f"{bucket}/run")
+    run_ = resolve_path(f"{bucket}/run")
     run_.mkdir(parents=True)
-    lease = Lease.stake(run_)
+    lease = Lease.acquire(run_)
     CheckpointStore(run_, lease).save(state(0), position(0))
     assert was_left_here(run_)
     machine("other")
-    there = place(f"{bucket}/run")
+    there = resolve_path(f"{bucket}/run")
     assert not was_left_here(there)
     there.mkdir(parents=True)
-    later = Lease.stake(there)
+    later = Lease.acquire(there)
     CheckpointStore(there, later).save(state(10), position(10))
     machine("mirror")
     assert not was_left_here(run_)
@@ -467,17 +473,20 @@ def test_google_clouds_protocol_is_spoken_too(
         monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", f"http://127.0.0.1:{port}")
         machine("writer")
         where = f"gs://{BUCKET}/model"
-        publish(filled(place(where), config="1", weights="old"))
-        publish(filled(place(where), config="1", weights="new"))
+        upload_dir(filled(resolve_path(where), config="1", weights="old"))
+        upload_dir(filled(resolve_path(where), config="1", weights="new"))
         machine("reader")
-        assert fetch_folder(place(where)) and content_of(place(where)) == {"config": "1", "weights": "new"}
-        put(place(f"{where}.yaml"), "x")
-        assert read(place(f"{where}.yaml")) == b"x" and read(place(f"{where}.other")) is None
-        assert names(place(f"gs://{BUCKET}")) == {"model", "model.yaml"}
-        withdraw(place(where))
-        assert not is_stored(place(where))
+        assert fetch_folder(resolve_path(where)) and content_of(resolve_path(where)) == {
+            "config": "1",
+            "weights": "new",
+        }
+        write_text_atomic(resolve_path(f"{where}.yaml"), "x")
+        assert read(resolve_path(f"{where}.yaml")) == b"x" and read(resolve_path(f"{where}.other")) is None
+        assert names(resolve_path(f"gs://{BUCKET}")) == {"model", "model.yaml"}
+        delete_dir(resolve_path(where))
+        assert not is_stored(resolve_path(where))
         with pytest.raises(StorageError, match=r"there is no bucket elsewhere at http://127.0.0.1"):
-            probe(place("gs://elsewhere/x"))  # type: ignore[arg-type]
+            probe(resolve_path("gs://elsewhere/x"))  # type: ignore[arg-type]
 
 
 # What may be refused
@@ -486,7 +495,7 @@ def test_google_clouds_protocol_is_spoken_too(
 def test_each_refusal_is_one_message(bucket: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def told(where: str) -> str:
         with pytest.raises(StorageError) as refused:
-            probe(place(where))  # type: ignore[arg-type]
+            probe(resolve_path(where))  # type: ignore[arg-type]
         assert "\n" not in str(refused.value) and "Sentinel" not in str(refused.value)
         return str(refused.value)
 
@@ -518,9 +527,9 @@ def test_what_passes_is_tried_again(bucket: str, gate: Gate) -> None:
         return None
 
     gate.refuses = refuses
-    file = place(f"{bucket}/x")
+    file = resolve_path(f"{bucket}/x")
     file.parent.mkdir(parents=True)
-    put(file, "one")
+    write_text_atomic(file, "one")
     assert not left and read(file) == b"one"
 
 

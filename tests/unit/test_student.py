@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from distcse.encoder import Encoder
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
-from distcse.events import DevScore, Event, Reporter, Steps
+from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded
 from distcse.runs.lease import Lease
-from distcse.student.material import Text
-from distcse.student.plan import Job
+from distcse.student.material import PreparedCorpus
+from distcse.student.plan import TrainSpec
 from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
@@ -36,7 +36,7 @@ from tests.workers import run_workers
 MakeRecipe = Callable[..., Recipe]
 
 
-def in_worker(job: Job, tables: list[EmbeddingTable], stop_after: int = -1) -> TrainResult:
+def in_worker(job: TrainSpec, tables: list[EmbeddingTable], stop_after: int = -1) -> TrainResult:
     return train(job, tables, stop_after=stop_after)
 
 
@@ -45,11 +45,11 @@ def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
     events: list[Event] = []
     outcome = train(job, tables, events)
     scores = [event.score for event in events if isinstance(event, DevScore)]
-    ranks = [event.losses["rank"] for event in events if isinstance(event, Steps)]
+    ranks = [event.losses["rank"] for event in events if isinstance(event, StepReport)]
     assert outcome.state.finished and outcome.state.step == outcome.steps == len(ranks)
     assert scores[-1] > scores[0] + 2
     assert sum(ranks[-20:]) < sum(ranks[:20])
-    assert all(event.waited >= 0 for event in events if isinstance(event, Steps))
+    assert all(event.waited >= 0 for event in events if isinstance(event, StepReport))
 
 
 def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe) -> None:
@@ -96,7 +96,7 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRec
     knobs = (
         f"training.engine={engine}",
         f"training.zero_stage={stage}",
-        "training.dropout_streams=2",
+        "training.dropout_rng_streams=2",
     )
     alone, tables = make_job(recipe_with(*knobs))
     train(alone, tables)
@@ -144,13 +144,13 @@ def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, da
 
 def test_what_cannot_work_is_told_before_teachers_work(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     for overrides, error, told in (
-        (["evaluation.held_out=2"], RecipeError, r"agreement needs teachers and evaluation\.held_out of at least 3"),
+        (["evaluation.num_heldout=2"], RecipeError, r"agreement needs teachers and evaluation\.held_out of at least 3"),
         (
             [f"evaluation.data={tmp_path}"],
             EvaluationError,
             r"STS-B dev: no .*stsb/dev\.tsv\.gz; the dev score needs it",
         ),
-        (["evaluation.held_out=1000"], CorpusError, r"evaluation\.held_out is 1000, but the corpus has 384 rows"),
+        (["evaluation.num_heldout=1000"], CorpusError, r"evaluation\.held_out is 1000, but the corpus has 384 rows"),
         (["training.batch_size=512"], CorpusError, r"352 rows to learn from, one batch wants 512"),
     ):
         with pytest.raises(error, match=told):
@@ -170,7 +170,7 @@ def test_a_student_is_loaded_before_teachers_work_and_not_for_its_tokens(
     with pytest.raises(EncoderError, match=r"weight encoder\.layer\.0\.output\.dense\.bias holds NaN"):
         run(recipe, Reporter())
     assert not list((tmp_path / "cache" / "tables").glob("*/shard-*"))
-    text = Text.prepare(recipe, Reporter())
+    text = PreparedCorpus.prepare(recipe, Reporter())
     assert len(text.tokens.lengths(range(3))) == 3 and "start" not in vars(text)
 
 
@@ -194,9 +194,9 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
 
 def test_a_start_that_was_taken_over_writes_nothing_more(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     job, tables = make_job(recipe_with())
-    ours = replace(job, lease=Lease.stake(job.run))
+    ours = replace(job, lease=Lease.acquire(job.run))
     assert train(ours, tables, stop_after=3).interrupted
-    theirs = replace(job, lease=Lease.stake(job.run))
+    theirs = replace(job, lease=Lease.acquire(job.run))
     before = sorted((job.run / "checkpoints").rglob("*"))
     with pytest.raises(RunError, match="was taken over by a later start; this one writes nothing more"):
         train(ours, tables)
@@ -229,7 +229,7 @@ def test_a_resumed_run_refuses_what_would_change_its_learning(recipe_with: MakeR
     recipe = recipe_with()
     directory = RunDirectory.create(recipe)
     _, same = RunDirectory.reopen(
-        directory.path, ["training.workers=2", "training.dropout_streams=2", "training.log_every=1"]
+        directory.path, ["training.workers=2", "training.dropout_rng_streams=2", "training.log_every=1"]
     )
     assert same.training.workers == 2
     with pytest.raises(RecipeError, match=r"training\.lr cannot change in a resumed run"):
@@ -266,7 +266,7 @@ def test_simcse_needs_neither_teachers_nor_labels(
     result = run(
         make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "training.epochs=6"), Reporter(events.append)
     )
-    losses = [event.losses["info_nce"] for event in events if isinstance(event, Steps)]
+    losses = [event.losses["info_nce"] for event in events if isinstance(event, StepReport)]
     assert losses[-1] < 0.8 * losses[0]
     assert result.evaluation is None and result.outcome.state.scores == []
     assert (result.directory.model / "model.safetensors").exists()  # the last checkpoint's

@@ -19,9 +19,9 @@ from distcse.encoder import Encoder
 from distcse.errors import TeacherError
 from distcse.events import Reporter
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.student.houses import InProcess
+from distcse.student.houses import LocalBackend
 from distcse.teachers.build import table_of
-from distcse.teachers.ensemble import LocalSource, TeacherEnsemble
+from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 
@@ -144,13 +144,13 @@ def test_a_table_is_built_once_and_only_what_is_missing_is_built_again(
     built: list[int] = []
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert table.missing_shards() == [0, 1, 2, 3]
-    InProcess().build(teacher, section, corpus, table, [0, 1, 2, 3], built.append, Reporter())
+    LocalBackend().embed(teacher, section, corpus, table, [0, 1, 2, 3], built.append, Reporter())
     assert built == [100, 200, 300, len(corpus)]
     reopened = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert reopened.directory == table.directory and not reopened.missing_shards()
     (table.directory / "shard-00002.npy").write_bytes(b"damage")
     built.clear()
-    InProcess().build(teacher, section, corpus, reopened, reopened.missing_shards(), built.append, Reporter())
+    LocalBackend().embed(teacher, section, corpus, reopened, reopened.missing_shards(), built.append, Reporter())
     assert built == [100] and not reopened.missing_shards()
     whole = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
     np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), whole, atol=1e-3)
@@ -161,7 +161,7 @@ def test_table_and_live_teachers_agree_with_the_encoder(
 ) -> None:
     section = TeachersSection(encoders=[teacher], shard_rows=100)
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    InProcess().build(teacher, section, corpus, table, table.missing_shards(), lambda done: None, Reporter())
+    LocalBackend().embed(teacher, section, corpus, table, table.missing_shards(), lambda done: None, Reporter())
     encoder = Encoder.from_section(teacher).eval()
     columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
     rows = slice(5, 15)
@@ -199,7 +199,7 @@ def test_ensemble_asks_one_block_ahead_and_mixes_by_weight() -> None:
     ensemble = TeacherEnsemble([one, two], lambda rows: [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
     assert len(one.asked) == 1
     for step in range(2, 9):
-        lists = ensemble.taught(step).lists
+        lists = ensemble.teacher_outputs(step).similarities
         assert lists is not None
         assert lists.shape == (2, 4) and lists.dtype == torch.float32
         torch.testing.assert_close(lists, torch.full((2, 4), 0.75 + step / 1000))
@@ -210,9 +210,11 @@ def test_ensemble_asks_one_block_ahead_and_mixes_by_weight() -> None:
 
 def test_ensemble_tells_what_broke_in_a_teacher(corpus: Corpus, tmp_path: Path) -> None:
     table = EmbeddingTable.locate(tmp_path, identity(rows=len(corpus)))
-    ensemble = TeacherEnsemble([LocalSource(TableTeacher(table))], lambda rows: [1], batches, slice(0, 4), range(0, 2))
+    ensemble = TeacherEnsemble(
+        [LocalTeacherClient(TableTeacher(table))], lambda rows: [1], batches, slice(0, 4), range(0, 2)
+    )
     with pytest.raises(TeacherError, match="has no shard 0"):
-        ensemble.taught(0)
+        ensemble.teacher_outputs(0)
     with pytest.raises(ValueError, match="an ensemble of no teachers"):
         TeacherEnsemble([], lambda rows: [], batches, slice(0, 4), range(0, 2))
 

@@ -16,8 +16,8 @@ import torch
 from distcse.corpus import Corpus
 from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import RecipeError, TeacherError
-from distcse.events import Reporter, Steps
-from distcse.objectives import shuffle_groups
+from distcse.events import Reporter, StepReport
+from distcse.objectives import shuffle_rank_groups
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.student.run import Result, run
 from distcse.teachers.endpoint import Endpoint
@@ -79,7 +79,7 @@ def test_an_endpoint_answers_like_its_encoder(
     server: Server, sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
-    section = EndpointSection(url=server.url, batch=7, connections=3, key_variable="MY_KEY")
+    section = EndpointSection(url=server.url, batch_size=7, connections=3, api_key_env="MY_KEY")
     done: list[int] = []
     found = Endpoint("name", section, prompt="query: ").encode(sentences[:50], normalize=True, on_progress=done.append)
     expected = server.encoder.encode([f"query: {text}" for text in sentences[:50]], normalize=True)
@@ -150,9 +150,9 @@ def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., P
 @pytest.mark.parametrize("offset", [0, 3])
 def test_neighbours_change_places_in_their_groups(offset: int) -> None:
     lists = torch.rand(4, 10, generator=torch.Generator().manual_seed(1))
-    noisy = shuffle_groups(lists, 3, seed=5, offset=offset)
-    assert torch.equal(shuffle_groups(lists, 3, seed=5, offset=offset), noisy)
-    assert not torch.equal(shuffle_groups(lists, 3, seed=6, offset=offset), noisy)
+    noisy = shuffle_rank_groups(lists, 3, seed=5, offset=offset)
+    assert torch.equal(shuffle_rank_groups(lists, 3, seed=5, offset=offset), noisy)
+    assert not torch.equal(shuffle_rank_groups(lists, 3, seed=6, offset=offset), noisy)
     for row in range(4):
         assert noisy[row, offset + row] == lists[row, offset + row]
         others = [n for n in range(10) if n != offset + row]
@@ -162,14 +162,14 @@ def test_neighbours_change_places_in_their_groups(offset: int) -> None:
             assert sorted(noisy[row, group].tolist()) == sorted(lists[row, group].tolist())
     assert not torch.equal(noisy, lists)
     whole = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))  # two workers draw what one draws
-    halves = [shuffle_groups(whole[:3], 2, 7, 0), shuffle_groups(whole[3:], 2, 7, 3)]
-    assert torch.equal(torch.cat(halves), shuffle_groups(whole, 2, 7, 0))
+    halves = [shuffle_rank_groups(whole[:3], 2, 7, 0), shuffle_rank_groups(whole[3:], 2, 7, 3)]
+    assert torch.equal(torch.cat(halves), shuffle_rank_groups(whole, 2, 7, 0))
 
 
 def trained(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
     events: list[Any] = []
     result = run(recipe, Reporter(events.append))
-    return result, [event.losses for event in events if isinstance(event, Steps)]
+    return result, [event.losses for event in events if isinstance(event, StepReport)]
 
 
 def learned(losses: list[dict[str, float]], part: str = "rank") -> bool:
@@ -198,7 +198,11 @@ def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path],
 
 def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     teachers = [tiny("roberta", width=64), tiny("minilm"), tiny("distilbert")]
-    knobs = ("teachers.encoders.2.space=rank", "teachers.encoders.2.references=150", "teachers.shuffle_groups=4")
+    knobs = (
+        "teachers.encoders.2.similarity=rank",
+        "teachers.encoders.2.num_references=150",
+        "teachers.rank_noise_group=4",
+    )
     _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs))
     assert learned(losses)
 
@@ -227,7 +231,7 @@ def test_a_cross_encoder_and_an_encoder_teach_together(
     assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"
     with pytest.raises(TeacherError, match="is a cross-encoder: it has no vectors, so no rank space"):
-        trained(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.space=rank"))
+        trained(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.similarity=rank"))
 
 
 def test_an_endpoints_url_is_checked(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:

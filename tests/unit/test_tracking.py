@@ -17,7 +17,7 @@ import pytest
 import requests
 
 from distcse.errors import RecipeError
-from distcse.events import DevScore, Doing, Event, InGroup, Note, Steps
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, StepReport
 from distcse.recipe import Recipe
 from distcse.running import resume, run
 from distcse.student.check import check_recipe
@@ -25,7 +25,7 @@ from distcse.tracking import Tracking, tracking
 from distcse.tracking.tracker import Ending, Line
 from tests.ports import free_port
 
-STEPS = Steps(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5, waited=0.1)
+STEPS = StepReport(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5, waited=0.1)
 DEV = DevScore(step=6, total=22, name="agreement", score=51.0, best=52.0, best_step=0)
 
 
@@ -67,14 +67,14 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run(
     done = resume(begun.directory, listen=heard.append)
     (tracked,) = client.search_runs([experiment])
     assert tracked.info.status == "FINISHED"
-    told = {(event.step, event.losses["loss"]) for event in heard if isinstance(event, Steps)}
+    told = {(event.step, event.losses["loss"]) for event in heard if isinstance(event, StepReport)}
     history = client.get_metric_history(tracked.info.run_id, "train/loss")
     assert {(metric.step, metric.value) for metric in history} == told
     assert max(step for step, _ in told) == 22
     board = scalars(done.directory / "tensorboard")
     assert [step for step, _ in board["train/loss"]] == sorted(step for step, _ in told)
     assert any(name.startswith("final/agreement/") for name in board)
-    assert not [event for event in heard if isinstance(event, Note) and event.warning]
+    assert not [event for event in heard if isinstance(event, LogMessage) and event.warning]
 
 
 def test_names_that_mlflow_does_not_take(
@@ -83,9 +83,9 @@ def test_names_that_mlflow_does_not_take(
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
-    with tracking(recipe_with(f"track.mlflow={{uri: '{uri}'}}"), tmp_path, pytest.fail) as told:
-        told.hear(replace(STEPS, losses={"recall@10": 0.5}))
-        told.hear(InGroup("one", DEV))
+    with tracking(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, pytest.fail) as told:
+        told.on_event(replace(STEPS, losses={"recall@10": 0.5}))
+        told.on_event(GroupEvent("one", DEV))
     client = mlflow.tracking.MlflowClient(tracking_uri=uri)
     (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
     assert tracked.data.metrics["train/recall_10"] == 0.5 and tracked.data.metrics["one/dev"] == 51.0
@@ -94,10 +94,10 @@ def test_names_that_mlflow_does_not_take(
 
 def test_wandb_offline_writes_into_the_run(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
-    recipe, heard = recipe_with("track.wandb={project: mine}"), []
+    recipe, heard = recipe_with("loggers.wandb={project: mine}"), []
     for _ in range(2):
         with tracking(recipe, tmp_path, heard.append) as told:
-            told.hear(STEPS)
+            told.on_event(STEPS)
             told.end(interrupted=False, evaluation=None)
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert heard == [] and len({file.name for file in files}) == 1 and len(files) == 2
@@ -108,10 +108,10 @@ def test_wandb_offline_writes_into_the_run(tmp_path: Path, recipe_with: Callable
 
 
 def test_groups_have_names_and_phases_of_their_own(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
-    with tracking(recipe_with("track.tensorboard=true"), tmp_path, pytest.fail) as told:
+    with tracking(recipe_with("loggers.tensorboard=true"), tmp_path, pytest.fail) as told:
         for phase in ("cycle-1-cross", "cycle-1-bi"):
-            told.hear(InGroup("bert", Doing(phase, "training")))
-            told.hear(InGroup("bert", DEV))
+            told.on_event(GroupEvent("bert", GroupActivity(phase, "training")))
+            told.on_event(GroupEvent("bert", DEV))
     board = scalars(tmp_path / "tensorboard")
     assert board["bert/cycle-1-cross/dev"] == board["bert/cycle-1-bi/dev"] == [(6, 51.0)]
 
@@ -122,12 +122,16 @@ def test_a_server_that_is_not_there_is_told_of_once(
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     heard: list[Event] = []
-    recipe = recipe_with(f"track.mlflow={{uri: 'http://127.0.0.1:{free_port()}'}}")
+    recipe = recipe_with(f"loggers.mlflow={{uri: 'http://127.0.0.1:{free_port()}'}}")
     with tracking(recipe, tmp_path, heard.append) as told:
-        told.hear(STEPS)
-    told.hear(DEV)
+        told.on_event(STEPS)
+    told.on_event(DEV)
     (note,) = heard
-    assert isinstance(note, Note) and note.warning and note.text.startswith("track.mlflow is left, the run goes on: ")
+    assert (
+        isinstance(note, LogMessage)
+        and note.warning
+        and note.text.startswith("loggers.mlflow is left, the run goes on: ")
+    )
 
 
 class Sleeper:
@@ -145,7 +149,7 @@ def test_a_slow_tracker_holds_nobody_up() -> None:
     told = Tracking([line], lambda event: None)
     began = time.monotonic()
     for _ in range(1000):
-        told.hear(STEPS)
+        told.on_event(STEPS)
     line.close(patience=0.1)
     assert time.monotonic() - began < 2
     assert line.failure == "it did not take everything within 0.1 s of the run's end"
@@ -156,12 +160,12 @@ def test_a_missing_package_is_told_before_the_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RecipeError, match=r'track\.wandb needs the package wandb; pip install "distcse\[wandb\]"'):
-        check_recipe(recipe_with("track.wandb={}"))
+        check_recipe(recipe_with("loggers.wandb={}"))
 
 
 def test_no_secret_in_a_recipe(recipe_with: Callable[..., Recipe]) -> None:
     with pytest.raises(RecipeError, match="MLFLOW_TRACKING_USERNAME") as refused:
-        recipe_with("track.mlflow={uri: 'https://me:s3cret@host/'}")
+        recipe_with("loggers.mlflow={uri: 'https://me:s3cret@host/'}")
     assert "s3cret" not in str(refused.value)
 
 
@@ -199,8 +203,8 @@ def test_a_real_server(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> No
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     heard: list[Event] = []
     with server(tmp_path) as uri:
-        with tracking(recipe_with(f"track.mlflow={{uri: '{uri}'}}"), tmp_path, heard.append) as told:
-            told.hear(STEPS)
+        with tracking(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, heard.append) as told:
+            told.on_event(STEPS)
             told.end(interrupted=False, evaluation=None)
         client = mlflow.tracking.MlflowClient(tracking_uri=uri)
         (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 
 from distcse import doctor, embed, evaluate, export, plan, train
 from distcse.detection import build_detector
-from distcse.encoder import CrossEncoder, Encoder, TextReading
+from distcse.encoder import CrossEncoder, Encoder, TokenizerSpec
 from distcse.encoder.loading import load_tokenizer
 from distcse.encoder.source import is_hub_id
 from distcse.errors import EncoderError
@@ -59,7 +59,7 @@ def test_no_family_gets_a_made_up_tokenizer(family: str, tiny: Callable[..., Pat
         Encoder.load(folder, pooling="mean", max_length=16)
     assert f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})" in str(refused.value)
     with pytest.raises(EncoderError, match=NOTHING):
-        TextReading.of(EncoderSection(backbone=str(folder), pooling="mean", max_length=16))
+        TokenizerSpec.of(EncoderSection(backbone=str(folder), pooling="mean", max_length=16))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcse.encoder import Encoder
 from distcse.encoder.dropout import Dropout
-from distcse.encoder.words import _helmert, narrow_words
+from distcse.encoder.words import _helmert, factorize_embeddings
 from distcse.errors import EncoderError
 from distcse.events import Reporter
 from distcse.recipe import StudentSection
@@ -40,7 +40,7 @@ def test_nothing_changes_where_the_directions_hold_everything(kind: str, tiny: C
         embeddings.LayerNorm.weight.uniform_(0.5, 1.5)
         embeddings.LayerNorm.bias.uniform_(-0.5, 0.5)
     before = encoder.encode(TEXTS)
-    encoder.backbone = narrow_words(encoder.backbone, 6)  # five directions, and the one that is left free
+    encoder.backbone = factorize_embeddings(encoder.backbone, 6)  # five directions, and the one that is left free
     noises = {type(module) for module in encoder.backbone.modules() if isinstance(module, torch.nn.Dropout)}
     assert noises == {Dropout}
     np.testing.assert_allclose(encoder.encode(TEXTS), before, atol=2e-5)
@@ -51,7 +51,7 @@ def test_the_more_numbers_the_nearer(tiny: Callable[..., Path]) -> None:
     before, plain = encoder.encode(TEXTS, normalize=True), encoder.backbone
     apart = []
     for dimension in (4, 16, 47):
-        encoder.backbone = narrow_words(plain, dimension)
+        encoder.backbone = factorize_embeddings(plain, dimension)
         apart.append(float(np.abs(encoder.encode(TEXTS, normalize=True) - before).mean()))
     assert apart[0] > apart[1] > apart[2]
 
@@ -59,11 +59,11 @@ def test_the_more_numbers_the_nearer(tiny: Callable[..., Path]) -> None:
 def test_a_narrow_student_learns_and_is_read_by_others(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "student.word_dimension=8")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "student.embedding_size=8")
     result = run(recipe, Reporter())
     student = Encoder.load(result.directory.model)
     assert student.backbone.config.model_type == "electra" and student.backbone.config.embedding_size == 8
-    whole = Encoder.from_section(recipe.student.model_copy(update={"word_dimension": None}))
+    whole = Encoder.from_section(recipe.student.model_copy(update={"embedding_size": None}))
     assert sum(p.numel() for p in student.parameters()) < 0.8 * sum(p.numel() for p in whole.parameters())
     from sentence_transformers import SentenceTransformer
 
@@ -79,18 +79,18 @@ def test_helmerts_rows(dimension: int) -> None:
 
 
 def test_a_narrow_student_without_dropout_has_none(tiny: Callable[..., Path]) -> None:
-    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", word_dimension=8, dropout=0.0)
+    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", embedding_size=8, dropout=0.0)
     assert not Encoder.from_section(section).has_dropout
 
 
 def test_a_narrow_student_detects_edits(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    knobs = ("student.word_dimension=8", "objective.detection={operation: deletion}", "training.max_steps=2")
+    knobs = ("student.embedding_size=8", "objective.detection={operation: deletion}", "training.max_steps=2")
     result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *knobs), Reporter())
     assert result.outcome.state.finished
 
 
 def test_what_cannot_be_is_refused(tiny: Callable[..., Path]) -> None:
     with pytest.raises(EncoderError, match="not distilbert"):
-        Encoder.from_section(StudentSection(backbone=str(tiny("distilbert")), pooling="mean", word_dimension=8))
+        Encoder.from_section(StudentSection(backbone=str(tiny("distilbert")), pooling="mean", embedding_size=8))
     with pytest.raises(EncoderError, match="allowed: 2 to 31"):
-        Encoder.from_section(StudentSection(backbone=str(tiny("bert")), pooling="mean", word_dimension=32))
+        Encoder.from_section(StudentSection(backbone=str(tiny("bert")), pooling="mean", embedding_size=32))

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from distcse.errors import RunError
+from distcse.errors import MissingDependencyError
 from distcse.recipe import LoopSection
 from distcse.trainer.checkpoints import ModelState
 from distcse.trainer.engines.engine import Engine
@@ -33,12 +33,16 @@ def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: Mo
 
 def uses_deepspeed(training: LoopSection) -> bool:
     """Whether the recipe's engine comes to DeepSpeed. `RunError` where it wants it and it is not installed."""
-    if training.engine == "plain":
+    if training.engine == "torch":
         return False
     if find_spec("deepspeed") is not None:
         return True
     if training.zero_stage:
-        raise RunError('training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"')
+        raise MissingDependencyError(
+            'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
+        )
     if training.engine == "deepspeed":
-        raise RunError('training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"')
+        raise MissingDependencyError(
+            'training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"'
+        )
     return False

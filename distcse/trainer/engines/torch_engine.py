@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.device import device_here
+from distcse.device import default_device
 from distcse.encoder.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
@@ -24,7 +24,7 @@ class TorchEngine:
     """PyTorch alone: AdamW, clipping, accumulation, gradients summed over workers by one all-reduce."""
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
-        self.device = torch.device(device_here())
+        self.device = torch.device(default_device())
         self._model = model.to(self.device)
         self._training = training
         self._parameters = trained_parameters(model)
