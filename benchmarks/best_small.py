@@ -26,13 +26,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import EvalConfig, Tasks, candidate_of, collect, evaluate, labelled_dev
-from distcse.evaluation.exposure import Contamination
+from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
+from distcse.experiments.distillation.run import run
 from distcse.files import write_text_atomic
+from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
-from distcse.student.run import run
 from distcse.trainer.allocator import FAST
 
 PAGE = Path("docs/students.md")
@@ -340,8 +340,8 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     """The sentences that distcse's rows learn from, and all-MiniLM-L6-v2's vectors of them, from the table of those rows."""
     import numpy as np
 
-    from distcse.corpus import split_held_out
-    from distcse.student.material import embed_corpus, read_corpus
+    from distcse.data import split_held_out
+    from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
 
     knobs = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distcse.encoder import CrossEncoder, Encoder
+from distcse.models import CrossEncoder, Encoder
 from distcse.teachers.ensemble import TeacherClient
 
 

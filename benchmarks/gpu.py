@@ -44,18 +44,18 @@ from benchmarks.protocol import (
 )
 from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss, rankencoder
 from benchmarks.targets import ROWS
-from distcse.corpus import Tokens
-from distcse.encoder import Encoder, build_projection
-from distcse.encoder.batching import by_length
-from distcse.encoder.loading import load_backbone
-from distcse.encoder.precision import arithmetic, held_as
-from distcse.objectives import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
-from distcse.objectives import list_mle as our_list_mle
-from distcse.ranks import DeviceRankSpace, pair_similarities
-from distcse.ranks.device import counted_ranks, products, sorted_ranks
+from distcse.data import Tokens
+from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
+from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
+from distcse.losses import list_mle as our_list_mle
+from distcse.models import Encoder, build_projection
+from distcse.models.batching import by_length
+from distcse.models.loading import load_backbone
+from distcse.models.precision import arithmetic, held_as
+from distcse.rank_space import DeviceRankSpace, pair_similarities
+from distcse.rank_space.device import counted_ranks, products, sorted_ranks
 from distcse.recipe import LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
-from distcse.student.model import Batch, StudentModel, StudentOutput
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.fused_adamw import FusedAdamW

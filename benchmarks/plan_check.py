@@ -151,10 +151,10 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     """Train in this process; seconds of a step and the highest memory."""
     import torch
 
+    from distcse.experiments.distillation.backends import LocalBackend
+    from distcse.experiments.distillation.preparation import PreparedCorpus
     from distcse.planning.probe import anonymous_bytes
     from distcse.runs.directory import RunDirectory
-    from distcse.student.houses import LocalBackend
-    from distcse.student.material import PreparedCorpus
 
     torch.set_num_threads(1)
     reporter = Reporter()

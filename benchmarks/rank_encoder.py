@@ -26,11 +26,11 @@ from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, pairwise_spearman, rankencoder
 from benchmarks.step import equal_or_stop, load
-from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import read_table
-from distcse.ranks import inner_products, numbered, pair_similarities, rank_space, rank_vectors
-from distcse.ranks.encoder import unit
-from distcse.ranks.space import counted_rank_vectors
+from distcse.models import Encoder, resolve_model
+from distcse.rank_space import inner_products, numbered, pair_similarities, rank_space, rank_vectors
+from distcse.rank_space.encoder import unit
+from distcse.rank_space.space import counted_rank_vectors
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
@@ -130,7 +130,7 @@ def reference_of(job: Any, student: str, references: NDArray[np.float32]) -> Con
     """The reference style's step; compared with ours on one batch before it is returned."""
     from transformers import AutoModel
 
-    from distcse.corpus import Corpus
+    from distcse.data import Corpus
 
     section = job.recipe.teachers.encoders[0]
     encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(job.corpus)

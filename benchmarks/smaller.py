@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.material import MINILM, sentences
-from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
+from distcse.models import Encoder, resolve_model
 
 SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 DIMENSIONS = (256, 128, 64)

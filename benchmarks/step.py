@@ -31,11 +31,11 @@ from benchmarks.material import (
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, batches_of, encode, rankcse, simcse
-from distcse.corpus import Corpus
-from distcse.encoder import resolve_model
-from distcse.encoder.layers import layers_of
+from distcse.data import Corpus
 from distcse.evaluation import VectorModel, labelled_dev, read_table
-from distcse.objectives import TeacherOutputs, gather_views, mix_lists
+from distcse.losses import TeacherOutputs, gather_views, mix_lists
+from distcse.models import resolve_model
+from distcse.models.layers import layers_of
 from distcse.recipe import Recipe
 
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}

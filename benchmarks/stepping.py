@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.material import OurStep
 from benchmarks.protocol import Duration
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.recipe import Recipe
-from distcse.student.plan import TrainSpec
 
 
 @dataclass(frozen=True)

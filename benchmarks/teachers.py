@@ -46,15 +46,15 @@ from benchmarks.protocol import (
     of_spread,
     timed,
 )
-from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder, resolve_model
-from distcse.encoder.batching import by_length
-from distcse.encoder.laid_out import use_mkldnn_linear
+from distcse.data import Corpus, TokenTable
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
-from distcse.objectives import list_mle
+from distcse.losses import list_mle
+from distcse.models import Encoder, resolve_model
+from distcse.models.batching import by_length
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.planning.probe import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.teachers.build import embed_shard, table_of
+from distcse.teachers.embedding import embed_shard, table_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.trainer.allocator import release_memory
@@ -258,7 +258,7 @@ def memory(folder: Path, options: Options) -> list[Figure]:
 
 def _held(model: str) -> tuple[int, int]:
     torch.set_num_threads(1)
-    for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.opening"):
+    for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.factory"):
         importlib.import_module(name)  # the imports are every worker's
     gc.collect()
     release_memory()

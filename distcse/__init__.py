@@ -15,23 +15,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distcse.encoder import CrossEncoder, Encoder
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
     from distcse.measuring import Measured, measure
-    from distcse.ranks import RankSpaceEncoder
+    from distcse.models import CrossEncoder, Encoder
+    from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
     from distcse.running import Run, rerun, resume, run
 
     __version__: str
 
 _HOME = {
-    "CrossEncoder": "distcse.encoder",
+    "CrossEncoder": "distcse.models",
     "DistcseError": "distcse.errors",
-    "Encoder": "distcse.encoder",
+    "Encoder": "distcse.models",
     "Measured": "distcse.measuring",
     "MutualRecipe": "distcse.recipe",
-    "RankSpaceEncoder": "distcse.ranks",
+    "RankSpaceEncoder": "distcse.rank_space",
     "LoadOptions": "distcse.evaluation",
     "Recipe": "distcse.recipe",
     "Run": "distcse.running",

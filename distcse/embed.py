@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status
-from distcse.importing import gc_paused
+from distcse.gc_paused import gc_paused
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import to_uri
 
@@ -30,9 +30,9 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
     with gc_paused():
         from distcse.events import Reporter
+        from distcse.experiments.distillation.preparation import embed_corpus
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_json, print_lines
-        from distcse.student.material import embed_corpus
 
     with open_view(options.quiet, options.json) as view:
         tables = embed_corpus(recipe, Reporter(view.show))
@@ -47,9 +47,9 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
+    from distcse.experiments.distillation.preflight import check_comparison, check_embedding
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
-    from distcse.student.check import check_comparison, check_embedding
 
     check, what = (check_comparison, "comparison") if options.compare else (check_embedding, "pass")
     with open_view(options.quiet, options.json) as view:
@@ -64,10 +64,10 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.device import use_available_cpus
     from distcse.events import Reporter, StageProgress
+    from distcse.experiments.distillation.preparation import read_corpus
+    from distcse.experiments.distillation.roles import with_teacher_precisions
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
-    from distcse.student.material import read_corpus
-    from distcse.student.roles import with_teacher_precisions
     from distcse.teachers.comparison import compare
 
     with open_view(options.quiet, options.json) as view:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distcse.command import STATUSES, add_output_options, exit_status
 from distcse.errors import EvaluationResultError
-from distcse.importing import gc_paused
+from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.corpus.docstrings import docstring_sentences
-from distcse.encoder import Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import default_pooling
-from distcse.encoder.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
+from distcse.data.docstrings import docstring_sentences
 from distcse.errors import ExportError, UnsupportedModelError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Listener, StageProgress, ignore
 from distcse.files import atomic_write, write_text_atomic
-from distcse.ranks import is_rank_space
+from distcse.models import Encoder, is_cross_encoder, resolve_model
+from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
+from distcse.models.st_format import default_pooling
+from distcse.rank_space import is_rank_space
 from distcse.storage import model_of
 
 FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from distcse.device import default_device, speed_of, use_available_cpus
-from distcse.encoder import Encoder
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation import (
     Candidate,
@@ -34,6 +33,7 @@ from distcse.evaluation import (
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, LogMessage, StageProgress
+from distcse.models import Encoder
 from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages

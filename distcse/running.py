@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distcse.device import use_available_cpus
-from distcse.encoder import Encoder
 from distcse.errors import RunArgumentError
 from distcse.events import Listener, LogMessage, Reporter
-from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.run import data_before as data_of_groups_before
+from distcse.experiments.distillation.fingerprints import data_before
+from distcse.experiments.distillation.run import Result
+from distcse.experiments.distillation.run import run as run_student
+from distcse.experiments.mutual import MutualResult, run_mutual
+from distcse.experiments.mutual.run import data_before as data_of_groups_before
+from distcse.models import Encoder
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
 from distcse.report.card import write_card
 from distcse.report.group_card import write_group_cards
@@ -25,9 +28,6 @@ from distcse.report.progress import heard_by
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import resolve_path, to_uri
-from distcse.student.data import data_before
-from distcse.student.run import Result
-from distcse.student.run import run as run_student
 
 if TYPE_CHECKING:
     from distcse.measuring import Measured

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import CommandLineError
-from distcse.importing import gc_paused
+from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import fetch, resolve_path, to_uri
@@ -98,10 +98,10 @@ def _again(options: argparse.Namespace) -> int:
 def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.mutual.check import check_groups
+    from distcse.experiments.distillation.preflight import check_run
+    from distcse.experiments.mutual.preflight import check_groups
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
-    from distcse.student.check import check_run
 
     with open_view(options.quiet, options.json) as view:
         if isinstance(recipe, MutualRecipe):
@@ -130,7 +130,7 @@ def _print(done: Run, as_json: bool) -> None:
 
 def _told(done: Run) -> list[str]:
     """The models, and the run's folder."""
-    from distcse.mutual import MutualResult
+    from distcse.experiments.mutual import MutualResult
 
     lines = [f"model   {to_uri(model)}" for model in done.models.values()]
     if isinstance(done.result, MutualResult):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
-from distcse.importing import gc_paused
+from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import resolve_path, to_uri
@@ -71,10 +71,10 @@ def _main(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sweep) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.mutual.check import check_groups
+    from distcse.experiments.distillation.preflight import check_run
+    from distcse.experiments.mutual.preflight import check_groups
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
-    from distcse.student.check import check_run
     from distcse.tuning.sweep import check
 
     check(recipe, sweep)
@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
 def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
     """Warnings of GPUs that the trials would not use; wants a cluster. `RunError` where the trials would find no room."""
     from distcse.ray_backend.nodes import alive
-    from distcse.tuning.room import lost_gpus_of_trials, trial_resources
+    from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
 
     return lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep), alive())
 
@@ -106,7 +106,7 @@ def _sweep(
     start_ray(fast_allocator=True)
     with gc_paused():
         from distcse.events import Reporter
-        from distcse.report.knobs import in_a_line
+        from distcse.report.parameters import in_a_line
         from distcse.report.progress import open_view
         from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
         from distcse.report.terminal import print_json, print_lines, print_summary

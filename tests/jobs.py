@@ -7,16 +7,16 @@ from typing import Any
 
 import yaml
 
-from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder
+from distcse.data import Corpus, TokenTable
 from distcse.events import Event, Reporter
+from distcse.experiments.distillation.backends import LocalBackend
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.task import fit
+from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
-from distcse.student.houses import LocalBackend
-from distcse.student.lists import fit
-from distcse.student.material import PreparedCorpus
-from distcse.student.plan import TrainSpec
-from distcse.teachers.build import table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 # Workers are forked from one server that has imported what all of them need: seconds less for each.
-multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.student.run"])
+multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.experiments.distillation.run"])
 
 _WAIT = timedelta(minutes=3)
 """For another worker; one that goes its own way is a failure, not half an hour of waiting."""

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.corpus.collate import Tokens
+from distcse.data.collate import Tokens
 from distcse.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
 from distcse.device import default_device
-from distcse.encoder import Encoder, resolve_model
-from distcse.encoder.attention import prepare_mask
-from distcse.encoder.folder import refuse_pickled_weights
-from distcse.encoder.laid_out import use_mkldnn_linear
-from distcse.encoder.loading import attention_of, load_tokenizer, position_limit
-from distcse.encoder.packing import short_cut
 from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
-from distcse.objectives.detection import Detection, detection
+from distcse.losses.detection import Detection, detection
+from distcse.models import Encoder, resolve_model
+from distcse.models.attention import prepare_mask
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.fast.packing import short_cut
+from distcse.models.loading import attention_of, load_tokenizer, position_limit
+from distcse.models.st_format import refuse_pickled_weights
 from distcse.recipe import DetectionSection
 
 _LOGITS = 64_000_000

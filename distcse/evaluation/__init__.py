@@ -3,8 +3,8 @@
 from distcse.evaluation.agreement import AgreementTask, agreement
 from distcse.evaluation.candidates import LoadOptions, candidate_of, named, open_candidate, scorer_of
 from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, suites_named
+from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, Evaluation, ModelInfo, Score, evaluate
-from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.leakage import excluded_from, refuse_test_as_dev
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, VectorModel
 from distcse.evaluation.pairs import PairClassificationTask

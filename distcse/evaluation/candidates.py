@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from distcse.device import speed_of
-from distcse.encoder import CrossEncoder, Encoder, is_cross_encoder, resolve_model
-from distcse.encoder.folder import default_pooling
-from distcse.encoder.laid_out import use_mkldnn_linear
 from distcse.errors import EvaluationOptionError
+from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
-from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
 from distcse.evaluation.runs import numbered
-from distcse.ranks import RankSpaceEncoder, is_rank_space
+from distcse.models import CrossEncoder, Encoder, is_cross_encoder, resolve_model
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.st_format import default_pooling
+from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.storage import model_of
 
 

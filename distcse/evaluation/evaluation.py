@@ -11,8 +11,8 @@ from typing import Any
 
 from distcse.errors import EvaluationResultError
 from distcse.evaluation.catalogue import PUBLISHED
+from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
-from distcse.evaluation.exposure import Contamination
 from distcse.evaluation.models import Model, VectorModel
 from distcse.evaluation.neighbours import Changed, Changes, Neighbourhoods
 from distcse.evaluation.suites import Tasks

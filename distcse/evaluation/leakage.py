@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from distcse.corpus import Excluded, normalized_key
+from distcse.data import Excluded, normalized_key
 from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.evaluation.catalogue import STSB_DEV, DatasetFolder
 from distcse.evaluation.pairs import PairClassificationTask

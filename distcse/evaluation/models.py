@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import ModelOutputError
-from distcse.ranks import RankSpaceEncoder, numbered
+from distcse.models import CrossEncoder, Encoder
+from distcse.rank_space import RankSpaceEncoder, numbered
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]

@@ -3,7 +3,7 @@
 Needs the extra `mteb`. A student runs any of its tasks:
 
     import mteb
-    from distcse.encoder import Encoder
+    from distcse.models import Encoder
     from distcse.evaluation.mteb import MtebEncoder
 
     mteb.evaluate(MtebEncoder.of(Encoder.load("runs/my-run/model"), "my-student"), mteb.get_tasks(tasks=["STS22.v2"]))
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.encoder import Encoder
 from distcse.errors import EvaluationDataError, EvaluationDependencyError
 from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tables import file_of, read_table
+from distcse.models import Encoder
 
 try:
     import mteb

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from distcse import host
 from distcse.device import local_speed
+from distcse.experiments.distillation import roles as student_roles
+from distcse.experiments.mutual import roles as mutual_roles
 from distcse.health.check import Check, fail, gib, ok, warn
-from distcse.mutual import roles as mutual_roles
 from distcse.precision import describe_roles
 from distcse.recipe import LoopSection, MutualRecipe, Recipe
-from distcse.student import roles as student_roles
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_MEMORY, _GOOD_MEMORY = 2**30, 4 * 2**30

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distcse.corpus.readers import find_files
-from distcse.encoder import resolve_model
-from distcse.encoder.folder import refuse_pickled_weights
-from distcse.encoder.loading import load_tokenizer
-from distcse.encoder.source import is_hub_id
-from distcse.encoder.vocabulary import has_tokenizer
+from distcse.data.readers import find_files
 from distcse.errors import CorpusError, EncoderError, RecipeError, StorageError
 from distcse.health.check import Check, fail, ok, warn
+from distcse.models import resolve_model
+from distcse.models.loading import load_tokenizer
+from distcse.models.source import is_hub_id
+from distcse.models.st_format import refuse_pickled_weights
+from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
-from distcse.teachers.own import open_custom
+from distcse.teachers.custom import open_custom
 
 _PATIENCE = 5.0
 """Seconds to wait for a hub or an endpoint."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse.errors import DistcseError
-from distcse.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, states
@@ -221,7 +221,7 @@ class MutualPlan:
 
 def _counted(recipe: MutualRecipe) -> int | None:
     """How many pairs the recipe's files hold; None where they are not to be had."""
-    from distcse.mutual.pairs import read_pairs
+    from distcse.experiments.mutual.pairs import read_pairs
 
     try:
         return len(read_pairs(recipe))

@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.corpus import source_rows
-from distcse.encoder.vocabulary import has_tokenizer
+from distcse.data import source_rows
 from distcse.errors import DistcseError
+from distcse.models.vocabulary import has_tokenizer
 from distcse.planning.shapes import folder_of
 from distcse.recipe import CorpusSection, EncoderSection
 
@@ -132,7 +132,7 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
     """(n,) tokens of texts and sentences of their words, by the encoder's tokenizer; by bytes where that is not here."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
     if folder is not None and has_tokenizer(folder):
-        from distcse.encoder.loading import load_tokenizer
+        from distcse.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(folder, encoder.trust_remote_code)
         ids = tokenizer([encoder.prompt + text for text in texts], truncation=False, padding=False, verbose=False)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from distcse import host
 from distcse.device import DeviceSpeed, local_speed
-from distcse.mutual import roles as mutual_roles
+from distcse.experiments.distillation import roles as student_roles
+from distcse.experiments.mutual import roles as mutual_roles
 from distcse.planning.calibration import Kind, calibrate, this_machine
 from distcse.planning.machines import GPUS, Cluster
 from distcse.planning.shapes import Shape, read_shape
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, MutualRecipe, Recipe, TrainedSection
 from distcse.storage import resolve_path
-from distcse.student import roles as student_roles
 
 
 def open_cluster(told: str, form: tuple[int, int, str], recipe: Recipe | MutualRecipe, network: float) -> Cluster:

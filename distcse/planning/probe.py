@@ -38,7 +38,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     timed = _Clock(device, threads)
     from transformers import BertModel  # noqa: F401
 
-    import distcse.student.run  # noqa: F401  (a process that trains has all of it in memory)
+    import distcse.experiments.distillation.run  # noqa: F401  (a process that trains has all of it in memory)
 
     process = anonymous_bytes()
     found: dict[str, Any] = {
@@ -169,9 +169,9 @@ def _passes(timed: _Clock, device: Any, asked: dict[str, Any]) -> dict[str, Any]
 def _backbone(asked: dict[str, Any], layers: int) -> Any:
     from transformers import AutoConfig, AutoModel
 
-    from distcse.encoder.dropout import fast_dropout
-    from distcse.encoder.layers import keep_layers
-    from distcse.encoder.loading import attention_of, set_dropout
+    from distcse.models.fast.dropout import fast_dropout
+    from distcse.models.layers import keep_layers
+    from distcse.models.loading import attention_of, set_dropout
 
     config = AutoConfig.from_pretrained(asked["folder"]) if asked["folder"] else AutoConfig.for_model(**asked["config"])
     set_dropout(config, 0.1 if asked["dropout"] else 0.0)
@@ -224,7 +224,7 @@ def _sort(timed: _Clock) -> float:
     """Numbers a second that are ranked."""
     import numpy as np
 
-    from distcse.ranks.space import rank_vectors
+    from distcse.rank_space.space import rank_vectors
 
     numbers = np.random.default_rng(0).standard_normal((16, 10_000), dtype=np.float32)
     return numbers.size / timed(lambda: rank_vectors(numbers))

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distcse.encoder import resolve_model
-from distcse.encoder.folder import Layout, read_layout
-from distcse.encoder.last_layer import can_stop_at_one
-from distcse.encoder.packing import has_known_layers
-from distcse.encoder.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
-from distcse.encoder.source import is_hub_id
 from distcse.errors import EncoderError, ModelLoadError
+from distcse.models import resolve_model
+from distcse.models.fast.last_layer import can_stop_at_one
+from distcse.models.fast.packing import has_known_layers
+from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
+from distcse.models.source import is_hub_id
+from distcse.models.st_format import Layout, read_layout
 from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
 _DESCRIBING = ["config.json"]
@@ -78,9 +78,9 @@ class Shape:
     """Largest dropout probability that the model came with."""
     told_by: str = "config.json"
     at_one: bool = False
-    """The last layer is computed at the one token that pooling reads (see encoder/last_layer.py)."""
+    """The last layer is computed at the one token that pooling reads (see models/fast/last_layer.py)."""
     packs: bool = False
-    """On a CPU a batch goes through without its padding (see encoder/packing.py)."""
+    """On a CPU a batch goes through without its padding (see models/fast/packing.py)."""
 
     @property
     def parameters(self) -> int:
@@ -129,7 +129,7 @@ def read_shape(section: EncoderSection) -> Shape:
     backbone = _without_numbers(config, section)
     layers = _kept_layers(section)
     if layers is not None:
-        from distcse.encoder.layers import keep_layers
+        from distcse.models.layers import keep_layers
 
         keep_layers(backbone, layers)
     shape = _measured(section.backbone, backbone, told_by)
@@ -178,7 +178,7 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 def _check_tokenizer(section: EncoderSection) -> None:
     """Load the tokenizer of a folder that holds weights. What a hub's cache lacks is fetched when the run starts."""
-    from distcse.encoder.loading import load_tokenizer
+    from distcse.models.loading import load_tokenizer
 
     folder = folder_of(section.backbone, section.trust_remote_code)
     if folder is not None and not is_hub_id(section.backbone) and any(folder.glob("*.safetensors")):
@@ -200,7 +200,7 @@ def _without_numbers(config: Any, section: EncoderSection) -> Any:
     """The model of a config on torch's meta device: every parameter has a shape and no storage."""
     import torch
 
-    from distcse.encoder.loading import model_class
+    from distcse.models.loading import model_class
 
     try:
         with torch.device("meta"):
@@ -225,8 +225,8 @@ def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
 def _measured(name: str, backbone: Any, told_by: str) -> Shape:
     from torch import nn
 
-    from distcse.encoder.layers import layers_of
-    from distcse.encoder.loading import dropouts
+    from distcse.models.layers import layers_of
+    from distcse.models.loading import dropouts
 
     stack = layers_of(backbone)
     pooler = getattr(backbone, "pooler", None)
@@ -256,7 +256,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
 
 
 def _with_narrow_words(shape: Shape, config: Any, dimension: int) -> Shape:
-    """Embeddings of `dimension` numbers, their norm, and the matrix that widens them (see encoder/words.py)."""
+    """Embeddings of `dimension` numbers, their norm, and the matrix that widens them (see models/factorized_embeddings.py)."""
     positions = int(config.max_position_embeddings)
     if config.model_type != "bert":
         positions -= int(config.pad_token_id) + 1  # RoBERTa counts positions from there

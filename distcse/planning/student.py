@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distcse.encoder import is_cross_encoder
-from distcse.encoder.packing import WORTH
+from distcse.experiments.distillation.batch_loader import AT_A_TIME
+from distcse.models import is_cross_encoder
+from distcse.models.fast.packing import WORTH
 from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
@@ -15,7 +16,6 @@ from distcse.planning.passes import Pass, Terms
 from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
 from distcse.planning.terms import Lists, ObjectiveWork, list_seconds, objective_work
 from distcse.recipe import EncoderSection, Recipe, TeacherSection
-from distcse.student.plan import AT_A_TIME
 from distcse.trainer.engines.torch_engine import MANY
 from distcse.trainer.schedule import total_steps
 
@@ -137,7 +137,7 @@ class StudentRun:
         ]
         if self.has_detector:
             whole = replace(self.student, at_one=False)
-            found.append(Pass(whole, 2 * rows, padded, True, precision, self.has_dropout))
+            found.append(Pass(whole, 2 * rows, self._edited_length(padded, length), True, precision, self.has_dropout))
         if self.generator is not None:
             found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
         if (chunk := self.recipe.training.grad_cache_chunk) is not None:
@@ -149,6 +149,14 @@ class StudentRun:
                 replace(work, training=False, texts=part * work.texts) for work, part in zip(found, shares, strict=True)
             ]
         return found
+
+    def _edited_length(self, padded: float, length: float | None) -> float:
+        """Tokens that the discriminator's texts are padded to: where its loss counts padding, as far as the global batch is."""
+        detection = self.recipe.objective.detection
+        counts_padding = detection is not None and detection.reduction == "all"
+        return (
+            max(padded, self.padded(self.recipe.training.batch_size)) if counts_padding and length is None else padded
+        )
 
     def _packed(self, padded: float, kind: str) -> float | None:
         """Tokens of a text where a batch is packed."""

@@ -8,13 +8,13 @@ import shutil
 import yaml
 
 from distcse import __version__
-from distcse.encoder.source import PACKAGE
 from distcse.evaluation import Evaluation
+from distcse.experiments.distillation.run import Result
 from distcse.files import write_text_atomic
+from distcse.models.source import PACKAGE
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.storage import is_uri, upload_dir
-from distcse.student.run import Result
 
 
 def write_card(result: Result) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from distcse.evaluation.estimates import spearman
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.phases import Phase
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from distcse.evaluation import Evaluation, Score
-from distcse.evaluation.exposure import NOTICED_FROM, TRANSDUCTIVE_FROM
+from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
 from distcse.evaluation.runs import Spread, has_several, joined, spreads
 from distcse.tuning.summary import Row
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import yaml
 
 from distcse import __version__
+from distcse.experiments.mutual import Best, MutualResult
 from distcse.files import write_text_atomic
-from distcse.mutual import Best, MutualResult
 from distcse.recipe import recipe_yaml
 from distcse.report.card import base_model, scores_told
 from distcse.storage import upload_dir

@@ -25,7 +25,7 @@ from distcse.events import (
     TrialUpdate,
     as_line,
 )
-from distcse.report.knobs import in_a_line
+from distcse.report.parameters import in_a_line
 
 _PLAIN_EVERY_SECONDS = 10.0
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -8,8 +8,8 @@ from typing import Any
 from distcse import __version__
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import legend, number, row_title, spread_text
-from distcse.report.knobs import short, shown
 from distcse.report.page import environment, put_pages
+from distcse.report.parameters import short, shown
 from distcse.report.sweep_pictures import sweep_pictures
 from distcse.tuning.importance import importances
 from distcse.tuning.space import Space

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from distcse.recipe import ParameterSection
 from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
-from distcse.report.knobs import short
+from distcse.report.parameters import short
 from distcse.tuning.records import Trial, winner_of
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"

@@ -9,10 +9,10 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.corpus import Corpus
+from distcse.data import Corpus
 from distcse.errors import ComparisonError
 from distcse.recipe import Recipe
-from distcse.teachers.opening import open_embedder, scores_pairs
+from distcse.teachers.factory import open_embedder, scores_pairs
 
 NEAREST = 10
 _SHOWN = 5

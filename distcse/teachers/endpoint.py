@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from distcse.encoder.prompts import SENTENCE, is_template
 from distcse.errors import EndpointError, TeacherError
+from distcse.models.prompts import SENTENCE, is_template
 from distcse.recipe import EndpointSection
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)

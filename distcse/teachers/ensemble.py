@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.corpus import duplicate_mask
-from distcse.objectives import TeacherOutputs, disagreement_weights, mix_lists, shuffle_rank_groups
+from distcse.data import duplicate_mask
+from distcse.losses import TeacherOutputs, disagreement_weights, mix_lists, shuffle_rank_groups
 from distcse.teachers.teacher import Teacher
 
 Lists = NDArray[np.float32]

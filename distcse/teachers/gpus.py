@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from distcse.ray_backend.gpu_shortfall import GpuRole
 from distcse.ray_backend.nodes import Node, ResourceRequest
 from distcse.recipe import TeachersSection
-from distcse.teachers.builders import embedding_actor_resources
-from distcse.teachers.opening import uses_table
+from distcse.teachers.embedding_actors import embedding_actor_resources
+from distcse.teachers.factory import uses_table
 
 _GPUS = {"GPU": "teachers.gpus_per_actor"}
 

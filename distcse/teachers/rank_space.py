@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.ranks import rank_space
+from distcse.rank_space import rank_space
 from distcse.teachers.table import EmbeddingTable
 
 

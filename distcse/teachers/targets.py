@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from distcse.errors import EmbeddingTableError
 from distcse.files import text_checksum
 from distcse.storage import atomic_write, fetch
-from distcse.teachers.graph import joined_vectors
+from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
 _NAME, _KEY, _DIGEST = "projection", "of", "blake2b"

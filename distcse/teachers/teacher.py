@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
-    from distcse.corpus import Corpus
+    from distcse.data import Corpus
 
 
 class Teacher(Protocol):

@@ -25,13 +25,13 @@ from distcse.errors import LoggerSetupError
 from distcse.events import Reporter, TrialUpdate
 from distcse.recipe import MutualRecipe, Sweep
 from distcse.storage import RemotePath, names, to_uri
-from distcse.teachers.actors import use_assigned_gpus, use_assigned_threads
+from distcse.teachers.servers import use_assigned_gpus, use_assigned_threads
 from distcse.tracking import require_mlflow_server
 from distcse.trainer import allocator
 from distcse.tuning.records import Status, Trial, read_trial, read_trials, register_trial
-from distcse.tuning.room import TrialResources
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import TrialContext, clear, run_trial
+from distcse.tuning.trial_resources import TrialResources
 
 _METRIC, _NOW, _PROGRESS = "best", "dev", "progress"
 _END = 101

@@ -20,23 +20,23 @@ from typing import Any
 from distcse.errors import RunDirectoryError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, one_by_one
-from distcse.mutual import roles as mutual_roles
-from distcse.mutual.run import read_by_groups
+from distcse.experiments.distillation import roles as student_roles
+from distcse.experiments.distillation.backends import RayBackend, read_by_workers
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.mutual import roles as mutual_roles
+from distcse.experiments.mutual.run import read_by_groups
 from distcse.ray_backend.cluster import cluster
 from distcse.ray_backend.nodes import alive
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.runs.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
 from distcse.runs.lease import Lease
 from distcse.storage import fetch, resolve_path, to_uri, write_text_atomic
-from distcse.student import roles as student_roles
-from distcse.student.houses import RayBackend, read_by_workers
-from distcse.student.material import PreparedCorpus
-from distcse.tuning.finals import check_labels, measure
-from distcse.tuning.house import SweepBackend
+from distcse.tuning.final_evaluation import check_labels, measure
 from distcse.tuning.records import Trial, read_trials, winner_of
 from distcse.tuning.space import Space
-from distcse.tuning.table import write_tables
+from distcse.tuning.sweep_backend import SweepBackend
 from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial_table import write_tables
 
 _TRIALS, _WINNERS = "trials", "winners"
 
@@ -128,7 +128,7 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
     interrupted = False
     with cluster(fast_allocator=True):
         from distcse.tuning.ray_tune import StoppedError, loggers, search, train_all
-        from distcse.tuning.room import lost_gpus_of_trials, trial_recipe, trial_resources
+        from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_recipe, trial_resources
 
         loggers(sweep)  # refused now rather than after the teachers' pass
         room = trial_resources(recipe, sweep)
@@ -195,7 +195,7 @@ def _teachers(recipe: Recipe | MutualRecipe, in_own_process: bool, reporter: Rep
     if isinstance(recipe, MutualRecipe):
         yield None
         return
-    from distcse.teachers.actors import served
+    from distcse.teachers.servers import served
 
     text = PreparedCorpus.prepare(recipe, reporter)
     _ = text.start  # a student that does not load is told once, not by every trial

@@ -10,10 +10,10 @@ from typing import Any
 
 from distcse.errors import DivergedError
 from distcse.events import CheckpointSaved, DevScore, Event, GroupActivity, GroupEvent, Reporter
+from distcse.experiments.distillation.backends import Backend
 from distcse.recipe import MutualRecipe, Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import remove
-from distcse.student.houses import Backend
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
 
@@ -133,11 +133,11 @@ def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
 
 def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, house: Backend | None) -> None:
     if isinstance(recipe, MutualRecipe):
-        from distcse.mutual import run_mutual
+        from distcse.experiments.mutual import run_mutual
 
         run_mutual(recipe, reporter, directory)
     else:
-        from distcse.student.run import run
+        from distcse.experiments.distillation.run import run
 
         run(recipe, reporter, directory, house)
 
@@ -191,8 +191,8 @@ class _Groups:
 
     def ended(self) -> Iterator[tuple[int, float, float]]:
         """(cycle, percent of all cycles, score) of each cycle that has ended since this was asked last."""
-        from distcse.mutual.ledger import PhaseStore
-        from distcse.mutual.phases import Phase
+        from distcse.experiments.mutual.phase_store import PhaseStore
+        from distcse.experiments.mutual.phases import Phase
 
         ledger = PhaseStore(self._run)
         names = [name for name in self._groups if name not in ledger.dropped]

@@ -18,14 +18,14 @@ from benchmarks.material import sentences as wiki
 from benchmarks.soak import ROWS, Soak
 from distcse.errors import RunError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport
+from distcse.experiments.distillation.backends import RayBackend
+from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.experiments.distillation.run import run
 from distcse.ray_backend import nodes
 from distcse.ray_backend.nodes import ResourceRequest, ResourceWatchdog
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.student.houses import RayBackend
-from distcse.student.material import prepare_tables, read_corpus
-from distcse.student.run import run
-from distcse.teachers.actors import RemoteTeacherClient, co_located_servers, served
+from distcse.teachers.servers import RemoteTeacherClient, co_located_servers, served
 from distcse.teachers.serving import serving
 from tests.jobs import make_recipe
 from tests.kills import Nodes, kill_actor, processes_of

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.load import CLOSE, Clock, Load, deepest, measured
 from benchmarks.memory import MIB
 from distcse.errors import TeacherError
-from distcse.teachers.actors import RemoteTeacherClient, TeacherServer, server_of
-from distcse.teachers.pulse import CONCURRENCY
+from distcse.teachers.heartbeat import CONCURRENCY
+from distcse.teachers.servers import RemoteTeacherClient, TeacherServer, server_of
 
 pytestmark = pytest.mark.cluster
 

@@ -20,7 +20,7 @@ from distcse.events import (
     StageProgress,
     StepReport,
 )
-from distcse.student.run import run
+from distcse.experiments.distillation.run import run
 from tests.jobs import make_recipe
 
 pytestmark = pytest.mark.cluster

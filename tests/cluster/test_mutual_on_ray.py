@@ -16,9 +16,9 @@ import pytest
 
 from distcse.errors import RunError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.phases import Phase
+from distcse.experiments.mutual import MutualResult, run_mutual
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory

@@ -14,12 +14,12 @@ import pytest
 from distcse.device import cpu_speed
 from distcse.errors import RunError
 from distcse.events import Reporter
-from distcse.mutual import run_mutual
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.phases import Phase
+from distcse.experiments.distillation.ray_train import resources_per_worker
+from distcse.experiments.distillation.run import run
+from distcse.experiments.mutual import run_mutual
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
-from distcse.student.ray_train import resources_per_worker
-from distcse.student.run import run
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, refused

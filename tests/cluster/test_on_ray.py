@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RunError, StoppedEarlyError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.student.run import run
 from tests.jobs import make_recipe
 from tests.kills import kill_actor
 from tests.models import make_cross_encoder, make_masked_lm

@@ -11,8 +11,8 @@ import pytest
 
 from distcse.errors import DivergedError, TeacherError
 from distcse.events import LogMessage, Reporter
+from distcse.experiments.distillation.run import run
 from distcse.recipe import Recipe, with_values
-from distcse.student.run import run
 from distcse.teachers import builders
 from tests.jobs import make_recipe
 from tests.unit.test_numbers import answering

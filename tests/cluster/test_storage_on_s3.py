@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from distcse import evaluate, train, tune
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import run
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.storage import fetch_folder, resolve_path, to_uri
-from distcse.student.run import run
 from distcse.tuning.records import read_trials
 from tests.jobs import make_recipe
 from tests.s3 import CACHE, CREDENTIALS, IN_THE_BUCKET, RUNS, Server

@@ -17,18 +17,18 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from distcse.encoder import Encoder
 from distcse.errors import RecipeError, RunError
 from distcse.events import Event, Reporter, StageProgress, TrialUpdate
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, read_recipe, read_sweep
 from distcse.report.sweep_page import write_sweep_pages
-from distcse.student.run import run
 from distcse.tuning.ray_tune import _Listener, _scheduler, search, tpe
 from distcse.tuning.records import Trial, TrialMetric, read_trials
-from distcse.tuning.room import trial_resources
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, begin, reopen, run_sweep
 from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial_resources import trial_resources
 from tests.jobs import make_recipe
 from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distcse.objectives import (
+from distcse.losses import (
     TeacherOutputs,
     Views,
     build_objective,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.mutual.labels import combine
-from distcse.objectives import bce_soft, mse_cosine
+from distcse.experiments.mutual.labels import combine
+from distcse.losses import bce_soft, mse_cosine
 from distcse.recipe import MutualSection
 
 

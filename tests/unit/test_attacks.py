@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 import yaml
 
-from distcse.corpus import Corpus
-from distcse.encoder import CrossEncoder, Encoder, resolve_model
+from distcse.data import Corpus
 from distcse.errors import CorpusError, DistcseError, EncoderError, RecipeError, RunError, TeacherError
 from distcse.evaluation import LoadOptions, open_candidate
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import run
 from distcse.files import checksum, dump_checked_json
+from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
-from distcse.student.run import run
-from distcse.teachers.graph import open_knn_graph
+from distcse.teachers.knn_graph import open_knn_graph
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 from tests.jobs import make_job, train
 from tests.models import make_cross_encoder

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.encoder import Encoder
 from distcse.errors import RecipeError
 from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.dev_metric import DevMetric
+from distcse.experiments.distillation.run import run
+from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
+from distcse.models import Encoder
 from distcse.recipe import Recipe
-from distcse.student.averaging import WeightInterpolation
-from distcse.student.dev import DevMetric
-from distcse.student.plan import BatchLoader
-from distcse.student.run import run
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state

@@ -9,19 +9,19 @@ import pytest
 
 from distcse.errors import RecipeError, RunError
 from distcse.events import DevScore, Event, LogMessage, Reporter
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.remote_evaluator import evaluator_requests
+from distcse.experiments.distillation.task import DistillationTask, fit
 from distcse.planning.lengths import assumed_lengths
 from distcse.planning.machines import GPUS
 from distcse.planning.student import StudentRun
 from distcse.recipe import Recipe
-from distcse.student.beside import evaluator_requests
-from distcse.student.lists import DistillationTask, fit
-from distcse.student.plan import BatchLoader, TrainSpec
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
 from distcse.trainer.trainer import TrainResult
-from distcse.tuning.room import TrialResources, trial_recipe
+from distcse.tuning.trial_resources import TrialResources, trial_recipe
 from tests.jobs import make_job, train
 from tests.weights import assert_equal_weights, weights_of
 

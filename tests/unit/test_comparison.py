@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from distcse.corpus import Corpus
+from distcse.data import Corpus
 from distcse.embed import main
 from distcse.recipe import Recipe
 from distcse.report.terminal import print_comparison

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.corpus import BatchSampler, Corpus, TokenTable, collate, split_held_out
-from distcse.corpus import tokens as tokens_module
-from distcse.corpus.docstrings import docstring_sentences, held_out_documentation, split_sentences
-from distcse.corpus.hub import read_dataset
-from distcse.encoder import Encoder
+from distcse.data import BatchSampler, Corpus, TokenTable, collate, split_held_out
+from distcse.data import tokens as tokens_module
+from distcse.data.docstrings import docstring_sentences, held_out_documentation, split_sentences
+from distcse.data.hub import read_dataset
 from distcse.errors import CorpusError
+from distcse.models import Encoder
 from distcse.recipe import CorpusSection
 
 LINES = ["One sentence here.", "", "  Zwei Sätze – «mit» Umlauten.  ", "   ", "Three 🙂 emoji."]

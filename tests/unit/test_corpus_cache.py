@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.corpus import Corpus
-from distcse.corpus import corpus as corpus_module
-from distcse.corpus import hub as hub_module
-from distcse.corpus.ragged import OFFSETS, VALUES, RaggedWriter, making
-from distcse.corpus.readers import Row
+from distcse.data import Corpus
+from distcse.data import corpus as corpus_module
+from distcse.data import hub as hub_module
+from distcse.data.ragged import OFFSETS, VALUES, RaggedWriter, making
+from distcse.data.readers import Row
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from distcse.corpus import Corpus, docstrings
-from distcse.corpus.docstrings import (
+from distcse.data import Corpus, docstrings
+from distcse.data.docstrings import (
     Documented,
     docstring_sentences,
     held_out_documentation,
     packages_fingerprint,
 )
-from distcse.corpus.prose import is_sentence, paragraphs, split_sentences, without_markup
+from distcse.data.prose import is_sentence, paragraphs, split_sentences, without_markup
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 

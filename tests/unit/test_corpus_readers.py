@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.corpus.readers import file_kind, find_files, read_sentences
+from distcse.data.readers import file_kind, find_files, read_sentences
 from distcse.errors import CorpusError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distcse.corpus import BatchSampler, split_held_out
+from distcse.data import BatchSampler, split_held_out
 from distcse.errors import CorpusError
 
 

@@ -14,9 +14,9 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distcse.corpus import Corpus, TokenTable, collate, tokenizer_fingerprint
-from distcse.corpus import tokens as tokens_module
-from distcse.corpus.ragged import VALUES
+from distcse.data import Corpus, TokenTable, collate, tokenizer_fingerprint
+from distcse.data import tokens as tokens_module
+from distcse.data.ragged import VALUES
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
 

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-import distcse.corpus.tokens
+import distcse.data.token_table
 from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
 from benchmarks.material import OurStep
 from benchmarks.material import sentences as wiki_sentences
 from benchmarks.parts import terms_of
-from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.batching import by_length
+from distcse.data import Corpus, TokenTable
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.mutual.pairs import Pairs
-from distcse.mutual.task import BiTokens, CrossTokens
-from distcse.ranks import RankSpace, pair_similarities
+from distcse.experiments.distillation.task import fit
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.task import BiTokens, CrossTokens
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.batching import by_length
+from distcse.rank_space import RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, Recipe, TeachersSection
-from distcse.student.lists import fit
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -109,8 +109,8 @@ def test_a_corpus_is_tokenised_once(
     file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
     corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
     tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
-    counting, calls = counted_calls(distcse.corpus.tokens._ids)
-    monkeypatch.setattr(distcse.corpus.tokens, "_ids", counting)
+    counting, calls = counted_calls(distcse.data.token_table._ids)
+    monkeypatch.setattr(distcse.data.token_table, "_ids", counting)
     assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
     assert len(calls) == 1  # chunks of 8,192 rows
     assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
@@ -128,7 +128,7 @@ def test_a_dev_score_reads_the_sentences_of_stsb_dev_once(data: Path, tiny: Call
 def test_a_frozen_pass_processes_next_to_no_padding(data: Path, minilm: str) -> None:
     from transformers import AutoTokenizer
 
-    from distcse.encoder import resolve_model
+    from distcse.models import resolve_model
 
     tokenizer, budget = AutoTokenizer.from_pretrained(resolve_model(minilm)), TeachersSection().tokens_per_batch
     read = tokenizer(wiki_sentences(data, 2000), truncation=True, max_length=32)["input_ids"]
@@ -162,6 +162,6 @@ def test_each_sentence_is_ranked_once_however_many_pairs_it_is_in(monkeypatch: p
         return whole(self, rows, out)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
-    monkeypatch.setattr("distcse.ranks.pairs._BYTES", 8 * len(vectors) * 2)
+    monkeypatch.setattr("distcse.rank_space.pairs._BYTES", 8 * len(vectors) * 2)
     pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
     assert ranked == [2, 2, 2]

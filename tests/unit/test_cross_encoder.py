@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.encoder import CrossEncoder, is_cross_encoder
 from distcse.errors import EncoderError
 from distcse.evaluation import PairScores
-from distcse.mutual.task import pair_model
+from distcse.experiments.mutual.task import pair_model
+from distcse.models import CrossEncoder, is_cross_encoder
 from tests.models import make_cross_encoder
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from distcse.corpus.collate import Tokens, collate
+from distcse.data.collate import Tokens, collate
 from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
-from distcse.encoder import Encoder
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Reporter, StepReport
+from distcse.experiments.distillation.model import build_encoder
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
 from distcse.recipe import DetectionSection
-from distcse.student.model import build_encoder
-from distcse.student.run import run
 from tests.jobs import make_job, make_recipe, train
 from tests.models import make_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.corpus import Corpus
+from distcse.data import Corpus
 from distcse.errors import CorpusError, RecipeError, TeacherError
-from distcse.objectives import disagreement_weights, info_nce, list_mle, list_net, mix_lists, negative_weights
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.task import DistillationTask
+from distcse.losses import disagreement_weights, info_nce, list_mle, list_net, mix_lists, negative_weights
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
-from distcse.student.lists import DistillationTask
-from distcse.student.plan import BatchLoader
-from distcse.teachers.alphas import TeacherWeights
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
+from distcse.teachers.teacher_weights import TeacherWeights
 from tests.jobs import make_job, train
 
 MakeRecipe = Callable[..., Recipe]

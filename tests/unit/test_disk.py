@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from distcse import train
-from distcse.corpus import Corpus, TokenTable
-from distcse.encoder import Encoder
+from distcse.data import Corpus, TokenTable
 from distcse.errors import DistcseError, EncoderError, RunError, TeacherError
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.distillation.layer_selection import with_chosen_layers
+from distcse.experiments.distillation.run import run
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
 from distcse.files import dump_checked_json, load_checked_json, write_text_atomic
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.pairs import Pairs
-from distcse.mutual.phases import Phase
+from distcse.models import Encoder
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.student.layers import with_chosen_layers
-from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from distcse.encoder import Encoder
-from distcse.encoder.dropout import Dropout, dropout, fast_dropout
+from distcse.models import Encoder
+from distcse.models.fast.dropout import Dropout, dropout, fast_dropout
 
 MakeModel = Callable[..., Path]
 KINDS = [torch.float32, torch.bfloat16]

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.corpus import Tokens
-from distcse.encoder import Encoder, build_projection, model_fingerprint, pool, resolve_model
-from distcse.encoder.loading import model_class
-from distcse.encoder.projection import GlobalBatchNorm
+from distcse.data import Tokens
 from distcse.errors import EncoderError
+from distcse.experiments.distillation.model import Batch, StudentModel, build_encoder
+from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
+from distcse.models.loading import model_class
+from distcse.models.projection import GlobalBatchNorm
 from distcse.recipe import EncoderSection, StudentSection
-from distcse.student.model import Batch, StudentModel, build_encoder
 from tests.models import KINDS, their_vectors
 from tests.workers import run_workers
 

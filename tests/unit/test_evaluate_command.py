@@ -12,9 +12,9 @@ import pytest
 
 from distcse import measuring
 from distcse.device import DeviceSpeed
-from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluate import main
+from distcse.models import Encoder
 
 
 def test_one_command_measures_and_writes(

@@ -14,7 +14,6 @@ from scipy.stats import kendalltau, spearmanr
 from sklearn.metrics import ndcg_score, roc_auc_score
 from sklearn.metrics.pairwise import paired_cosine_distances
 
-from distcse.encoder import Encoder, resolve_model
 from distcse.evaluation import (
     STSB_DEV,
     DatasetFolder,
@@ -31,6 +30,7 @@ from distcse.evaluation.geometry import GeometryTask
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import RankingTask
 from distcse.evaluation.tables import Table, read_table
+from distcse.models import Encoder, resolve_model
 
 FIGURES = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}
 

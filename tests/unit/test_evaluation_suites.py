@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from distcse.encoder import Encoder
 from distcse.errors import EvaluationError
 from distcse.evaluation import (
     SUITES,
@@ -29,6 +28,7 @@ from distcse.evaluation import (
     suites_named,
 )
 from distcse.evaluation.models import PairScores
+from distcse.models import Encoder
 from tests.labelled import scored
 
 

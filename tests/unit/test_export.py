@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from distcse import exporting
-from distcse.encoder import Encoder
-from distcse.encoder.head import Dense, DenseShape
 from distcse.errors import EncoderError
 from distcse.export import main
 from distcse.exporting import Exports, export_onnx
-from distcse.ranks import RankSpaceEncoder
+from distcse.models import Encoder
+from distcse.models.head import Dense, DenseShape
+from distcse.rank_space import RankSpaceEncoder
 from distcse.recipe import StudentSection
 from distcse.sharing import prepare
 from tests.models import make_cross_encoder

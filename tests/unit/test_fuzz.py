@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distcse import embed, evaluate, train, tune
-from distcse.corpus import Corpus
-from distcse.corpus.readers import read_sentences
-from distcse.encoder.folder import check_weights, read_layout
+from distcse.data import Corpus
+from distcse.data.readers import read_sentences
 from distcse.errors import DistcseError, EvaluationError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
-from distcse.mutual.ledger import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.models.st_format import check_weights, read_layout
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcse.objectives import TeacherOutputs, Views, build_objective, gather_views, mix_lists
-from distcse.objectives.views import _gather_rows
+from distcse.losses import TeacherOutputs, Views, build_objective, gather_views, mix_lists
+from distcse.losses.views import _gather_rows
 from distcse.recipe import ObjectiveSection
 from tests.workers import run_workers
 

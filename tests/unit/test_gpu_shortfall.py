@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import RecipeError
-from distcse.mutual.actors import resources_of
-from distcse.mutual.gpus import lost_gpus_of_groups
+from distcse.experiments.distillation.gpus import lost_gpus_of_run
+from distcse.experiments.distillation.ray_train import resources_per_worker
+from distcse.experiments.mutual.actors import resources_of
+from distcse.experiments.mutual.gpus import lost_gpus_of_groups
 from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
-from distcse.student.gpus import lost_gpus_of_run
-from distcse.student.ray_train import resources_per_worker
-from distcse.tuning.room import lost_gpus_of_trials, trial_resources
+from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
 from tests.pairs import make_mutual_recipe
 
 LIVE = "teachers.mode=live"
@@ -31,7 +31,11 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Node]], list[Nod
     """Lets placement see some nodes in place of a cluster's."""
 
     def set_nodes(nodes: list[Node]) -> list[Node]:
-        for module in ("distcse.ray_backend.nodes", "distcse.student.ray_train", "distcse.mutual.actors"):
+        for module in (
+            "distcse.ray_backend.nodes",
+            "distcse.experiments.distillation.ray_train",
+            "distcse.experiments.mutual.actors",
+        ):
             monkeypatch.setattr(f"{module}.alive", lambda: nodes)
         return nodes
 

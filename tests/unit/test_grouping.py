@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.corpus import BatchSampler, Grouping
+from distcse.data import BatchSampler, Grouping
 from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.preparation import require_vectors
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.student.material import require_vectors
-from distcse.student.plan import BatchLoader
-from distcse.teachers.graph import open_knn_graph, prepare_knn_graph
+from distcse.teachers.knn_graph import open_knn_graph, prepare_knn_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distcse.detection import build_detector
-from distcse.encoder import Encoder
 from distcse.errors import EncoderError
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
-from distcse.student.run import run
 from tests.jobs import make_recipe
 from tests.models import their_vectors
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from distcse.importing import gc_paused
+from distcse.gc_paused import gc_paused
 
 
 def test_the_collector_is_left_as_it_was_found() -> None:

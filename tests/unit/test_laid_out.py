@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.laid_out import pays, use_mkldnn_linear
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.fast.mkldnn_linear import pays, use_mkldnn_linear
 from distcse.recipe import TeacherSection
-from distcse.teachers.opening import open_embedder
+from distcse.teachers.factory import open_embedder
 from tests.models import make_cross_encoder
 
 _HAS_KERNELS = torch.backends.mkldnn.is_available()
@@ -37,8 +37,8 @@ def test_a_slower_kernel_and_one_that_is_not_there_are_left_out(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MKL's own CPUs, where oneDNN may be slower in fp32, and CPUs without AVX-512, where its bf16 operator raises."""
-    monkeypatch.setattr("distcse.encoder.laid_out._fp32_speedup", lambda: 0.8)
-    monkeypatch.setattr("distcse.encoder.laid_out.onednn_supports", lambda precision: False)
+    monkeypatch.setattr("distcse.models.fast.mkldnn_linear._fp32_speedup", lambda: 0.8)
+    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.onednn_supports", lambda precision: False)
     plain = Encoder.load(tiny(), pooling="mean").eval()
     for precision in ("fp32", "bf16"):
         laid = copy.deepcopy(plain)
@@ -107,7 +107,7 @@ def test_on_a_gpu_frozen_weights_are_half_as_large(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's `meta` device, whose tensors hold no numbers, stands in for it; the numbers are made on the CPU."""
-    monkeypatch.setattr("distcse.teachers.opening.default_device", lambda: "meta")
+    monkeypatch.setattr("distcse.teachers.factory.default_device", lambda: "meta")
     section = TeacherSection(backbone=str(tiny()), pooling="mean", precision="fp16")
     frozen = open_embedder(section)
     assert isinstance(frozen, Encoder) and {weight.dtype for weight in frozen.parameters()} == {torch.float16}

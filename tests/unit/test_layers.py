@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from distcse.encoder import Encoder, only_layers
 from distcse.errors import EncoderError, RecipeError, TeacherError
 from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.distillation.layer_selection import best_layers
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder, only_layers
 from distcse.recipe import EncoderSection, Recipe, StudentSection
-from distcse.student.layers import best_layers
-from distcse.student.run import run
 from tests.jobs import make_recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from distcse.corpus import Corpus, Excluded
+from distcse.data import Corpus, Excluded
 from distcse.errors import CorpusError, EvaluationError, RecipeError
 from distcse.evaluation import Contamination, EvalConfig, collect, excluded_from, labelled_dev, refuse_test_as_dev
 from distcse.events import Event, Reporter, StageProgress
-from distcse.mutual.finals import checked_tasks
+from distcse.experiments.distillation.run import run
+from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.recipe import CorpusSection, Recipe
-from distcse.student.run import run
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from distcse.errors import CorpusError, RecipeError
-from distcse.objectives import Objective, TeacherOutputs, Views, build_objective, gather_views
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.embedding_queue import EmbeddingQueue
+from distcse.experiments.distillation.task import DistillationTask
+from distcse.losses import Objective, TeacherOutputs, Views, build_objective, gather_views
 from distcse.recipe import ObjectiveSection, Recipe
-from distcse.student.lists import DistillationTask
-from distcse.student.memory import EmbeddingQueue
-from distcse.student.plan import BatchLoader, TrainSpec
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.encoder import Encoder
 from distcse.errors import CorpusError, RecipeError, RunError
 from distcse.events import Event, StageProgress
-from distcse.mutual.mining import mine_pairs
-from distcse.mutual.pairs import Pairs
+from distcse.experiments.mutual.mining import mine_pairs
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
-from distcse.teachers.nearest import knn
+from distcse.teachers.knn import knn
 from tests.pairs import make_mutual_recipe
 
 Mine = Callable[..., tuple[Pairs, MutualRecipe, list[Event]]]

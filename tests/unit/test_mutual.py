@@ -13,30 +13,30 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
 
-from distcse.corpus import BatchSampler
-from distcse.encoder import CrossEncoder, Encoder
-from distcse.encoder.head import Dense, DenseShape
+from distcse.data import BatchSampler
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
+from distcse.experiments.distillation.run import run
+from distcse.experiments.mutual import MutualResult, run_mutual
+from distcse.experiments.mutual.group import SerializedGroup
+from distcse.experiments.mutual.label_exchange import LabelExchange
+from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.files import dump_checked_json, load_checked_json
-from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.exchange import LabelExchange
-from distcse.mutual.group import SerializedGroup
-from distcse.mutual.labels import combine
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.pairs import Pairs
-from distcse.mutual.phases import Phase
-from distcse.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.mutual.work import GroupContext
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.head import Dense, DenseShape
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.student.run import run
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import warmup_then_linear
 from tests.jobs import make_recipe

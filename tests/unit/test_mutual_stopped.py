@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
-from distcse.mutual import MutualResult, run_mutual
-from distcse.mutual.exchange import LabelExchange, RunEnded
-from distcse.mutual.group import LocalGroup, SerializedGroup
-from distcse.mutual.ledger import PhaseStore
-from distcse.mutual.phases import Phase
-from distcse.mutual.run import _side_by_side
-from distcse.mutual.work import GroupContext, PairScorer
+from distcse.experiments.mutual import MutualResult, run_mutual
+from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
+from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_trainer import GroupContext, PairScorer
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.run import _side_by_side
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -213,7 +213,7 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
     recipe = both()
     directory = RunDirectory.create(recipe)
     with directory.leased(Reporter()) as lease:
-        from distcse.mutual.run import _pairs
+        from distcse.experiments.mutual.run import _pairs
 
         _pairs(recipe, directory.path, Reporter())
         bench = GroupContext(recipe, 0, directory.path, lease)
@@ -228,7 +228,7 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
             return original(self, *arguments, on_progress=note, **more)
 
         monkeypatch.setattr(PairScorer, "score", score)
-        monkeypatch.setattr("distcse.encoder.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
+        monkeypatch.setattr("distcse.models.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
         with pytest.raises(RunEnded):
             LocalGroup(bench, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

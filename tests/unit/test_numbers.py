@@ -16,21 +16,21 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from distcse.encoder import CrossEncoder, Encoder
 from distcse.errors import DivergedError, EncoderError, RecipeError, TeacherError
 from distcse.events import DevScore, Event, Reporter
-from distcse.objectives import (
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.dev_metric import DevMetric
+from distcse.experiments.distillation.run import run
+from distcse.experiments.distillation.task import DistillationTask
+from distcse.losses import (
     TeacherOutputs,
     bce_soft,
     build_objective,
     gather_views,
     mse_cosine,
 )
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
-from distcse.student.dev import DevMetric
-from distcse.student.lists import DistillationTask
-from distcse.student.plan import BatchLoader
-from distcse.student.run import run
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distcse.objectives import (
+from distcse.losses import (
     Objective,
     TeacherOutputs,
     Views,
@@ -25,7 +25,7 @@ from distcse.objectives import (
     mix_lists,
     negative_entropy,
 )
-from distcse.objectives.list_mle import _exact_suffixes, _SuffixesInDouble
+from distcse.losses.list_mle import _exact_suffixes, _SuffixesInDouble
 from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1

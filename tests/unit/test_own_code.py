@@ -13,11 +13,11 @@ import yaml
 
 from distcse.errors import RecipeError
 from distcse.events import Event, Reporter, StepReport
-from distcse.objectives import build_objective, gather_views
-from distcse.objectives.taught import TeacherOutputs
+from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.distillation.run import run
+from distcse.losses import build_objective, gather_views
+from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
-from distcse.student.material import embed_corpus
-from distcse.student.run import run
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_a_run_with_the_pages_term_and_teacher(
 
 
 def test_its_knobs_change_its_table(recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path) -> None:
-    from distcse.teachers.opening import fingerprint, scores_pairs
+    from distcse.teachers.factory import fingerprint, scores_pairs
 
     one = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
     wider = one.model_copy(update={"kwargs": {"width": 2048}})

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
-from distcse.corpus import collate
+from distcse.data import collate
 from distcse.device import DeviceSpeed
-from distcse.encoder import Encoder, resolve_model
-from distcse.encoder.loading import model_class
 from distcse.errors import EncoderError, RecipeError
+from distcse.experiments.distillation.roles import roles_on
+from distcse.models import Encoder, resolve_model
+from distcse.models.loading import model_class
 from distcse.plan import main
 from distcse.planning.calibration import Kind, _factors, _file, calibrate, here, this_machine
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
@@ -36,7 +37,6 @@ from distcse.planning.student import StudentRun
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as read_undecided
-from distcse.student.roles import roles_on
 from tests.jobs import make_job
 from tests.models import KINDS, make_masked_lm
 

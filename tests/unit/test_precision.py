@@ -17,12 +17,12 @@ import distcse
 from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
 from distcse.errors import RecipeError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.mutual.roles import with_precisions as with_precisions_of_groups
+from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
+from distcse.experiments.mutual.roles import with_precisions as with_precisions_of_groups
 from distcse.precision import Role, report_precisions
 from distcse.ray_backend.node_speeds import ClusterSpeeds
 from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
-from distcse.student.roles import with_precisions, with_teacher_precisions
 from tests.conftest import ROOT
 
 MakeRecipe = Callable[..., Recipe]
@@ -149,7 +149,7 @@ def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytes
     """Another machine may choose otherwise; a resumed or repeated run does not choose at all."""
     auto = {"training.precision": "auto", "teachers.encoders.0.precision": "auto", "evaluation.precision": "auto"}
     recipe = with_values(recipe_with("training.max_steps=2"), auto)
-    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: SLOW)
+    monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: SLOW)
     seen: list[Event] = []
     first = distcse.run(recipe, listen=seen.append)
     (told,) = (event.note for event in seen if isinstance(event, StageProgress) and event.name == "precision")
@@ -157,7 +157,7 @@ def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytes
     stored = read_recipe(str(first.directory / "recipe.yaml"))
     assert isinstance(stored, Recipe)
     assert [stored.training.precision, stored.evaluation.precision] == ["fp32", "fp32"]
-    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
+    monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
     again = distcse.rerun(first.directory, listen=seen.append)
     assert again.compared is not None and "equal" in again.compared.told
     stored = read_recipe(str(again.directory / "recipe.yaml"))
@@ -167,7 +167,7 @@ def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytes
 def test_a_run_in_bf16_is_one_where_the_device_is_fast(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.student.roles.local_speed", lambda: FAST)
+    monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
     recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # as the recipe says
 
@@ -178,8 +178,8 @@ def test_an_embedding_pass_asks_for_its_teachers_devices_alone(
     """On a cluster that has no room for the training workers, too: nothing is trained."""
     recipe = with_values(recipe_with("training.workers=4"), {"teachers.encoders.1.precision": "auto"})
     nodes = [(Node("teachers", {"CPU": 1.0}, {}), [FAST])]
-    monkeypatch.setattr("distcse.student.roles.needs_no_cluster", lambda: False)
-    monkeypatch.setattr("distcse.student.roles.cluster_speeds", lambda: ClusterSpeeds(nodes))
+    monkeypatch.setattr("distcse.experiments.distillation.roles.needs_no_cluster", lambda: False)
+    monkeypatch.setattr("distcse.experiments.distillation.roles.cluster_speeds", lambda: ClusterSpeeds(nodes))
     monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: [node for node, _ in nodes])
     seen: list[Event] = []
     decided = with_teacher_precisions(recipe, Reporter(seen.append))
@@ -197,7 +197,7 @@ def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_pa
     recipe = with_values(recipe, {f"{key}.precision": "auto" for key in keys})
     assert isinstance(recipe, MutualRecipe)
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        monkeypatch.setattr("distcse.mutual.roles.local_speed", lambda device=device: device)
+        monkeypatch.setattr("distcse.experiments.mutual.roles.local_speed", lambda device=device: device)
         found = with_precisions_of_groups(recipe, Reporter())
         assert {getattr(found, key).precision for key in keys} == {chosen}
 
@@ -228,7 +228,7 @@ def test_plan_and_doctor_choose_as_a_run_does(recipe_with: MakeRecipe, monkeypat
 
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        for where in ("distcse.planning.opening", "distcse.health.machine", "distcse.student.roles"):
+        for where in ("distcse.planning.opening", "distcse.health.machine", "distcse.experiments.distillation.roles"):
             monkeypatch.setattr(f"{where}.local_speed", lambda device=device: device)
         planned = opening.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from distcse.encoder import Encoder
 from distcse.errors import EncoderError
+from distcse.models import Encoder
 from distcse.push import main
 from distcse.recipe import Recipe
 from distcse.running import Run, run

@@ -12,11 +12,12 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from distcse.encoder import Encoder
 from distcse.errors import EncoderError, EvaluationError, RecipeError
 from distcse.evaluation import EvalConfig, LoadOptions, StsTask, collect, evaluate, open_candidate, suites_named
 from distcse.events import Reporter, StepReport
-from distcse.ranks import (
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
+from distcse.rank_space import (
     DeviceRankSpace,
     RankSpace,
     RankSpaceEncoder,
@@ -25,11 +26,10 @@ from distcse.ranks import (
     rank_space,
     rank_vectors,
 )
-from distcse.ranks.device import counted_ranks, products, sorted_ranks
-from distcse.ranks.space import counted_rank_vectors
+from distcse.rank_space.device import counted_ranks, products, sorted_ranks
+from distcse.rank_space.space import counted_rank_vectors
 from distcse.recipe import TeachersSection
-from distcse.student.run import run
-from distcse.teachers.actors import server_demands
+from distcse.teachers.servers import server_demands
 from distcse.teachers.serving import serving
 from tests.jobs import make_job, make_recipe
 
@@ -101,7 +101,7 @@ def test_pytorch_ranks_as_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
     found, expected = counted_ranks(told).numpy(), counted_rank_vectors(similarities)
     assert np.array_equal(found[:3], expected[:3])
     assert np.abs(inner_products(found) - inner_products(expected)).max() < 1e-6  # at a bin's edge a last bit decides
-    monkeypatch.setattr("distcse.ranks.device._BYTES", 8 * 80 * 999)  # so that products are sums of chunks
+    monkeypatch.setattr("distcse.rank_space.device._BYTES", 8 * 80 * 999)  # so that products are sums of chunks
     np.testing.assert_allclose(
         products(torch.from_numpy(found), torch.from_numpy(found)), inner_products(found), atol=1e-7
     )
@@ -112,7 +112,7 @@ def test_a_space_on_a_device_is_that_of_the_host(ranks: str, monkeypatch: pytest
     vectors, references = unit(20, 16, seed=1), unit(30_000, 16)
     here, there = RankSpace(references, ranks), DeviceRankSpace(references, ranks, "cpu")
     np.testing.assert_allclose(there.similarities(vectors, slice(4, 9)), here.similarities(vectors)[4:9], atol=2e-6)
-    monkeypatch.setattr("distcse.ranks.device._BYTES", 8 * 2**16 * 7)  # seven rows at a time
+    monkeypatch.setattr("distcse.rank_space.device._BYTES", 8 * 2**16 * 7)  # seven rows at a time
     ranks = there.ranks(vectors)
     assert np.abs(inner_products(ranks) - here.similarities(vectors)).max() < 2e-6
     first, second = np.arange(10), np.arange(10, 20)
@@ -124,7 +124,7 @@ def test_a_space_on_a_device_is_that_of_the_host(ranks: str, monkeypatch: pytest
 
 def test_ranks_are_made_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("distcse.ranks.device.DeviceRankSpace", lambda _, ranks, device: asked.append(device))
+    monkeypatch.setattr("distcse.rank_space.device.DeviceRankSpace", lambda _, ranks, device: asked.append(device))
     for device in ("cpu", "mps", "cuda:1", "cuda"):
         rank_space(unit(10, 4), "sort", device)
     assert asked == ["cuda:1", "cuda"]
@@ -165,7 +165,9 @@ def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> No
     assert server_demands(TeachersSection.model_validate(told)) == []
     (demand,) = server_demands(TeachersSection.model_validate({**told, "gpus_per_actor": 0.25}))
     assert (demand.number, demand.each) == (2, {"CPU": 0.0, "GPU": 0.25})
-    assert demand.description == "2 servers of rank space" and demand.ways_out(["GPU"]).endswith("teachers.gpus_per_actor")
+    assert demand.description == "2 servers of rank space" and demand.ways_out(["GPU"]).endswith(
+        "teachers.gpus_per_actor"
+    )
     live = {"encoders": [cosine], "mode": "live", "gpus_per_actor": 0.5}
     (demand,) = server_demands(TeachersSection.model_validate(live))
     assert (demand.number, demand.each) == (1, {"CPU": 1.0, "GPU": 0.5})
@@ -250,7 +252,7 @@ def test_an_encoder_with_references_is_stored_and_measured(
     np.testing.assert_allclose(scores, 0.3 * np.array(spearman) + 0.7 * (left * right).sum(axis=1), atol=1e-4)
     ranker.save(tmp_path / "model")
     np.testing.assert_allclose(RankSpaceEncoder.load(tmp_path / "model").similarities(first, second), scores, atol=1e-4)
-    with pytest.raises(EncoderError, match=r"has no distcse/ranks\.json"):
+    with pytest.raises(EncoderError, match=r"has no distcse/rank_space\.json"):
         RankSpaceEncoder.load(tiny("bert"))
     with pytest.raises(EncoderError, match="weight is 2"):
         RankSpaceEncoder(encoder, references, weight=2)
@@ -276,8 +278,8 @@ def test_pairs_are_the_same_however_few_rows_are_ranked_at_a_time(
     space, vectors, draw = RankSpace(unit(50, 8)), unit(60, 8, seed=1), np.random.default_rng(2)
     pairs = [(n, n + 1) for n in range(20)] + [(30, n) for n in range(25, 50)] + [(3, 3), (40, 2), (2, 40)]
     first, second = draw.permutation(np.array(pairs)).T
-    monkeypatch.setattr("distcse.ranks.pairs._BYTES", 8 * 50 * at_a_time)
-    monkeypatch.setattr("distcse.ranks.pairs._INSIDE", inside)
+    monkeypatch.setattr("distcse.rank_space.pairs._BYTES", 8 * 50 * at_a_time)
+    monkeypatch.setattr("distcse.rank_space.pairs._INSIDE", inside)
     whole = space.similarities(vectors)
     found = pair_similarities(space, vectors, first, second)
     np.testing.assert_allclose(found, whole[first, second], atol=1e-6)

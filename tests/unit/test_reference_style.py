@@ -28,14 +28,14 @@ from benchmarks.reference_style import (
     score_cross,
 )
 from benchmarks.step import RANKCSE, equal_or_stop, load
-from distcse.corpus import Corpus
-from distcse.encoder import CrossEncoder, Encoder
+from distcse.data import Corpus
 from distcse.evaluation import PairScores, VectorModel
-from distcse.mutual.pairs import Pairs
-from distcse.mutual.task import BiTokens, CrossTokens
-from distcse.objectives import TeacherOutputs, build_objective, gather_views
-from distcse.objectives import list_mle as ours_list_mle
-from distcse.ranks import RankSpace
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.task import BiTokens, CrossTokens
+from distcse.losses import TeacherOutputs, build_objective, gather_views
+from distcse.losses import list_mle as ours_list_mle
+from distcse.models import CrossEncoder, Encoder
+from distcse.rank_space import RankSpace
 from distcse.recipe import LoopSection, ObjectiveSection
 from tests.models import make_masked_lm
 

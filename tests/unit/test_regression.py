@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from distcse.encoder import Encoder
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Reporter
-from distcse.objectives import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
+from distcse.experiments.distillation.run import run
+from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
+from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
-from distcse.student.run import run
 from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
 from tests.jobs import make_job, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of

@@ -15,13 +15,13 @@ from distcse.errors import RunError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbours import Changed, Changes
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import Result, run
 from distcse.report.card import base_model, write_card
 from distcse.report.grids import grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.terminal import print_evaluation, print_remarks
-from distcse.student.run import Result, run
 from tests.jobs import make_recipe
 
 

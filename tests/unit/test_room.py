@@ -10,8 +10,8 @@ import pytest
 from distcse.errors import RunError
 from distcse.ray_backend.nodes import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
-from distcse.teachers.builders import embedding_actor_resources
-from distcse.tuning.room import TrialResources, trial_resources
+from distcse.teachers.embedding_actors import embedding_actor_resources
+from distcse.tuning.trial_resources import TrialResources, trial_resources
 
 MakeRecipe = Callable[..., Recipe]
 

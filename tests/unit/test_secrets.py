@@ -9,8 +9,8 @@ import pytest
 
 from distcse.errors import RecipeError
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import run
 from distcse.ray_backend.cluster import worker_environment
-from distcse.student.run import run
 from tests.jobs import make_recipe
 
 SECRETS = {

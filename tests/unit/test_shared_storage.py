@@ -10,9 +10,9 @@ from threading import Barrier
 
 import pytest
 
+from distcse.experiments.distillation.backends import make_backend
 from distcse.ray_backend.shared_storage import look
 from distcse.runs.directory import check_storage
-from distcse.student.houses import make_backend
 from tests.jobs import make_recipe
 
 
@@ -62,7 +62,7 @@ def test_embedding_asks_nodes_for_teachers_for_the_cache_alone(
     monkeypatch.setattr("distcse.ray_backend.cluster.start_ray", lambda: None)
     monkeypatch.setattr("distcse.ray_backend.cluster.cluster", nullcontext)
     monkeypatch.setattr("distcse.ray_backend.shared_storage.require_shared", ask)
-    monkeypatch.setattr("distcse.student.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
+    monkeypatch.setattr("distcse.experiments.distillation.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
     nodes = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *nodes)
     runs, cache = tmp_path / "runs", tmp_path / "cache"

@@ -19,10 +19,10 @@ import tests.workers  # noqa: F401  (processes are forked from a server that has
 from distcse import train
 from distcse.errors import DistcseError
 from distcse.events import Event, Reporter, ignore
+from distcse.experiments.distillation.run import run
 from distcse.measuring import measure
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.student.run import run
 from tests.jobs import make_recipe
 from tests.weights import assert_equal_weights, weights_of
 

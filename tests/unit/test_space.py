@@ -20,7 +20,7 @@ from distcse.tuning.importance import importances
 from distcse.tuning.records import Trial, TrialMetric, read_trials, readable_trials, winner_of
 from distcse.tuning.space import Space
 from distcse.tuning.summary import dev_row
-from distcse.tuning.table import rows_of, write_tables
+from distcse.tuning.trial_table import rows_of, write_tables
 from tests.jobs import make_recipe
 
 SPACES = Path(__file__).parents[2] / "tune_spaces"

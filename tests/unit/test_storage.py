@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from distcse import train
-from distcse.encoder import Encoder
 from distcse.errors import DistcseError, EncoderError, RecipeError, RunError, StorageError
 from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.experiments.distillation.run import run
 from distcse.files import text_checksum
 from distcse.health.storage import kept
+from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, was_left_here
@@ -35,7 +36,6 @@ from distcse.storage import (
     upload_dir,
     write_text_atomic,
 )
-from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
 from tests.jobs import make_recipe

@@ -13,15 +13,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from distcse.encoder import Encoder
 from distcse.errors import CorpusError, EncoderError, EvaluationError, RecipeError, RunError
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded
 from distcse.runs.lease import Lease
-from distcse.student.material import PreparedCorpus
-from distcse.student.plan import TrainSpec
-from distcse.student.run import run
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.trainer.dropout_rng import dropout_seed

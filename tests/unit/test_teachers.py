@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.corpus import Corpus
-from distcse.encoder import Encoder
+from distcse.data import Corpus
 from distcse.errors import TeacherError
 from distcse.events import Reporter
+from distcse.experiments.distillation.backends import LocalBackend
+from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.student.houses import LocalBackend
-from distcse.teachers.build import table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
@@ -77,7 +77,7 @@ def test_who_serves_a_table_imports_no_pytorch(tmp_path: Path) -> None:
     script = """
 import pickle, sys
 import numpy as np
-import distcse.teachers.actors
+import distcse.teachers.servers
 from distcse.recipe import TeacherSection
 from distcse.teachers.serving import serving
 table = pickle.loads(bytes.fromhex(sys.argv[1]))

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.corpus import Corpus
-from distcse.encoder import CrossEncoder, Encoder
+from distcse.data import Corpus
 from distcse.errors import RecipeError, TeacherError
 from distcse.events import Reporter, StepReport
-from distcse.objectives import shuffle_rank_groups
+from distcse.experiments.distillation.run import Result, run
+from distcse.losses import shuffle_rank_groups
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, TeacherSection
-from distcse.student.run import Result, run
 from distcse.teachers.endpoint import Endpoint
-from distcse.teachers.opening import fingerprint
-from distcse.teachers.pairs import PairTeacher
+from distcse.teachers.factory import fingerprint
+from distcse.teachers.pair_teacher import PairTeacher
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 

@@ -18,9 +18,9 @@ import requests
 
 from distcse.errors import RecipeError
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, StepReport
+from distcse.experiments.distillation.preflight import check_recipe
 from distcse.recipe import Recipe
 from distcse.running import resume, run
-from distcse.student.check import check_recipe
 from distcse.tracking import Tracking, tracking
 from distcse.tracking.tracker import Ending, Line
 from tests.ports import free_port

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModel
 
 from distcse import doctor, embed, evaluate, export, plan, train
 from distcse.detection import build_detector
-from distcse.encoder import CrossEncoder, Encoder, TokenizerSpec
-from distcse.encoder.loading import load_tokenizer
-from distcse.encoder.source import is_hub_id
 from distcse.errors import EncoderError
+from distcse.models import CrossEncoder, Encoder, TokenizerSpec
+from distcse.models.loading import load_tokenizer
+from distcse.models.source import is_hub_id
 from distcse.recipe import DetectionSection, EncoderSection, recipe_yaml
 from tests.jobs import make_recipe
 from tests.models import KINDS, make_cross_encoder, make_masked_lm, without_tokenizer
@@ -255,7 +255,7 @@ def test_a_hubs_folder_is_looked_into_when_it_is_fetched(
     recipe: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before that, its cache may hold what `AutoModel.from_pretrained` fetched: weights without a tokenizer."""
-    monkeypatch.setattr("distcse.encoder.source._from_hub", lambda *given: bare)
+    monkeypatch.setattr("distcse.models.source._from_hub", lambda *given: bare)
     with pytest.raises(EncoderError, match=NOTHING):
         Encoder.load("nobody/has-this", pooling="mean")
     assert plan.main([recipe, "student.backbone=nobody/has-this"]) == 0

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from distcse.encoder import Encoder
-from distcse.encoder.dropout import Dropout
-from distcse.encoder.words import _helmert, factorize_embeddings
 from distcse.errors import EncoderError
 from distcse.events import Reporter
+from distcse.experiments.distillation.run import run
+from distcse.models import Encoder
+from distcse.models.factorized_embeddings import _helmert, factorize_embeddings
+from distcse.models.fast.dropout import Dropout
 from distcse.recipe import StudentSection
-from distcse.student.run import run
 from tests.jobs import make_recipe
 
 TEXTS = ["A cat sleeps.", "The old woman sings a song in the garden.", "Dogs."]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.device import default_device
-from distcse.encoder.precision import arithmetic
+from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
 from distcse.trainer.distributed import all_reduce_sum, world_size

@@ -1,0 +1,1 @@
+"""Kinds of runs: distillation from teachers, and mutual distillation (Trans-Encoder)."""

@@ -1,0 +1,52 @@
+"""The roles of a mutual distillation that compute in a precision, and the devices that each may be put on."""
+
+from __future__ import annotations
+
+from distcse.device import DeviceSpeed, cpu_speed, local_speed
+from distcse.events import Reporter
+from distcse.precision import Role, decide_precisions
+from distcse.ray_backend.node_speeds import cluster_speeds, needs_no_cluster
+from distcse.recipe import MutualRecipe
+
+
+def with_precisions(recipe: MutualRecipe, reporter: Reporter, trial_gpus: float | None = None) -> MutualRecipe:
+    """The recipe with every `precision: auto` decided, and the choice reported.
+
+    Devices are asked only where it matters: a recipe that says fp32 everywhere measures nothing.
+
+    Args:
+        recipe: What will be run.
+        reporter: Receives the choice, and warnings of half precisions that a device is slow at.
+        trial_gpus: GPUs of a sweep's trial, whose process runs all groups in turns; None for a single run.
+    """
+    sections = (recipe.bi, recipe.cross, recipe.mutual, recipe.evaluation)
+    if all(section.precision == "fp32" for section in sections):
+        return recipe
+    return decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
+
+
+def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:
+    """Both formulations, label scoring and evaluation, with their devices; waits for the cluster where it has to be asked."""
+    if trial_gpus is not None:
+        trials = cluster_speeds().of(None, trial_gpus)
+        return roles_on(recipe, trials, [*trials, local_speed()])
+    if not recipe.ray:
+        return roles_on(recipe, [local_speed()], [local_speed()])
+    if needs_no_cluster():
+        return roles_on(recipe, [cpu_speed()], [cpu_speed()])
+    speeds = cluster_speeds()
+    from distcse.experiments.mutual.actors import resources_of
+
+    wants = zip(recipe.groups, resources_of(recipe.groups), strict=True)
+    groups = [device for group, want in wants for device in speeds.of(group.node_labels, want.get("GPU", 0.0))]
+    return roles_on(recipe, groups, [*groups, local_speed()])
+
+
+def roles_on(recipe: MutualRecipe, groups: list[DeviceSpeed], evaluation: list[DeviceSpeed]) -> list[Role]:
+    """All roles, the groups' workers and scorers on one set of devices: the recipe has one precision for all groups."""
+    return [
+        Role("bi-encoders", "bi.precision", recipe.bi.precision, groups),
+        Role("cross-encoders", "cross.precision", recipe.cross.precision, groups),
+        Role("labels", "mutual.precision", recipe.mutual.precision, groups),
+        Role("evaluation", "evaluation.precision", recipe.evaluation.precision, evaluation),
+    ]

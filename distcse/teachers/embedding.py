@@ -1,0 +1,38 @@
+"""Which table a teacher needs, and one shard of it embedded. Knows no cluster: actors and plain loops both call this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.data import Corpus
+from distcse.recipe import TeacherSection
+from distcse.teachers.factory import fingerprint
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import Embedder
+
+
+def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
+    """The table that holds this teacher's vectors of this corpus, complete or not."""
+    identity = TableIdentity(
+        model=fingerprint(teacher),
+        corpus=corpus.fingerprint,
+        rows=len(corpus),
+        pooling=teacher.pooling,
+        max_length=teacher.max_length,
+        prompt=teacher.prompt,
+        precision=teacher.forward_precision,
+        shard_rows=shard_rows,
+    )
+    return EmbeddingTable.locate(cache, identity)
+
+
+def embed_shard(
+    encoder: Embedder, teacher: TeacherSection, corpus: Corpus, table: EmbeddingTable, shard: int, tokens_per_batch: int
+) -> int:
+    """Embed one shard's rows and store it. Returns the number of rows that went through the teacher."""
+    rows = table.shard_range(shard)
+    vectors = encoder.encode(
+        corpus.texts(rows), batch_tokens=tokens_per_batch, precision=teacher.forward_precision, normalize=False
+    )
+    table.write_shard(shard, vectors)
+    return len(rows)
