@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 ON_OLDER_CPU := $(addprefix tests/unit/test_,laid_out.py precision.py teachers.py encoder.py cross_encoder.py student.py)
 
-.PHONY: help quickstart test unit lint types bench lock release-notes clean
+.PHONY: help quickstart test unit lint prose types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -42,9 +42,13 @@ test: $(VENV)/.dev ## set up, then run every test
 unit: $(VENV)/.dev ## set up, then run the tests that need neither a cluster nor patience
 	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow" --numprocesses 2
 
-lint: $(VENV)/.dev ## set up, then ruff
+lint: $(VENV)/.dev ## set up, then ruff and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/prose.py
+
+prose: $(VENV)/.dev ## set up, then list words that nobody in the field uses (.ci/prose.toml)
+	$(BIN)/python .ci/prose.py
 
 types: $(VENV)/.dev ## set up, then mypy
 	$(BIN)/mypy

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MASK = "\0"
 # What separates two words of a phrase: white space, and between lines a comment's sign or the quotes of adjacent strings.
 GAP = r"""[\s"'#]+"""
+# Code in backticks, within a paragraph.
+CODE = r"(`+)(?:(?!\n\s*\n).)+?\1"
 FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))  # Python 3.12
 
 
@@ -77,85 +79,94 @@ def find_words(prose: str, file: str, rules: Rules) -> Iterator[Finding]:
         yield Finding(file, prose.count("\n", 0, match.start()) + 1, form, rules.banned[form])
 
 
-def mask(text: str) -> str:
-    """Mask all but white space."""
-    return re.sub(r"\S", MASK, text)
-
-
-def mask_all(pattern: str, text: str) -> str:
-    """Mask every match of a pattern."""
+def mask(pattern: str, text: str) -> str:
+    """Mask every match of a pattern, except line breaks."""
     return re.sub(pattern, lambda match: re.sub(r"[^\n]", MASK, match[0]), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def mask_others(source: str, prose: dict[int, str]) -> str:
+    """Mask all but white space and the pieces of prose, each given by its offset."""
+    parts, done = [], 0
+    for start, text in sorted(prose.items()):
+        parts += [mask(r"\S", source[done:start]), text]
+        done = start + len(text)
+    return "".join([*parts, mask(r"\S", source[done:])])
 
 
 def mask_fields(text: str) -> str:
     """Mask the replacement fields of an f-string, except messages in them: `{"is set" if x else "is not set"}`."""
-    parts, depth, quote = [], 0, ""
-    for part in re.findall(r"""\{\{|\}\}|[{}'"]|[^{}'"]+""", text):
-        if depth and part in ("'", '"') and quote in ("", part):
-            quote = "" if quote else part
-            parts.append(part)
-            continue
-        depth += 0 if quote else part.count("{") - part.count("}") if depth else part == "{"
-        parts.append(part if quote or not (depth or part == "}") else MASK * len(part))
-    return "".join(parts)
+    parts, depth, start, position = [], 0, 0, 0
+    while position < len(text):
+        if not depth and text.startswith(("{{", "}}"), position):
+            position += 1
+        elif text[position] == "{":
+            if not depth:
+                parts.append(text[start:position])
+                start = position
+            depth += 1
+        elif depth and text[position] == "}":
+            depth -= 1
+            if not depth:
+                parts.append(field_prose(text[start : position + 1]))
+                start = position + 1
+        position += 1
+    return "".join([*parts, text[start:]])
+
+
+def field_prose(field: str) -> str:
+    """Mask all of a replacement field but string literals that contain a space; nested fields are masked too."""
+    pieces = re.split(r"""('[^']*'|"[^"]*")""", field)
+    return "".join(mask(r"\{.*?\}" if n % 2 and " " in piece else ".", piece) for n, piece in enumerate(pieces))
 
 
 def string_prose(literal: str) -> str:
     """Mask what is not prose in a string literal; its prefix becomes quotes, escapes become spaces."""
-    prefix = re.match("[A-Za-z]*", literal)[0]  # type: ignore[index]
+    prefix = literal[: re.search("[\"']", literal).start()]  # type: ignore[union-attr]
     text = '"' * len(prefix) + re.sub(r"\\.", "  ", literal[len(prefix) :])
-    return mask_all("`+[^`]+`+", mask_fields(text) if "f" in prefix.lower() else text)
+    return mask(CODE, mask_fields(text) if "f" in prefix.lower() else text)
 
 
 def python_prose(source: str) -> str:
     """Mask all but comments, docstrings, and string literals that contain a space."""
-    starts = [0]
-    for line in source.split("\n"):
-        starts.append(starts[-1] + len(line) + 1)
-    prose: dict[tuple[int, int], str] = {}
-    strings: dict[tuple[int, int], str] = {}  # adjacent literals, which are one string
-    depth, begin, in_statement, starts_statement = 0, 0, False, False
+    lines = [0, *(match.end() for match in re.finditer("\n", source)), len(source)]
+    prose: dict[int, str] = {}
+    strings: dict[int, str] = {}  # adjacent literals, which are one string
+    depth, begin, in_statement, is_docstring = 0, 0, False, False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        (first, left), (last, right) = token.start, token.end
-        start, end = starts[first - 1] + left, starts[last - 1] + right
+        start, end = (lines[line - 1] + column for line, column in (token.start, token.end))
         if token.type == FSTRING_START:
             begin, depth = (begin if depth else start), depth + 1
-        depth -= token.type == FSTRING_END
+        elif token.type == FSTRING_END:
+            start, depth = begin, depth - 1
         if depth:
             continue
         if token.type == tokenize.COMMENT:
-            prose[start, end] = mask_all("`+[^`]+`+", source[start:end])
+            prose[start] = mask(CODE, source[start:end])
         elif token.type in (tokenize.STRING, FSTRING_END):
-            start = begin if token.type == FSTRING_END else start
-            starts_statement = starts_statement if strings else not in_statement
-            strings[start, end] = string_prose(source[start:end])
+            is_docstring = is_docstring if strings else not in_statement
+            strings[start] = string_prose(source[start:end])
             in_statement = True
         elif token.type != tokenize.NL:
-            if starts_statement or any(" " in text for text in strings.values()):
+            if is_docstring or any(" " in text for text in strings.values()):
                 prose |= strings
-            strings, starts_statement = {}, False
+            strings, is_docstring = {}, False
             in_statement = token.type not in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    parts, done = [], 0
-    for (start, end), text in sorted(prose.items()):
-        parts += [mask(source[done:start]), text]
-        done = end
-    return "".join([*parts, mask(source[done:])])
+    return mask_others(source, prose)
 
 
 def yaml_prose(source: str) -> str:
     """Mask all but comments."""
-    lines = (re.fullmatch(r"(|.*?\s)(#.*)?", line) or re.fullmatch(r"(.*)()", line) for line in source.split("\n"))
-    return "\n".join(mask(line[1]) + mask_all("`+[^`]+`+", line[2] or "") for line in lines if line)
+    comments = re.finditer(r"(?<!\S)#.*", source)
+    return mask_others(source, {match.start(): mask(CODE, match[0]) for match in comments})
 
 
 def markdown_prose(source: str) -> str:
     """Mask fenced blocks, code in backticks, and the targets of links; of a changelog all but what is unreleased."""
     if source.startswith("# Changelog"):
-        unreleased = re.search(r"^## \[?Unreleased\b.*?(?=^## |\Z)", source, re.MULTILINE | re.DOTALL)
-        start, end = unreleased.span() if unreleased else (0, 0)
-        source = mask(source[:start]) + source[start:end] + mask(source[end:])
-    for pattern in (r"^ *(```+|~~~+).*?^ *\1", "(`+)(?!`).+?(?<!`)\\1(?!`)", r"\]\([^)\s]*|https?://[^\s)>]+"):
-        source = mask_all(pattern, source)
+        unreleased = re.finditer(r"^## \[?Unreleased\b.*?(?=^## |\Z)", source, re.MULTILINE | re.DOTALL)
+        source = mask_others(source, {match.start(): match[0] for match in unreleased})
+    for pattern in (r"^[ >*+-]*(```+|~~~+).*?^[ >]*\1", CODE, r"\]\([^)\s]*|https?://[^\s)>]+"):
+        source = mask(pattern, source)
     return source
 
 
@@ -204,7 +215,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     if findings:
         lines.append("per word: " + count(finding.word for finding in findings))
         lines.append("per folder: " + count("/".join(Path(f.file).parts[:-1][:2]) or "." for f in findings))
-    lines.append(f"{len(findings)} words to replace" if findings or errors else "no word to replace")
+    lines.append(f"words to replace: {len(findings)}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if findings or errors else 0
 

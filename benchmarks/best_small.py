@@ -223,8 +223,8 @@ def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: fl
 def start(layers: list[int] | None, options: argparse.Namespace) -> Encoder:
     if layers is None:
         return Encoder.load(MINILM)
-    knobs = [f"student.backbone={MINILM}", f"student.layers={layers}", f"student.max_length={options.max_length}"]
-    return Encoder.from_section(load_recipe("minilm-3layer", knobs).student)
+    overrides = [f"student.backbone={MINILM}", f"student.layers={layers}", f"student.max_length={options.max_length}"]
+    return Encoder.from_section(load_recipe("minilm-3layer", overrides).student)
 
 
 def distil(
@@ -343,9 +343,9 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     from distcse.data import split_held_out
     from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
 
-    knobs = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
+    overrides = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"
-    recipe = load_recipe("minilm-3layer", [*knobs, teacher])
+    recipe = load_recipe("minilm-3layer", [*overrides, teacher])
     (table,) = embed_corpus(recipe, Reporter())
     assert table is not None
     read = read_corpus(recipe, Reporter())

@@ -165,13 +165,13 @@ def read(options: argparse.Namespace) -> Material:
 
 
 def student(lever: Lever) -> Encoder:
-    knobs = [
+    overrides = [
         f"student.backbone={MINILM}",
         f"student.layers={list(lever.layers)}",
         f"student.dropout={lever.dropout}",
         "student.max_length=32",
     ]
-    return Encoder.from_section(load_recipe("minilm-3layer", knobs).student)
+    return Encoder.from_section(load_recipe("minilm-3layer", overrides).student)
 
 
 def train(lever: Lever, seed: int, material: Material) -> Encoder:

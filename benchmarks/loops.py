@@ -40,13 +40,13 @@ def loops(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     sizes = {"tiny model": tiny} if options.quick else {"MiniLM": MINILM, "tiny model": tiny}
     for name, student in sizes.items():
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, 32, 96)
-        job, _ = prepared(recipe)
+        spec, _ = prepared(recipe)
         with ExitStack() as stack:
-            steppers = {way: stack.enter_context(bare(job)) for way in ("bare", f"bare{AGAIN}")}
+            steppers = {way: stack.enter_context(bare(spec)) for way in ("bare", f"bare{AGAIN}")}
             for stage in (0, 1, 2):
-                engine = bare(job, engine="deepspeed", zero_stage=stage)
+                engine = bare(spec, engine="deepspeed", zero_stage=stage)
                 steppers[f"stage {stage}"] = stack.enter_context(engine)
-            steppers["ray"] = stack.enter_context(ray_worker(job, folder / "ray"))
+            steppers["ray"] = stack.enter_context(ray_worker(spec, folder / "ray"))
             ways = {way: stepper.sample for way, stepper in steppers.items()}
             enough = effort.at_least(25) if name == "MiniLM" else effort
             rounds = interleave(ways, enough)

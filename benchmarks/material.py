@@ -147,7 +147,7 @@ def prepared(recipe: Recipe) -> tuple[TrainSpec, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
     text = PreparedCorpus.prepare(recipe, Reporter())
     tables = text.tables(LocalBackend(), Reporter())
-    return text.job(RunDirectory.create(text.recipe).path, tables, Reporter()), tables
+    return text.spec(RunDirectory.create(text.recipe).path, tables, Reporter()), tables
 
 
 def make_up_tables(recipe: Recipe, width: int = 384) -> None:
@@ -164,20 +164,20 @@ def fill(table: EmbeddingTable, width: int, draw: np.random.Generator) -> None:
         table.write_shard(shard, draw.standard_normal((len(table.shard_range(shard)), width), dtype=np.float32))
 
 
-def table_sources(job: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> list[TeacherClient]:
+def table_sources(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> list[TeacherClient]:
     """Teachers that answer from their tables, in this process."""
     found: list[TeacherClient] = []
-    for teacher, table in zip(job.recipe.teachers.encoders, tables, strict=True):
+    for teacher, table in zip(spec.recipe.teachers.encoders, tables, strict=True):
         assert table is not None
         found.append(LocalTeacherClient(serving(teacher, table)))
     return found
 
 
-def live_sources(job: TrainSpec, corpus: Any) -> list[TeacherClient]:
+def live_sources(spec: TrainSpec, corpus: Any) -> list[TeacherClient]:
     """The same teachers, run for every list in fp32."""
     return [
         LocalTeacherClient(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096))
-        for teacher in job.recipe.teachers.encoders
+        for teacher in spec.recipe.teachers.encoders
     ]
 
 
@@ -191,10 +191,10 @@ class OurStep:
         workers: How many there are.
     """
 
-    def __init__(self, job: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
-        plan = BatchLoader(job, rank, workers)
-        self.task = DistillationTask(job, plan, sources)
-        self.section = job.recipe.training
+    def __init__(self, spec: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
+        plan = BatchLoader(spec, rank, workers)
+        self.task = DistillationTask(spec, plan, sources)
+        self.section = spec.recipe.training
         self.engine = make_engine(self.task.model, self.section, self.task.rows, None)
         self.step = 0
         self.task.on_start(0)

@@ -54,10 +54,10 @@ def calls(folder: Path, options: Options) -> Figure:
     recipe = list_recipe(
         folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 48, teachers={"prefetch_steps": 32}
     )
-    job, tables = prepared(recipe)
-    source = CountedSource(table_sources(job, tables)[0])
-    plan, steps = BatchLoader(job, 0, 1), 3 * 32
-    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(job.corpus))
+    spec, tables = prepared(recipe)
+    source = CountedSource(table_sources(spec, tables)[0])
+    plan, steps = BatchLoader(spec, 0, 1), 3 * 32
+    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(spec.corpus))
     section = recipe.teachers
     ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.places, range(steps), section.prefetch_steps)
     for step in range(steps):

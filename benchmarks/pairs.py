@@ -267,8 +267,8 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     ways = {}
     for name, section in (("ours", detection), ("masked only", {**detection, "replace": "masked_only"})):
         wanted = {**objective, "detection": section}
-        job, _ = prepared(list_recipe(folder / name, wiki_file(options.data), student, [], wanted, n, 3 * n, **told))
-        ways[name] = OurStep(job, [])
+        spec, _ = prepared(list_recipe(folder / name, wiki_file(options.data), student, [], wanted, n, 3 * n, **told))
+        ways[name] = OurStep(spec, [])
     ours = ways["ours"]
     theirs = reference_diffcse(ours, generator, student)
     logits = largest_logits(ours)

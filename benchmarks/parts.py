@@ -110,18 +110,18 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
     student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
     file = wiki_file(options.data)
 
-    def job(name: str, length: int, small: bool = False, **training: Any) -> TrainSpec:
+    def spec(name: str, length: int, small: bool = False, **training: Any) -> TrainSpec:
         model = {"max_length": 16, **({} if options.quick else {"layers": [1, 3, 5]})} if small else {}
         told = {"student": model, "training": training}
         return prepared(list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, **told))[0]
 
-    ways = {"plain": OurStep(job("plain", n), []), "chunks": OurStep(job("chunks", n, chunk=chunk), [])}
+    ways = {"plain": OurStep(spec("plain", n), []), "chunks": OurStep(spec("chunks", n, chunk=chunk), [])}
     same_or_stop(ways["chunks"], ways["plain"])
     rounds = interleave({way: settled(step) for way, step in ways.items()}, effort, again="plain")
     context, held = multiprocessing.get_context("spawn"), []
     for length in lists:
         with context.Pool(1) as pool_of_one:
-            held.append(pool_of_one.apply(_held, (job(f"lists of {length}", length, small=True, chunk=2 * chunk),)))
+            held.append(pool_of_one.apply(_held, (spec(f"lists of {length}", length, small=True, chunk=2 * chunk),)))
     at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, held, strict=True)}
     grown = held[1] / held[0]
     return [
@@ -147,12 +147,12 @@ def settled(step: OurStep) -> Sampler:
     return sample
 
 
-def _held(job: TrainSpec) -> int:
+def _held(spec: TrainSpec) -> int:
     """Most bytes that two steps hold beyond the imports."""
     torch.set_num_threads(1)
     importlib.import_module("transformers.models.bert.modeling_bert")
     before = psutil.Process().memory_info().rss
-    step = OurStep(job, [])
+    step = OurStep(spec, [])
     for _ in range(2):
         step()
     return _highest() - before
@@ -216,8 +216,8 @@ def host_work(folder: Path, options: Options) -> Figure:
     small = str(stand_in(folder / "teacher", "tiny"))
     teacher = {"backbone": small, "pooling": "cls", "max_length": 32}
     student = str(stand_in(folder / "student", size))
-    job, tables = prepared(list_recipe(folder, wiki_file(options.data), student, [teacher], RANKCSE, 4, 64))
-    step = OurStep(job, table_sources(job, tables))
+    spec, tables = prepared(list_recipe(folder, wiki_file(options.data), student, [teacher], RANKCSE, 4, 64))
+    step = OurStep(spec, table_sources(spec, tables))
     step()
     return counted(7, "aten calls, BERT-base step", dispatched(step), f"{size} student")
 

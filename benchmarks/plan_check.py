@@ -158,9 +158,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     reporter = Reporter()
-    text, house = PreparedCorpus.prepare(recipe, reporter), LocalBackend()
-    tables = text.tables(house, reporter)
-    job = text.job(RunDirectory.create(recipe).path, tables, reporter)
+    text, backend = PreparedCorpus.prepare(recipe, reporter), LocalBackend()
+    tables = text.tables(backend, reporter)
+    spec = text.spec(RunDirectory.create(recipe).path, tables, reporter)
     marks: list[tuple[int, float, float]] = []
 
     def note(event: Event) -> None:
@@ -175,7 +175,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
-    house.train(job, text.corpus, tables, Reporter(note))
+    backend.train(spec, text.corpus, tables, Reporter(note))
     ended.set()
     watcher.join()
     pairs = list(pairwise(marks))

@@ -104,12 +104,12 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     n = 8 if options.quick else 64
     file, plain = wiki_file(options.data), {**OBJECTIVE, "rank_regression": None}
     teacher = {"backbone": MINILM, "pooling": "cls", "max_length": 32, "similarity": "rank"}
-    job, tables = prepared(list_recipe(folder / "ranks", file, MINILM, [teacher], OBJECTIVE, n, 3 * n))
+    spec, tables = prepared(list_recipe(folder / "ranks", file, MINILM, [teacher], OBJECTIVE, n, 3 * n))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], plain, n, 3 * n))
     assert tables[0] is not None
     ranks = WideRanks(tables[0], references)
-    ours, contrastive = OurStep(job, [LocalTeacherClient(ranks)]), OurStep(simcse, [])
-    theirs, at = reference_of(job, MINILM, references), f"N = {n}, n = {len(references):,}"
+    ours, contrastive = OurStep(spec, [LocalTeacherClient(ranks)]), OurStep(simcse, [])
+    theirs, at = reference_of(spec, MINILM, references), f"N = {n}, n = {len(references):,}"
     every = {"ranks": timed(ours), "SimCSE": timed(contrastive), "reference": timed(theirs)}
     rounds = interleave(every, effort, again="SimCSE")
     found = [
@@ -126,15 +126,15 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     return [*found, of_spread(16, "base", sum_of_parts, f"{at}, sum of parts")]
 
 
-def reference_of(job: Any, student: str, references: NDArray[np.float32]) -> ContrastiveLoop:
+def reference_of(spec: Any, student: str, references: NDArray[np.float32]) -> ContrastiveLoop:
     """The reference style's step; compared with ours on one batch before it is returned."""
     from transformers import AutoModel
 
     from distcse.data import Corpus
 
-    section = job.recipe.teachers.encoders[0]
-    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(job.corpus)
-    live = OurStep(job, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
+    section = spec.recipe.teachers.encoders[0]
+    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus)
+    live = OurStep(spec, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
     teacher = FrozenTeacher(load(section.backbone).eval(), "cls", 1.0)
     model = AutoModel.from_pretrained(resolve_model(student))
     if getattr(model, "pooler", None) is not None:

@@ -175,7 +175,7 @@ def _real_actors(
             def sample(repeats: int) -> Duration:
                 begun = time.perf_counter()
                 for _ in range(repeats):
-                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.build.remote(shard), shards))
+                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.embed.remote(shard), shards))
                 wall = (time.perf_counter() - begun) / repeats
                 return Duration(wall, wall)  # the actors' CPU time is not this process's
 
@@ -205,8 +205,8 @@ class Share:
         workers: How many there would be.
     """
 
-    def __init__(self, job: Prepared, rank: int, workers: int) -> None:
-        self._step = OurStep(job[0], table_sources(*job), rank, workers)
+    def __init__(self, spec: Prepared, rank: int, workers: int) -> None:
+        self._step = OurStep(spec[0], table_sources(*spec), rank, workers)
         self._workers, self._timed = workers, [0]
         width = self._step.task.model.encoder.dimension
         self._others = torch.randn(2, self._step.section.batch_size, width)
@@ -251,7 +251,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
     ways |= {f"weak {k}": Share(jobs[k * rows], 0, k) for k in counts["weak"]}
     ways |= {f"strong {k}": Share(jobs[rows], 0, k) for k in counts["strong"]}
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort.at_most(3), again="alone")
-    sent = collectives({n: job for n, job in jobs.items() if n >= rows}, effort)
+    sent = collectives({n: spec for n, spec in jobs.items() if n >= rows}, effort)
     slowest = {name: way.slowest for name, way in ways.items()}
     found = []
     for kind, workers in counts.items():
@@ -274,9 +274,9 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
     return [*found, *for_real(jobs[2 * rows], alone, f"{rows} rows a worker", effort)]
 
 
-def for_real(job: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
+def for_real(spec: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
     """Two workers' real step, and what the simulation makes of it from what the same two measure by turns with it."""
-    workers = run_workers(_by_turns, 2, job, 2 if effort.shortest == 0 else TURNS)
+    workers = run_workers(_by_turns, 2, spec, 2 if effort.shortest == 0 else TURNS)
     turns = [{way: max(each[way] for each in turn) for way in turn[0]} for turn in zip(*workers, strict=True)]
     middle = {f"{way} s": median(turn[way] for turn in turns) for way in turns[0]}
     return [
@@ -299,16 +299,16 @@ def off(row: int, part: str, times: Sequence[tuple[float, float]], at: str) -> F
     return Figure(row, part, *(abs(apart.median),) * 3, setting=at, terms=terms)
 
 
-def gradient(job: Prepared) -> Figure:
+def gradient(spec: Prepared) -> Figure:
     """How far the gradient of two workers is from that of one, on the same batch without dropout."""
-    one, two = _gradient(job), run_workers(_gradient, 2, job)[0]
+    one, two = _gradient(spec), run_workers(_gradient, 2, spec)[0]
     apart = float((two - one).norm() / one.norm())
     return counted(28, "gradient of two workers against one, relative", float(f"{apart:.2g}"), "N = 16")
 
 
-def _gradient(job: Prepared) -> Tensor:
+def _gradient(spec: Prepared) -> Tensor:
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    step = OurStep(job[0], table_sources(*job), rank, workers)
+    step = OurStep(spec[0], table_sources(*spec), rank, workers)
     step.task.model.eval()
     step.engine.backward(step.loss()[0])
     sum_gradients(step)
@@ -327,16 +327,16 @@ def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
 
 
 def _send(jobs: dict[int, Prepared], times: int) -> dict[int, float]:
-    return {n: _sent(job, times) for n, job in jobs.items()}
+    return {n: _sent(spec, times) for n, spec in jobs.items()}
 
 
-def _sent(job: Prepared, times: int) -> float:
-    send = _sender(job)
+def _sent(spec: Prepared, times: int) -> float:
+    send = _sender(spec)
     return spread_of([_timed_together(send) for _ in range(times + 1)][1:]).median
 
 
-def _sender(job: Prepared) -> Callable[[], None]:
-    step = OurStep(job[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
+def _sender(spec: Prepared) -> Callable[[], None]:
+    step = OurStep(spec[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
     model = step.task.model
     views = torch.randn(2, step.task.rows, model.encoder.dimension, requires_grad=True)
     for parameter in model.parameters():
@@ -354,11 +354,11 @@ def _sender(job: Prepared) -> Callable[[], None]:
     return send
 
 
-def _by_turns(job: Prepared, turns: int) -> list[dict[str, float]]:
+def _by_turns(spec: Prepared, turns: int) -> list[dict[str, float]]:
     """Of each turn, after one that does not count: seconds of a real step and of what the simulation puts together."""
     me, workers = dist.get_rank(), dist.get_world_size()
-    real = OurStep(job[0], table_sources(*job), me, workers)
-    beside, alone, send = Share(job, me, workers), Share(job, me, workers), _sender(job)
+    real = OurStep(spec[0], table_sources(*spec), me, workers)
+    beside, alone, send = Share(spec, me, workers), Share(spec, me, workers), _sender(spec)
     found = []
     for _ in range(turns + 1):
         turn = {"real": _timed_together(real), "communication": _timed_together(send)}

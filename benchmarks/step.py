@@ -96,9 +96,9 @@ class Bench:
         distilled = objective is RANKCSE
         teachers = self.teachers if distilled else []
         name = f"{'rankcse' if distilled else 'simcse'}-{precision}"
-        job, tables = prepared(self.recipe(objective, teachers, name, precision=precision, **training))
-        sources = live_sources(job, Corpus.open(job.corpus)) if live else table_sources(job, tables)
-        return OurStep(job, sources)
+        spec, tables = prepared(self.recipe(objective, teachers, name, precision=precision, **training))
+        sources = live_sources(spec, Corpus.open(spec.corpus)) if live else table_sources(spec, tables)
+        return OurStep(spec, sources)
 
     def theirs(self, ours: OurStep, distilled: bool) -> ContrastiveLoop:
         """The reference style's, from the same weights over the same batches."""

@@ -29,7 +29,7 @@ class Told:
 
     address: tuple[str, int]
     key: bytes
-    job: TrainSpec
+    spec: TrainSpec
     training: dict[str, Any]
     """Changes to the recipe's training section, such as the engine."""
     reports: bool = False
@@ -39,9 +39,9 @@ class Told:
 def stepping(told: Told) -> None:
     """The loop of a stepping process: a number of steps comes in, seconds go out; 0 ends it."""
     torch.set_num_threads(1)
-    recipe: Recipe = told.job.recipe
+    recipe: Recipe = told.spec.recipe
     changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=told.training)})
-    step = OurStep(TrainSpec(changed, told.job.run, told.job.corpus, told.job.tokens), [])
+    step = OurStep(TrainSpec(changed, told.spec.run, told.job.corpus, told.job.tokens), [])
     with Client(told.address, authkey=told.key) as asking:
         asking.send("ready")
         while (steps := asking.recv()) > 0:
@@ -86,10 +86,10 @@ class Stepper:
 
 
 @contextmanager
-def bare(job: TrainSpec, **training: Any) -> Iterator[Stepper]:
+def bare(spec: TrainSpec, **training: Any) -> Iterator[Stepper]:
     """A plain process."""
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
-        told = Told(listener.address, _KEY, job, training)  # type: ignore[arg-type]
+        told = Told(listener.address, _KEY, spec, training)  # type: ignore[arg-type]
         process = multiprocessing.get_context("spawn").Process(target=stepping, args=(told,))
         process.start()
         stepper = Stepper(_accepted(listener, process.join), False)
@@ -101,7 +101,7 @@ def bare(job: TrainSpec, **training: Any) -> Iterator[Stepper]:
 
 
 @contextmanager
-def ray_worker(job: TrainSpec, storage: Path) -> Iterator[Stepper]:
+def ray_worker(spec: TrainSpec, storage: Path) -> Iterator[Stepper]:
     """A worker of a `TorchTrainer` as distcse starts it; wants a cluster."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -109,7 +109,7 @@ def ray_worker(job: TrainSpec, storage: Path) -> Iterator[Stepper]:
     from distcse.ray_backend.cluster import worker_environment
 
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
-        told = Told(listener.address, _KEY, job, {}, reports=True)  # type: ignore[arg-type]
+        told = Told(listener.address, _KEY, spec, {}, reports=True)  # type: ignore[arg-type]
         environment = {**worker_environment(0.0), "OMP_NUM_THREADS": "1"}
         trainer = TorchTrainer(
             stepping_on_ray,

@@ -92,18 +92,18 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     objective = {"consistency": None, "rank": None}
     file = wiki_file(options.data)
-    job, tables = prepared(list_recipe(folder, file, MINILM, [teacher], {}, n, 4 * n))
-    corpus, table = Corpus.open(job.corpus), tables[0]
+    spec, tables = prepared(list_recipe(folder, file, MINILM, [teacher], {}, n, 4 * n))
+    corpus, table = Corpus.open(spec.corpus), tables[0]
     assert table is not None
-    encoder = Encoder.from_section(job.recipe.teachers.encoders[0]).eval()
+    encoder = Encoder.from_section(spec.recipe.teachers.encoders[0]).eval()
     unique = len(set(corpus.texts(range(len(corpus)))))
-    fresh = table_of(job.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+    fresh = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     with passes_of(encoder) as first:
-        embed_shard(encoder, job.recipe.teachers.encoders[0], corpus, fresh, 0, 4096)
-    again = table_of(job.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+        embed_shard(encoder, spec.recipe.teachers.encoders[0], corpus, fresh, 0, 4096)
+    again = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], objective, n, 4 * n))
     step = OurStep(simcse, [])
-    distilled = OurStep(job, table_sources(job, tables))
+    distilled = OurStep(spec, table_sources(spec, tables))
     texts = corpus.texts(range(n))
     ways = {"pass": lambda: encoder.encode(texts), "SimCSE": step, "distilled": distilled}
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="SimCSE")  # type: ignore[arg-type]

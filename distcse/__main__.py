@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from types import ModuleType
 
 from distcse import __version__
 from distcse.command import exit_status
@@ -20,7 +21,9 @@ COMMANDS = {
     "push": "upload a model to the Hugging Face hub",
     "plan": "estimate a run's time, memory and network traffic",
     "doctor": "check this machine, its cluster and a recipe's files",
+    "recipe": "list, show and migrate recipes; print their reference and schemas",
 }
+_PACKAGE_COMMANDS = ("recipe",)
 _COMPLETION = "completion"
 _RECIPES = {
     "bash": '_distcse_recipes() { compgen -W "NAMES" -- "$1"; compgen -f -- "$1"; }',
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     if name in COMMANDS:
-        status: int = import_module(f"distcse.{name}").main(words[1:])
+        status: int = _import_command(name).main(words[1:])
         return status
     if name == _COMPLETION:
         shell = _completion_parser().parse_args(words[1:]).shell
@@ -45,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.parse_args(words)
     parser.print_help()
     return 0
+
+
+def _import_command(name: str) -> ModuleType:
+    return import_module(f"distcse.{name}.__main__" if name in _PACKAGE_COMMANDS else f"distcse.{name}")
 
 
 def _refuse(name: str) -> int:
@@ -65,15 +72,25 @@ def _complete(shell: str) -> int:
     whole = argparse.ArgumentParser(prog="distcse")
     commands = whole.add_subparsers()
     for name, about in COMMANDS.items():
-        parent = import_module(f"distcse.{name}").build_parser()
+        parent = _import_command(name).build_parser()
         command = commands.add_parser(name, help=about, parents=[parent], add_help=False)
-        for action in command._actions:
+        for action in _actions(command):
             if action.nargs != 0 and action.choices is None and action.dest != "overrides":
                 action.complete = _RECIPE if action.dest == "recipe" else shtab.FILE  # type: ignore[attr-defined]
     names = " ".join(packaged_recipes())
     preamble = {shell: function.replace("NAMES", names) for shell, function in _RECIPES.items()}
     sys.stdout.write(shtab.complete(whole, shell, preamble=preamble) + "\n")
     return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """A parser's options and arguments, and those of its subcommands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                yield from _actions(subcommand)
+        else:
+            yield action
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from distcse.errors import StorageWriteError
 
 _SEAL = "blake2b"
+_CHECKSUM_LINE = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 
 @contextmanager
@@ -114,6 +116,19 @@ def checksum(file: Path) -> str:
 def text_checksum(text: str) -> str:
     """Of a text, as `checksum` would have it of a file."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def add_checksum_line(text: str) -> str:
+    """A text with a last line, a comment in YAML, that has the checksum of the lines above it."""
+    return f"{text}# blake2b {text_checksum(text)} of the lines above\n"
+
+
+def without_checksum_line(text: str) -> str | None:
+    """The lines above the checksum; None where there is none, or the lines are not those it was made of."""
+    found = _CHECKSUM_LINE.search(text)
+    if found is None or text_checksum(text[: found.start()]) != found[1]:
+        return None
+    return text[: found.start()]
 
 
 def dump_checked_json(content: Mapping[str, Any]) -> str:

@@ -54,7 +54,7 @@ def _main(options: argparse.Namespace) -> int:
         )
     ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
     recipe = read_recipe(options.recipe, [o for o in options.overrides if not o.startswith(_SWEEP)])
-    sweep = read_sweep(options.space, ours)
+    sweep = read_sweep(options.space, ours, override_prefix=_SWEEP)
     if options.print_space:
         from distcse.tuning.space import Space
 

@@ -63,7 +63,7 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
     return load_recipe(str(file), overrides)
 
 
-def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
+def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
     """Corpus, tokens and tables prepared; a run directory made."""
     cache = Path(recipe.storage.cache)
     corpus = Corpus.prepare(recipe.corpus, cache)
@@ -74,24 +74,24 @@ def make_job(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec
         if missing := table.missing_shards():
             LocalBackend().embed(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
     directory = run or RunDirectory.create(recipe)
-    return PreparedCorpus(corpus, tokens, recipe).job(directory.path, tables, Reporter()), tables
+    return PreparedCorpus(corpus, tokens, recipe).spec(directory.path, tables, Reporter()), tables
 
 
 def train(
-    job: TrainSpec, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
+    spec: TrainSpec, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
 ) -> TrainResult:
     """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    return fit(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    return fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
 
 
 def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:
     """A run that nothing disturbed, and one that was interrupted and went on."""
-    undisturbed, tables = make_job(recipe)
+    undisturbed, tables = make_spec(recipe)
     train(undisturbed, tables)
-    job, tables = make_job(recipe)
-    assert train(job, tables, stop_after=2).interrupted
-    train(job, tables)
-    return undisturbed, job
+    spec, tables = make_spec(recipe)
+    assert train(spec, tables, stop_after=2).interrupted
+    train(spec, tables)
+    return undisturbed, spec

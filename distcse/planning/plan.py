@@ -34,10 +34,10 @@ class Problem:
     """Why a plan cannot be carried out, and what to turn."""
 
     what: str
-    knob: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.knob}"
+        return f"{self.what}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,13 @@ class StudentPlan:
                 f"a worker's host needs {_gib(self.host_bytes)} for the order of {self.run.rows:,} rows"
                 f"{' and their neighbours' if self.run.recipe.training.neighbor_batching else ''}, {_gib(host)} are there"
             )
-            knob = (
+            remedy = (
                 "set training.neighbor_batching=null"
                 if self.run.recipe.training.neighbor_batching
                 else "the order is held whole (docs/scaling.md)"
             )
             most = int(host / 40 / 10**6) * 10**6
-            found.append(Problem(what, f"{knob}, or learn from fewer: corpus.limit={most}"))
+            found.append(Problem(what, f"{remedy}, or learn from fewer: corpus.limit={most}"))
         if self.run.rows < self.batch + self.run.recipe.evaluation.num_heldout:
             what = f"{self.run.rows:,} sentences are fewer than one batch of {self.batch} and the held-out rows"
             found.append(Problem(what, "lower training.batch_size or evaluation.num_heldout"))
@@ -207,23 +207,25 @@ class StudentPlan:
 
     def _smaller(self, room: float) -> str:
         """Knobs that make a worker fit, each tried."""
-        knobs = []
+        remedies = []
         for stage in STAGES[1:]:
             tried = self.run.memory(self.cluster.machine, self.workers, self.batch, stage)
             if tried.total <= room and stage > self.memory.stage and self.workers > 1:
-                knobs.append(f"training.zero_stage={stage}")
+                remedies.append(f"training.zero_stage={stage}")
                 break
         batch = self.batch
         while batch > self.workers and batch > 2:
             batch //= 2
             if batch % self.workers == 0 and self._fits(self.workers, batch, room):
-                knobs.append(f"training.batch_size={batch}")
+                remedies.append(f"training.batch_size={batch}")
                 break
         more = [w for w in range(self.workers + 1, 4097) if self.batch % w == 0]
         enough = next((w for w in more if self._fits(w, self.batch, room)), None)
         if enough is not None:
-            knobs.append(f"training.workers={enough} on as many devices")
-        return f"write {', or '.join(knobs)}" if knobs else "take a smaller backbone, or a device with more memory"
+            remedies.append(f"training.workers={enough} on as many devices")
+        return (
+            f"write {', or '.join(remedies)}" if remedies else "take a smaller backbone, or a device with more memory"
+        )
 
     def _fits(self, workers: int, batch: int, room: float) -> bool:
         return self.run.memory(self.cluster.machine, workers, batch, self.memory.stage).total <= room

@@ -1,9 +1,96 @@
-"""Print the reference of all knobs: `python -m distcse.recipe > docs/recipe-reference.md`."""
+"""Look at recipes and rewrite old ones: `python -m distcse.recipe list | show | reference | schema | migrate`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
+from importlib.resources import files
 
+from distcse.command import STATUSES, exit_status
+from distcse.errors import RecipeNotFoundError
+from distcse.recipe.complaints import nearest
+from distcse.recipe.json_schema import DOCUMENTS, schema_json
+from distcse.recipe.loading import packaged_recipes
+from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
 
-sys.stdout.write(reference())
+_MODELINE = "# yaml-language-server:"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; without one, print them. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.subcommand is None:
+        parser.print_help()
+        return 0
+    return exit_status(lambda: _run(options), kept="nothing was written")
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.subcommand:
+        case "list":
+            text = _list()
+        case "show":
+            text = "".join(_lines(options.recipe))
+        case "reference":
+            text = reference()
+        case "schema":
+            text = schema_json(options.kind)
+        case _:
+            text = _migrate(options.file, options.output)
+    sys.stdout.write(text)
+    return 0
+
+
+def _list() -> str:
+    names = packaged_recipes()
+    width = max(map(len, names))
+    return "".join(f"{name:<{width}}  {_lines(name)[0].removeprefix('#').strip()}\n" for name in names)
+
+
+def _lines(name: str) -> list[str]:
+    """A packaged recipe, without the line that tells editors where its schema lies in the repository."""
+    if name not in (known := packaged_recipes()):
+        raise RecipeNotFoundError(
+            f"no packaged recipe {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
+        )
+    text = files("distcse.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return [line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE)]
+
+
+def _migrate(file: str, output: str | None) -> str:
+    renamings = migrate_file(file, output)
+    lines = [f"line {renaming.line}: {renaming.old} → {renaming.new}" for renaming in renamings] or [
+        "nothing to rename"
+    ]
+    if output is not None:
+        lines.append(f"written to {output}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distcse.recipe",
+        description="Look at recipes, and rewrite those of earlier versions.",
+        epilog=f"Example: python -m distcse.recipe migrate my-recipe.yaml. {STATUSES}",
+    )
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
+    commands.add_parser("list", help="list the packaged recipes")
+    show = commands.add_parser("show", help="print a packaged recipe, as a start for yours")
+    show.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
+    commands.add_parser("reference", help="print the reference of all keys, as Markdown")
+    schema = commands.add_parser("schema", help="print the JSON schema, for editors")
+    schema.add_argument(
+        "kind", nargs="?", choices=list(DOCUMENTS), default="recipe", help="kind of document (default: recipe)"
+    )
+    migrate = commands.add_parser("migrate", help="rename the old keys and values of a recipe or search space")
+    migrate.add_argument("file", metavar="FILE", help="a recipe or a search space; rewritten in place")
+    migrate.add_argument("--output", metavar="FILE", help="write the result to this file instead")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -51,6 +51,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def is_secret(key: str) -> bool:
+    """Whether a key's name says that its value belongs in no message."""
+    return _SECRET.search(key) is not None
+
+
 def _one_per_place(errors: list[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:
     """A value that fits no branch of a union fails once a branch; one of them speaks for all.
 
@@ -75,7 +80,7 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
         close = nearest(path[-1], keys)
-        told = "" if _SECRET.search(path[-1]) else f" (value {found!r:.200})"
+        told = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
         return f"unknown key {key}{told}{close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
         return f"{key} is missing; write {key}: …"
@@ -88,7 +93,7 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "literal_error":
         choices = _choices(error)
         close = nearest(str(found), choices)
-        return f"{key} is {found!r:.200}{close}; allowed: {', '.join(choices)}{_or_null(model, path)}"
+        return f"{key} is {found!r:.200}{close}; allowed: {', '.join(choices)}{_or_list(model, path)}{_or_null(model, path)}"
     if kind == "string_pattern_mismatch":
         return f"{key} is {found!r:.200}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if kind == "value_error":
@@ -145,6 +150,12 @@ def _or_null(model: type[BaseModel], path: list[str]) -> str:
     annotation = field.annotation if field is not None else None
     is_union = get_origin(annotation) in (Union, types.UnionType)
     return " or null" if is_union and type(None) in get_args(annotation) else ""
+
+
+def _or_list(model: type[BaseModel], path: list[str]) -> str:
+    field = _field(model, path) if not path[-1:] or not path[-1].isdigit() else None
+    kinds = get_args(field.annotation) if field is not None else ()
+    return " or a list" if any(get_origin(kind) is list for kind in kinds) else ""
 
 
 def _range(model: type[BaseModel], path: list[str]) -> str:

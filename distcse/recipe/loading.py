@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,10 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError, RenamedKeyError
 from distcse.recipe.complaints import error_class, explain, nearest
 from distcse.recipe.mutual import MutualRecipe
+from distcse.recipe.renaming import refuse_renamed, rename_path
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
 from distcse.storage import fetch, is_uri, resolve_path
@@ -77,9 +79,10 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
     made absolute, because a Ray worker's current directory is its own.
 
     Raises:
+        RenamedKeyError: A key or value has another name now.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    document = _read(name)
+    document = _read(name, overrides)
     for override in overrides:
         _apply(document, override)
     _read_in_engine_settings(document)
@@ -92,8 +95,11 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     """A recipe with other values at some paths, validated again.
 
     Raises:
+        RenamedKeyError: A path has another name now.
         RecipeError: A path is no knob of this recipe, or is inside a section that the recipe leaves out; or a value is refused.
     """
+    if renamed := [f"{path} is now {new}" for path in values if (new := rename_path(path)) != path]:
+        raise RenamedKeyError("; ".join(renamed))
     document = recipe.model_dump(mode="json")
     for path, value in values.items():
         *parents, last = path.split(".")
@@ -107,17 +113,25 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     return _validated(type(recipe), document, f"with {', '.join(f'{path}={value}' for path, value in values.items())}")
 
 
-def read_sweep(file: str, overrides: Sequence[str] = ()) -> Sweep:
+def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
     """Read a sweep from a YAML file, apply `key.path=value` overrides, validate.
 
+    Args:
+        file: Its name.
+        overrides: `key.path=value`.
+        override_prefix: What the user wrote before each path, for errors about renamed keys.
+
     Raises:
+        RenamedKeyError: A key or value has another name now.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     if not os.path.isfile(file):
         raise RecipeNotFoundError(
             f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml"
         )
-    document = _parse(_content(file), file, "a search space", "parameters:")
+    text = _content(file)
+    document = parse_document(text, file, "a search space", "parameters:")
+    refuse_renamed(decode(text), overrides, file=file, is_space=True, override_prefix=override_prefix)
     for override in overrides:
         _apply(document, override)
     return _validated(Sweep, document, file)
@@ -142,19 +156,27 @@ def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
     return text
 
 
-def _read(name: str) -> Document:
+def _read(name: str, overrides: Sequence[str]) -> Document:
+    file = name
     if is_uri(name):
         fetch(resolve_path(name))
-        name = str(resolve_path(name))
-    if os.path.isfile(name):
-        text = _content(name)
+        file = str(resolve_path(name))
+    if os.path.isfile(file):
+        text = _content(file)
     elif name in (known := packaged_recipes()):
         text = files("distcse.recipes").joinpath(f"{name}.yaml").read_bytes()
     else:
         raise RecipeNotFoundError(
             f"no recipe or file {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
         )
-    return _parse(text, name)
+    document = parse_document(text, name)
+    refuse_renamed(decode(text), overrides, file=name)
+    return document
+
+
+def decode(text: bytes) -> str:
+    """A document's text: UTF-8, or UTF-16 with a byte-order mark, as YAML has it."""
+    return text.decode("utf-16" if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8")
 
 
 def _content(file: str) -> bytes:
@@ -164,7 +186,7 @@ def _content(file: str) -> bytes:
         raise RecipeNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
 
 
-def _parse(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
+def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
     try:
         document = _constructed(text, source)
     except ValueError as broken:
@@ -186,7 +208,7 @@ def _read_in_engine_settings(document: Document) -> None:
                 raise RecipeNotFoundError(
                     f"{name}.deepspeed: no file {file!r}; such as cluster/deepspeed/zero2.yaml, or a mapping"
                 )
-            section["deepspeed"] = _parse(
+            section["deepspeed"] = parse_document(
                 Path(file).read_bytes(), file, "a DeepSpeed configuration", "zero_optimization:"
             )
 

@@ -38,8 +38,9 @@ _DOCUMENTS: Sequence[tuple[str, str, type[BaseModel], str]] = (
 _HEAD = """\
 # Recipe reference
 
-Every knob, with its type, its default and what it does. This page is made from the types by `python -m distcse.recipe`; a test
-holds it to them. A knob's path is its section's name, a dot, and its key: `objective.rank.tau2=0.025` at the command line is
+Every knob, with its type, its default and what it does. This page is made from the types by
+`python -m distcse.recipe reference`; a test holds it to them. A knob's path is its section's name, a dot, and its key. At the
+command line, `objective.rank.tau2=0.025` is
 
 ```yaml
 objective:

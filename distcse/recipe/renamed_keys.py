@@ -1,4 +1,4 @@
-"""Recipe keys of version 0.1 and what each is called now. `distcse recipe migrate` and the errors about old keys read this table."""
+"""Recipe keys of version 0.1 and what each is called now: for `distcse recipe migrate` and for the errors about old keys."""
 
 from __future__ import annotations
 

@@ -84,9 +84,10 @@ class EvaluationSection(Section):
     else fp32; the report names it."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after so many dev scores without a new best; null never stops early."""
-    final_suites: list[Measure] | None = None
+    final_suites: list[Measure] | Literal["with_transfer"] | None = None
     """Measured at the end for start, student and teachers; null takes `sts`, `ranking`, `geometry` and `retrieval` where
-    `data` is given, else `agreement`."""
+    `data` is given, else `agreement`. `with_transfer` adds `transfer` to these where `data` is given: minutes per model
+    ([how many](evaluation.md#in-a-training-run))."""
     transfer: Literal["strict", "fast"] = "strict"
     """How the transfer tasks are fitted: as SentEval does, or by scikit-learn."""
 
@@ -274,7 +275,8 @@ class Recipe(Section):
                 "evaluation.async_eval starts a process of Ray's, and training.workers is 0, which wants none; write "
                 "training.workers: 1, or evaluation.async_eval: null"
             )
-        final = self.evaluation.final_suites or []
+        final = self.evaluation.final_suites
+        final = final if isinstance(final, list) else []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
         if self.evaluation.data is None and (self.dev_score == "stsb" or labelled):
             raise ValueError(

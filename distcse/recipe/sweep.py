@@ -116,14 +116,14 @@ class Sweep(Section):
     @model_validator(mode="after")
     def _can_be_searched(self) -> Self:
         if self.search.algorithm == "grid":
-            for path, knob in self.parameters.items():
-                if knob.kind not in ("values", "expression"):
+            for path, parameter in self.parameters.items():
+                if parameter.kind not in ("values", "expression"):
                     raise ValueError(
-                        f"a grid has values; parameters.{path} gives {knob.kind}; write values, or random or tpe"
+                        f"a grid has values; parameters.{path} gives {parameter.kind}; write values, or random or tpe"
                     )
         if self.schedule.kind == "pbt" and self.search.algorithm == "tpe":
             raise ValueError("pbt changes values by itself; write search.algorithm: random")
-        for path, knob in self.parameters.items():
-            if knob.simplex != (".*." in path):
+        for path, parameter in self.parameters.items():
+            if parameter.simplex != (".*." in path):
                 raise ValueError(f"parameters.{path}: simplex goes with a `*` in the path, and only with it")
         return self

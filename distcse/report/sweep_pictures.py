@@ -19,7 +19,7 @@ _CELLS = 8
 
 
 def sweep_pictures(
-    trials: Sequence[Trial], knobs: Mapping[str, ParameterSection], importances: Mapping[str, float]
+    trials: Sequence[Trial], parameters: Mapping[str, ParameterSection], importances: Mapping[str, float]
 ) -> list[Picture]:
     """All pictures that there is something to draw for."""
     scored = [trial for trial in trials if trial.best is not None]
@@ -27,7 +27,7 @@ def sweep_pictures(
     if not sound:
         return []
     drawn = [
-        _parallel(sound, knobs),
+        _parallel(sound, parameters),
         _temperatures(sound),
         _importance(importances) if importances else None,
         _curves(scored),
@@ -36,13 +36,13 @@ def sweep_pictures(
     return [picture for picture in drawn if picture is not None]
 
 
-def _parallel(trials: Sequence[Trial], knobs: Mapping[str, ParameterSection]) -> Picture | None:
+def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection]) -> Picture | None:
     """One vertical scale a knob and one for the dev score; a line a trial, the better the stronger."""
-    paths = [path for path, knob in knobs.items() if knob.expression is None]
+    paths = [path for path, parameter in parameters.items() if parameter.expression is None]
     best = winner_of(trials)
     scores = [_score(trial) for trial in trials]
     low, high = min(scores), max(scores)
-    scales = {path: _Scale([trial.values[path] for trial in trials], knobs[path]) for path in paths}
+    scales = {path: _Scale([trial.values[path] for trial in trials], parameters[path]) for path in paths}
 
     def draw(axes: Axes) -> None:
         places = range(len(paths) + 1)
@@ -87,10 +87,12 @@ def _parallel(trials: Sequence[Trial], knobs: Mapping[str, ParameterSection]) ->
 class _Scale:
     """Where a knob's values lie between 0 and 1."""
 
-    def __init__(self, values: Sequence[Any], knob: ParameterSection) -> None:
+    def __init__(self, values: Sequence[Any], parameter: ParameterSection) -> None:
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
         self._names = None if numbers else sorted({str(value) for value in values})
-        self._log = numbers and min(values) > 0 and (knob.log_uniform is not None or max(values) / min(values) >= 20)
+        self._log = (
+            numbers and min(values) > 0 and (parameter.log_uniform is not None or max(values) / min(values) >= 20)
+        )
         if self._names is None:
             self._low, self._high = self._scaled(min(values)), self._scaled(max(values))
 

@@ -30,14 +30,13 @@ from typing import Any
 
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunRecordError
 from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, as_line
-from distcse.files import dump_checked_json, load_checked_json, storage_errors, text_checksum
+from distcse.files import add_checksum_line, dump_checked_json, load_checked_json, storage_errors, without_checksum_line
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
 from distcse.runs.lease import Lease, was_left_here
 from distcse.storage import RemotePath, fetch, probe, refuse_job_copy, resolve_path, to_uri, upload, write_text_atomic
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a reader of a report wants to see; run.json has all."""
-_SEAL = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 _MAY_CHANGE = (
     "training.workers",
@@ -281,7 +280,7 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
 def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
     """Store a resolved recipe with a checksum of itself: YAML that was cut short is still YAML, of another recipe."""
     text = recipe_yaml(recipe)
-    write_text_atomic(file, f"{text}# blake2b {text_checksum(text)} of the lines above\n")
+    write_text_atomic(file, add_checksum_line(text))
 
 
 def check_stored(file: Path) -> None:
@@ -290,8 +289,7 @@ def check_stored(file: Path) -> None:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as broken:
         raise RunRecordError(f"{file} cannot be read: {broken}") from None
-    seal = _SEAL.search(text)
-    if seal is None or text_checksum(text[: seal.start()]) != seal[1]:
+    if without_checksum_line(text) is None:
         raise RunRecordError(
             f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other knobs start a new run"
         )

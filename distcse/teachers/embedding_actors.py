@@ -86,16 +86,16 @@ def embed_shards(
     patience = ResourceWatchdog(
         [_builders(section, 1, each)], lambda told: reporter.emit(LogMessage(told, warning=True))
     )
-    pulses, late = [builder.pulse.remote() for builder in builders], time.monotonic() + STOPPED_WAIT_S
+    heartbeats, late = [builder.beat.remote() for builder in builders], time.monotonic() + STOPPED_WAIT_S
     pool, done = ActorPool(builders), 0
     for shard in missing:
-        pool.submit(lambda builder, shard: builder.build.options(name=f"embed shard {shard}").remote(shard), shard)
+        pool.submit(lambda builder, shard: builder.embed.options(name=f"embed shard {shard}").remote(shard), shard)
     try:
         with guarded(section, reporter) as guard:
             for number, builder in enumerate(builders):
                 guard.add(f"builder {number} of teacher {teacher.backbone}", builder)
             while pool.has_next():
-                if reporter.stop_requested() and time.monotonic() > late and not ray.wait(pulses, timeout=0)[0]:
+                if reporter.stop_requested() and time.monotonic() > late and not ray.wait(heartbeats, timeout=0)[0]:
                     raise StoppedEarlyError(f"stopped while teacher {teacher.backbone} waited for room; start it again")
                 patience.look()
                 try:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-CONCURRENCY = {"concurrency_groups": {"pulse": 1}}
+CONCURRENCY = {"concurrency_groups": {"heartbeat": 1}}
 """Option of actors that have a pulse."""
 RESTARTABLE = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 """Options of one that comes back after its process or node was lost. Not without end: what always kills it is told at last."""
@@ -25,7 +25,7 @@ RESTARTABLE = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
 class HeartbeatActor:
     """Base of actors that have a pulse."""
 
-    @ray.method(concurrency_group="pulse")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="heartbeat")  # type: ignore[untyped-decorator]
     def beat(self) -> str:
         """Who answers."""
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
@@ -112,5 +112,5 @@ class _ActorHeartbeat:
 
     def _ask(self) -> None:
         # Not asked again of the next process: an answer is to be that of the one that was asked.
-        self._answer = self.actor.pulse.options(max_task_retries=0).remote()
+        self._answer = self.actor.beat.options(max_task_retries=0).remote()
         self._asked = time.monotonic()

@@ -198,7 +198,7 @@ def guarded(
 def co_located_servers(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
     """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
     node = ray.get_runtime_context().get_node_id()
-    mine: dict[int, Any] = ray.get(servers.beside.remote(run, worker, node))
+    mine: dict[int, Any] = ray.get(servers.near.remote(run, worker, node))
     for number, server in mine.items():
         teacher = section.encoders[number]
         try:

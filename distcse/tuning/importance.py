@@ -25,7 +25,7 @@ def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     if len(told) < _FEWEST or len({best.score for _, best in told}) == 1:
         return {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    weights = {path: FloatDistribution(0.0, 1.0) for path, knob in space.free.items() if knob.simplex}
+    weights = {path: FloatDistribution(0.0, 1.0) for path, parameter in space.free.items() if parameter.simplex}
     distributions = {**space.distributions(), **weights}
     study = optuna.create_study(direction="maximize")
     for trial, best in told:

@@ -54,7 +54,7 @@ class StoppedError(Exception):
 
 
 def search(
-    desk: TrialContext, space: Space, sweep: Sweep, folder: Path, room: TrialResources, reporter: Reporter
+    context: TrialContext, space: Space, sweep: Sweep, folder: Path, room: TrialResources, reporter: Reporter
 ) -> None:
     """Carry out a search, or go on with the one whose state is in `folder`. What it finds is in the trials' records.
 
@@ -63,21 +63,21 @@ def search(
     """
     if sweep.schedule.kind == "pbt":
         config = _config(
-            desk, sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
+            context, sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
         )
-        _fit(replace(desk, exchanges=True), space.values, _domains(space), config, sweep, folder, room, reporter)
+        _fit(replace(context, exchanges=True), space.values, _domains(space), config, sweep, folder, room, reporter)
     elif sweep.search.algorithm == "tpe":
-        config = _config(desk, sweep, room, sweep.search.trials, tpe(space, sweep))
-        _fit(desk, space.values, {}, config, sweep, folder, room, reporter)
+        config = _config(context, sweep, room, sweep.search.trials, tpe(space, sweep))
+        _fit(context, space.values, {}, config, sweep, folder, room, reporter)
     else:
         drawn = sweep.search.algorithm == "random"
         points = space.draws(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
-        config = _config(desk, sweep, room, 1, None)
-        _fit(desk, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, reporter)
+        config = _config(context, sweep, room, 1, None)
+        _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, reporter)
 
 
 def train_all(
-    desk: TrialContext,
+    context: TrialContext,
     points: Sequence[dict[str, Any]],
     sweep: Sweep,
     folder: Path,
@@ -88,12 +88,12 @@ def train_all(
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     to_the_end = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
-    config = _config(desk, to_the_end, room, 1, None)
-    _fit(desk, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, reporter)
+    config = _config(context, to_the_end, room, 1, None)
+    _fit(context, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, reporter)
 
 
 def _fit(
-    desk: TrialContext,
+    context: TrialContext,
     values: Callable[[dict[str, Any]], dict[str, Any]],
     space: dict[str, Any],
     config: tune.TuneConfig,
@@ -111,15 +111,15 @@ def _fit(
         # Read in this process when the next trial is to have its actor: by 2 s, Ray Tune's own, this one may be about to end.
         os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
-        given = tune.get_checkpoint() if desk.exchanges else None
+        given = tune.get_checkpoint() if context.exchanges else None
         try:
             with given.as_directory() if given else nullcontext() as donor:
-                run_trial(desk, name, chosen, _report, Path(donor) if donor else None)
+                run_trial(context, name, chosen, _report, Path(donor) if donor else None)
         finally:
             allocator.release_memory()
 
     trainable = tune.with_resources(trial, room.reserved)
-    listener = _Listener(desk, reporter)
+    listener = _Listener(context, reporter)
     if _goes_on(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
         # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
@@ -135,12 +135,12 @@ def _fit(
                 failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
                 callbacks=[listener, *loggers(sweep)],
                 # Each is a trial's whole state; a trial that goes on from another's asks for a recent one.
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=4 if desk.exchanges else None),
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4 if context.exchanges else None),
                 verbose=0,
             ),
         )
     tuner.fit()
-    for known in read_trials(desk.trials):
+    for known in read_trials(context.trials):
         if not known.ended:  # under way when `search.hours` were over, or unknown to Ray Tune since its state was torn
             listener.note_end(known.name, "stopped")
 
@@ -170,10 +170,10 @@ def _report(metrics: dict[str, Any]) -> None:
 
 
 def _config(
-    desk: TrialContext, sweep: Sweep, room: TrialResources, samples: int, searcher: Any, space: Space | None = None
+    context: TrialContext, sweep: Sweep, room: TrialResources, samples: int, searcher: Any, space: Space | None = None
 ) -> tune.TuneConfig:
     hours = sweep.search.hours
-    together = isinstance(desk.recipe, MutualRecipe)
+    together = isinstance(context.recipe, MutualRecipe)
     return tune.TuneConfig(
         # Who goes on from another's weights gets those of now, not those that were best.
         metric=_NOW if sweep.schedule.kind == "pbt" else _METRIC,
@@ -210,15 +210,15 @@ def _scheduler(sweep: Sweep, space: Space | None) -> Any:
 def _domains(space: Space) -> dict[str, Any]:
     """Ray Tune's own word for each free knob: PBT draws and changes values by itself."""
     choices, found = space.choices, dict[str, Any]()
-    for path, knob in space.free.items():
-        if knob.values is not None:
+    for path, parameter in space.free.items():
+        if parameter.values is not None:
             found[path] = tune.choice(choices[path])
-        elif knob.integers:
-            found[path] = tune.randint(knob.integers[0], knob.integers[1] + 1)
-        elif knob.log_uniform:
-            found[path] = tune.loguniform(*knob.log_uniform)
+        elif parameter.integers:
+            found[path] = tune.randint(parameter.integers[0], parameter.integers[1] + 1)
+        elif parameter.log_uniform:
+            found[path] = tune.loguniform(*parameter.log_uniform)
         else:
-            found[path] = tune.uniform(*(knob.uniform or WEIGHT_BOUNDS))
+            found[path] = tune.uniform(*(parameter.uniform or WEIGHT_BOUNDS))
     return found
 
 
@@ -275,8 +275,8 @@ def loggers(sweep: Sweep) -> list[Any]:
 class _Listener(tune.Callback):  # type: ignore[misc]
     """In the sweep's process: notes how trials ended, reports them, and passes on the stop request."""
 
-    def __init__(self, desk: TrialContext, reporter: Reporter) -> None:
-        self._desk = desk
+    def __init__(self, context: TrialContext, reporter: Reporter) -> None:
+        self._desk = context
         self._reporter = reporter
 
     def __getstate__(self) -> dict[str, Any]:

@@ -56,35 +56,35 @@ class Space:
         self._recipe = recipe
         self.parameters: dict[str, ParameterSection] = {}
         self._simplices: list[list[str]] = []
-        for path, knob in sweep.parameters.items():
-            paths = self._members(path) if knob.simplex else [path]
-            if knob.simplex:
+        for path, parameter in sweep.parameters.items():
+            paths = self._members(path) if parameter.simplex else [path]
+            if parameter.simplex:
                 self._simplices.append(paths)
             for member in paths:
                 if member in self.parameters:
                     raise SearchSpaceError(f"knobs.{member} is given twice")
                 self._check_path(member, sweep)
-                self.parameters[member] = knob
+                self.parameters[member] = parameter
         for sample in self._corners():
             self.recipe(sample)
 
     @property
     def free(self) -> dict[str, ParameterSection]:
         """The knobs that are chosen; the others follow from them."""
-        return {path: knob for path, knob in self.parameters.items() if knob.expression is None}
+        return {path: parameter for path, parameter in self.parameters.items() if parameter.expression is None}
 
     @property
     def choices(self) -> dict[str, list[Any]]:
         """The values of each free knob that has a list of them, as searchers take them."""
         return {
-            path: [self.plain(value) for value in knob.values]
-            for path, knob in self.free.items()
-            if knob.values is not None
+            path: [self.plain(value) for value in parameter.values]
+            for path, parameter in self.free.items()
+            if parameter.values is not None
         }
 
     def grid(self) -> list[Sample]:
         """Every combination of the knobs' values."""
-        choices = [[(path, value) for value in knob.values or ()] for path, knob in self.free.items()]
+        choices = [[(path, value) for value in parameter.values or ()] for path, parameter in self.free.items()]
         return [dict(combination) for combination in itertools.product(*choices)]
 
     def distributions(self) -> dict[str, Any]:
@@ -92,16 +92,16 @@ class Space:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         choices, found = self.choices, dict[str, Any]()
-        for path, knob in self.free.items():
-            if knob.values is not None:
+        for path, parameter in self.free.items():
+            if parameter.values is not None:
                 found[path] = CategoricalDistribution(choices[path])
-            elif knob.integers:
-                found[path] = IntDistribution(knob.integers[0], knob.integers[1])
-            elif knob.simplex:
+            elif parameter.integers:
+                found[path] = IntDistribution(parameter.integers[0], parameter.integers[1])
+            elif parameter.simplex:
                 found[path] = FloatDistribution(*WEIGHT_BOUNDS)
             else:
-                low, high = knob.uniform or knob.log_uniform or []
-                found[path] = FloatDistribution(low, high, log=knob.log_uniform is not None)
+                low, high = parameter.uniform or parameter.log_uniform or []
+                found[path] = FloatDistribution(low, high, log=parameter.log_uniform is not None)
         return found
 
     def draws(self, number: int, seed: int) -> list[Sample]:
@@ -115,9 +115,9 @@ class Space:
     def clipped(self, sample: Sample) -> Sample:
         """A sample that was changed on the way, back between its bounds."""
         found = dict(sample)
-        for path, knob in self.free.items():
-            if knob.values is None:
-                low, high = knob.uniform or knob.log_uniform or knob.integers or WEIGHT_BOUNDS
+        for path, parameter in self.free.items():
+            if parameter.values is None:
+                low, high = parameter.uniform or parameter.log_uniform or parameter.integers or WEIGHT_BOUNDS
                 found[path] = min(max(found[path], low), high)
         return found
 
@@ -130,7 +130,11 @@ class Space:
         for paths in self._simplices:
             shares = [-math.log(values[path]) for path in paths]
             values |= {path: share / sum(shares) for path, share in zip(paths, shares, strict=True)}
-        waiting = {path: str(knob.expression) for path, knob in self.parameters.items() if knob.expression is not None}
+        waiting = {
+            path: str(parameter.expression)
+            for path, parameter in self.parameters.items()
+            if parameter.expression is not None
+        }
         while waiting:
             solved = {
                 path: found for path, text in waiting.items() if (found := _solve(path, text, values)) is not None
@@ -159,7 +163,7 @@ class Space:
 
     def _corners(self) -> Iterator[Sample]:
         """The lowest of all knobs, and each knob's every end or choice beside it."""
-        ends = {path: _ends(knob) for path, knob in self.free.items()}
+        ends = {path: _ends(parameter) for path, parameter in self.free.items()}
         lowest = {path: values[0] for path, values in ends.items()}
         yield lowest
         for path, values in ends.items():
@@ -199,7 +203,7 @@ class Space:
             self._check_change(path, sweep.parameters.get(path), self._recipe)
 
     @staticmethod
-    def _check_change(path: str, knob: ParameterSection | None, recipe: Recipe) -> None:
+    def _check_change(path: str, parameter: ParameterSection | None, recipe: Recipe) -> None:
         """What a checkpoint goes on with whatever the new values are, unless another knob of the recipe binds them."""
         rank = recipe.objective.rank
         if path.endswith(".alpha") and recipe.training.neighbor_batching is not None:
@@ -207,7 +211,13 @@ class Space:
                 f"knobs.{path} cannot change in the middle of a training whose batches are grouped: who is near depends on it; "
                 "write training.neighbor_batching: null, or schedule.kind: asha"
             )
-        if path == "objective.rank.gamma" and rank is not None and rank.queue is not None and knob and 0 in _ends(knob):
+        if (
+            path == "objective.rank.gamma"
+            and rank is not None
+            and rank.queue is not None
+            and parameter
+            and 0 in _ends(parameter)
+        ):
             raise SearchSpaceError(
                 f"knobs.{path} cannot become 0 in the middle of a training with objective.rank.queue, which checkpoints hold; "
                 "take 0 away, or write schedule.kind: asha"
@@ -238,9 +248,9 @@ def _names(values: Mapping[str, Any]) -> dict[str, Any]:
     return {last: value for last, value in zip(lasts, values.values(), strict=True) if lasts.count(last) == 1}
 
 
-def _ends(knob: ParameterSection) -> list[Any]:
-    if knob.values is not None:
-        return [*knob.values]
-    if knob.simplex:
+def _ends(parameter: ParameterSection) -> list[Any]:
+    if parameter.values is not None:
+        return [*parameter.values]
+    if parameter.simplex:
         return [0.5]
-    return list(knob.integers or knob.uniform or knob.log_uniform or [])
+    return list(parameter.integers or parameter.uniform or parameter.log_uniform or [])

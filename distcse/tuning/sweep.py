@@ -103,7 +103,7 @@ def check(recipe: Recipe | MutualRecipe, sweep: Sweep) -> Space:
                 f"knobs.{weights} would choose itself: the dev score is the agreement with the teachers' weighted mean; give "
                 "evaluation.data, or take the weights out of the space"
             )
-    asks = [path for path, knob in space.parameters.items() if path.endswith(".precision")]
+    asks = [path for path, parameter in space.parameters.items() if path.endswith(".precision")]
     if undecided := [path for path in asks if "auto" in (space.parameters[path].values or [])]:
         raise SearchSpaceError(f"knobs.{undecided[0]}: auto is decided once for all trials; write fp32 or bf16")
     check_labels(recipe)
@@ -136,11 +136,11 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
             reporter.emit(LogMessage(warning, warning=True))
         recipe = _with_precisions(recipe, directory, room.gpus, reporter)
         _require_shared(recipe, directory)
-        with _teachers(recipe, room.in_own_process, reporter) as house:
+        with _teachers(recipe, room.in_own_process, reporter) as backend:
             try:
                 trained = trial_recipe(recipe, room)
                 search(
-                    TrialContext(trained, directory / _TRIALS, house),
+                    TrialContext(trained, directory / _TRIALS, backend),
                     space,
                     sweep,
                     directory / "search",
@@ -149,8 +149,8 @@ def _run(recipe: Recipe | MutualRecipe, sweep: Sweep, space: Space, directory: P
                 )
                 winner = _note_winner(recipe, directory)
                 if winner is not None and sweep.final_runs.seeds:
-                    desk = TrialContext(trained, directory / _WINNERS, house, keep_models=True)
-                    train_all(desk, _with_seeds(winner, sweep), sweep, directory / "finals", room, reporter)
+                    context = TrialContext(trained, directory / _WINNERS, backend, keep_models=True)
+                    train_all(context, _with_seeds(winner, sweep), sweep, directory / "finals", room, reporter)
             except StoppedError:
                 interrupted = True
     trials, winner = read_trials(directory / _TRIALS), _note_winner(recipe, directory)

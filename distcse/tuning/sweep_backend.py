@@ -51,22 +51,22 @@ class SweepBackend:
         )
 
     def train(
-        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Train the student with the shared teachers."""
         if not self._in_own_process:
             from distcse.experiments.distillation.ray_train import fit_on_ray
 
-            return fit_on_ray(job, self._servers, reporter)
+            return fit_on_ray(spec, self._servers, reporter)
         from distcse.ray_backend.metrics import Queue
         from distcse.teachers.servers import RemoteTeacherClient, co_located_servers
 
-        section = job.recipe.teachers
-        mine = co_located_servers(self._servers, section, job.run.name, 0) if self._servers is not None else {}
+        section = spec.recipe.teachers
+        mine = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
         sources = [
             LocalTeacherClient(serving(teacher, table))
             if table is not None
-            else RemoteTeacherClient(mine[number], Queue(job.run.name, number, worker=0).track)
+            else RemoteTeacherClient(mine[number], Queue(spec.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
-        return fit(job, sources, reporter)
+        return fit(spec, sources, reporter)

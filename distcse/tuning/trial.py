@@ -40,7 +40,7 @@ class TrialContext:
 
 
 def run_trial(
-    desk: TrialContext, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None
+    context: TrialContext, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None
 ) -> Trial:
     """Train with some values, or go on with a trial that was begun.
 
@@ -56,14 +56,14 @@ def run_trial(
         The trial as it ended. One that ended before, or whose values another finished trial had, is not trained again: what was
         recorded is reported.
     """
-    folder = desk.trials / name
+    folder = context.trials / name
     folder.mkdir(parents=True, exist_ok=True)
     trial = read_trial(folder)
     if trial is not None and trial.ended:
         return _told(trial, report)
     if trial is None:
         trial = Trial(name, dict(values), begun=time.time())
-        if not desk.exchanges and (same := _finished_alike(desk.trials, values)) is not None:
+        if not context.exchanges and (same := _finished_alike(context.trials, values)) is not None:
             trial = replace(same, name=name, begun=trial.begun, recalled_from=same.name)
             trial.write(folder)
             return _told(trial, report)
@@ -75,16 +75,16 @@ def run_trial(
         trial = replace(trial, reported=_of_lineage(trial, donor))
     trial.write(folder)
 
-    recipe = with_values(desk.recipe, values)
-    notebook = _TrialReporter(folder, trial, worked, recipe, report, desk.exchanges)
+    recipe = with_values(context.recipe, values)
+    notebook = _TrialReporter(folder, trial, worked, recipe, report, context.exchanges)
     try:
-        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.on_event), desk.backend)
+        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.on_event), context.backend)
     except DivergedError as mistake:
         trial = replace(notebook.trial, status="diverged", why=mistake.coded_message)
     else:
         trial = replace(notebook.trial, status="finished")
     trial.write(folder)
-    clear(folder, keep_model=desk.keep_models)
+    clear(folder, keep_model=context.keep_models)
     if trial.status == "diverged":
         report({**metrics_of(trial), "dev": WORST, "best": WORST})
     return trial
@@ -131,7 +131,7 @@ def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
     return next(alike, None)
 
 
-def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, house: Backend | None) -> None:
+def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, backend: Backend | None) -> None:
     if isinstance(recipe, MutualRecipe):
         from distcse.experiments.mutual import run_mutual
 
@@ -139,7 +139,7 @@ def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Rep
     else:
         from distcse.experiments.distillation.run import run
 
-        run(recipe, reporter, directory, house)
+        run(recipe, reporter, directory, backend)
 
 
 class _TrialReporter:

@@ -16,7 +16,7 @@ from distcse.tuning.records import Trial
 
 def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """One row a trial, in the order they began."""
-    knobs = list(dict.fromkeys(path for trial in trials for path in trial.values))
+    parameters = list(dict.fromkeys(path for trial in trials for path in trial.values))
     return [
         {
             "trial": number,
@@ -26,7 +26,7 @@ def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
             "progress": trial.reported[-1].progress if trial.reported else 0.0,
             "seconds": trial.seconds,
             "starts": trial.starts,
-            **{path: _cell(trial.values.get(path)) for path in knobs},
+            **{path: _cell(trial.values.get(path)) for path in parameters},
             "why": trial.why,
             "recalled_from": trial.recalled_from,
             "folder": trial.name,

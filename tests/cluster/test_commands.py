@@ -190,9 +190,14 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     recipe_file.rename(work / "mine.yaml")
     environment = json.dumps({"env_vars": {"HF_HUB_OFFLINE": "1"}})
     sent = ["submit", "--working-dir", work, "--runtime-env-json", environment, "--submission-id"]
-    knobs = ["training.workers=2", "training.dropout_rng_streams=2", "training.cpus_per_worker=1", "training.epochs=40"]
-    knobs += ["training.log_every=2", "evaluation.eval_steps=200"]
-    begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *knobs)
+    overrides = [
+        "training.workers=2",
+        "training.dropout_rng_streams=2",
+        "training.cpus_per_worker=1",
+        "training.epochs=40",
+    ]
+    overrides += ["training.log_every=2", "evaluation.eval_steps=200"]
+    begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *overrides)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     deadline = time.monotonic() + 600
     while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"Steps"' in file.read_text()]):

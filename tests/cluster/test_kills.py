@@ -99,8 +99,13 @@ def test_a_builder_and_a_server_that_hang_are_told_of_and_replaced(recipe: Recip
 
 def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(recipe: Recipe) -> None:
     """Killed twice, before and after the wish: the first run ends with a checkpoint, and resumes to the same weights."""
-    knobs = ("training.log_every=1", "training.epochs=20", "evaluation.eval_steps=100", "evaluation.final_suites=[]")
-    undisturbed = run(with_values(recipe, _values(*knobs)), Reporter())
+    overrides = (
+        "training.log_every=1",
+        "training.epochs=20",
+        "evaluation.eval_steps=100",
+        "evaluation.final_suites=[]",
+    )
+    undisturbed = run(with_values(recipe, _values(*overrides)), Reporter())
     heard: list[int] = []
     killed: list[int] = []
 
@@ -111,7 +116,7 @@ def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(re
                 killed.append(event.step)
 
     one_worker = ("training.workers=1", "training.cpus_per_worker=1")
-    first = run(with_values(recipe, _values(*knobs, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
+    first = run(with_values(recipe, _values(*overrides, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
     assert len(killed) == 2 and first.outcome.interrupted and first.outcome.state.step < first.outcome.steps
     directory, resumed = RunDirectory.reopen(first.directory.path, [])
     assert isinstance(resumed, Recipe)
@@ -152,7 +157,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
                 assert kill_actor(kind)
             killed.append(kind)
 
-    knobs = (
+    overrides = (
         "training.workers=1",
         "training.cpus_per_worker=1",
         "training.log_every=1",
@@ -160,7 +165,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
         "training.max_failures=0",
     )
     with pytest.raises(RunError, match=rf"^{told}\. The last checkpoint is kept; go on from it: --resume /\S*$"):
-        run(with_values(recipe, _values(*knobs)), Reporter(kill))
+        run(with_values(recipe, _values(*overrides)), Reporter(kill))
     deadline = time.monotonic() + 60
     while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
         assert time.monotonic() < deadline, "workers of a run that nobody drives go on"

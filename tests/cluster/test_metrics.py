@@ -89,9 +89,9 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
                 served_once({name for name in ours if "queue" not in name and "answer" not in name}, folder.name)
             )
 
-    knobs = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
+    overrides = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
     recipe = make_recipe(
-        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *knobs, "evaluation.final_suites=[]"
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides, "evaluation.final_suites=[]"
     )
     done = run(recipe, Reporter(look))
     assert ours == {metric for metric, _ in found}

@@ -52,11 +52,11 @@ def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
     """Two workers of one CPU each: on these machines they lie on two of them."""
-    knobs = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final_suites=[]")
+    overrides = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final_suites=[]")
     folder = tmp_path_factory.mktemp("student")
     make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences)
     file = folder / "recipe.yaml"
-    file.write_text(recipe_yaml(load_recipe(str(file), knobs)))
+    file.write_text(recipe_yaml(load_recipe(str(file), overrides)))
     return file
 
 
@@ -135,11 +135,11 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     """A group of two workers on two machines, and one of one on the third; no dropout, whose noise is drawn by worker."""
-    knobs = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
-    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *knobs)
+    overrides = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
     here = run_mutual(recipe, Reporter()).directory.path
     places = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
-    there = trained(three[0], tmp_path / "recipe.yaml", *knobs, *places, "ray=true")
+    there = trained(three[0], tmp_path / "recipe.yaml", *overrides, *places, "ray=true")
     actors = last_actors(three[0])
     everywhere = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
     assert actors["TrainingActor"] == actors["ScoringActor"] == everywhere
@@ -198,12 +198,12 @@ def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
     recipe_file: Path, three: list[Machine]
 ) -> None:
     """The last test here: a machine loses its power in the middle of a run whose parts lie where the recipe says."""
-    knobs = ("training.epochs=12", "training.log_every=2", "evaluation.eval_steps=20")
+    overrides = ("training.epochs=12", "training.log_every=2", "evaluation.eval_steps=20")
     here = run(
-        load_recipe(str(recipe_file), [*knobs, "training.workers=0", "training.dropout_rng_streams=2"]), Reporter()
+        load_recipe(str(recipe_file), [*overrides, "training.workers=0", "training.dropout_rng_streams=2"]), Reporter()
     )
     elastic = ("training.min_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
-    process = three[0].start(*TRAIN, recipe_file, *knobs, *elastic, RAY_ADDRESS=joined(three[0]))
+    process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic, RAY_ADDRESS=joined(three[0]))
     deadline = time.monotonic() + 200
     while not any("Steps" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
@@ -228,15 +228,17 @@ def test_labels_that_no_node_has_are_refused_at_once(
 
     (node,) = ray.nodes()
     label = next(iter(node["Labels"].items()))
-    for knob in ("training.node_labels", "teachers.node_labels"):
+    for override in ("training.node_labels", "teachers.node_labels"):
         recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
         assert resources_per_worker(recipe)["CPU"] >= 1
         there = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{knob}={dict([label])}"
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
         )
         assert resources_per_worker(there) == resources_per_worker(recipe)
         nowhere = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{knob}={{role: students}}"
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
         )
-        with pytest.raises(RunError, match=rf"no node has the labels role=students of {knob}; .* ray start --labels"):
+        with pytest.raises(
+            RunError, match=rf"no node has the labels role=students of {override}; .* ray start --labels"
+        ):
             resources_per_worker(nowhere)

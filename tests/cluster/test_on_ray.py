@@ -53,8 +53,8 @@ def test_begun_by_two_deepspeed_workers_ended_by_one_it_equals_one_process(recip
         if isinstance(event, StepReport):
             steps.append(event.step)
 
-    knobs = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.num_servers=2")
-    first = run(recipe_with(*knobs, "training.log_every=1"), Reporter(note, lambda: len(steps) >= 2))
+    overrides = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.num_servers=2")
+    first = run(recipe_with(*overrides, "training.log_every=1"), Reporter(note, lambda: len(steps) >= 2))
     assert first.outcome.interrupted and 0 < first.outcome.state.step < first.outcome.steps
     assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
     assert rows_embedded(events) == [first.rows, first.rows]
@@ -95,9 +95,9 @@ def test_killed_workers_and_servers_and_dev_scores_that_hang_beside_the_training
         if isinstance(event, StepReport) and event.step >= 16 and told and to_kill and kill_actor(to_kill[0]):
             to_kill.pop(0)
 
-    knobs = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
+    overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
     disturbed = run(
-        recipe_with(*knobs, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
+        recipe_with(*overrides, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
     )
     assert not to_kill and stopped
     assert any("has not answered for 3 s" in text for text in told)
@@ -127,7 +127,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     """
     scorer = make_cross_encoder(tmp_path / "scorer", tiny("bert"))
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
-    knobs = (
+    overrides = (
         f"teachers.encoders.0.backbone={scorer}",
         "teachers.encoders.1.similarity=rank",
         "teachers.encoders.1.num_references=100",
@@ -139,9 +139,9 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     )
     events: list[Event] = []
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*knobs, *workers), Reporter(events.append))
+    on_ray = run(recipe_with(*overrides, *workers), Reporter(events.append))
     assert rows_embedded(events) == [on_ray.rows]  # a cross-encoder has no table
-    here = run(recipe_with(*knobs, "training.workers=0"), Reporter())
+    here = run(recipe_with(*overrides, "training.workers=0"), Reporter())
     # Batch norm takes the constant out of what reaches it: that bias moves by rounding alone.
     one, other = (weights_of(done.directory.path) for done in (here, on_ray))
     assert_same_learning(one, other, but=("LayerNorm.bias", "running_mean"))
@@ -149,7 +149,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 
 def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
     """Chosen layers, neighbours in batches, longer lists, joined vector targets and trust by agreement, together."""
-    knobs = (
+    overrides = (
         "student.layers=auto",
         "student.num_layers=2",
         "student.projection=none",
@@ -162,8 +162,8 @@ def test_what_goes_beyond_the_papers_on_two_workers(recipe_with: MakeRecipe) -> 
         "training.dropout_rng_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*knobs, *workers), Reporter())
-    here = run(recipe_with(*knobs, "training.workers=0"), Reporter())
+    on_ray = run(recipe_with(*overrides, *workers), Reporter())
+    here = run(recipe_with(*overrides, "training.workers=0"), Reporter())
     assert on_ray.recipe.student.layers == here.recipe.student.layers
     assert_same_learning(weights_of(here.directory.path), weights_of(on_ray.directory.path))
 

@@ -13,7 +13,7 @@ from distcse.errors import DivergedError, TeacherError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.run import run
 from distcse.recipe import Recipe, with_values
-from distcse.teachers import builders
+from distcse.teachers import embedding_actors
 from tests.jobs import make_recipe
 from tests.unit.test_numbers import answering
 
@@ -49,10 +49,10 @@ def test_a_teacher_that_gives_no_number_is_told_in_a_line(cluster: None, recipe:
     assert "gives a vector that is not finite for row" in str(ended.value) and "\n" not in str(ended.value)
 
 
-class Dying(builders.EmbeddingActor):
+class Dying(embedding_actors.EmbeddingActor):
     """Loses its process at every shard, as one that is out of memory."""
 
-    def build(self, shard: int) -> int:
+    def embed(self, shard: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
@@ -61,7 +61,7 @@ class Dying(builders.EmbeddingActor):
 def test_a_builder_that_always_dies_is_not_started_for_ever(
     cluster: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builders, "EmbeddingActor", Dying)
+    monkeypatch.setattr(embedding_actors, "EmbeddingActor", Dying)
     with pytest.raises(TeacherError, match="was started again and again and lost its process each time") as ended:
         run(recipe, Reporter())
     assert "\n" not in str(ended.value)

@@ -94,10 +94,10 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     recipe: Recipe, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tmp_path / "space.yaml"
-    knobs = {"training.lr": {"values": [1e-3, 1e-5]}}
+    overrides = {"training.lr": {"values": [1e-3, 1e-5]}}
     sweep = {
         "name": "s",
-        "parameters": knobs,
+        "parameters": overrides,
         "search": {"algorithm": "grid", "concurrent": 1},
         "schedule": {"kind": "none"},
     }

@@ -50,10 +50,10 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], clus
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *ON_RAY)
 
 
-def make_sweep(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
+def make_sweep(folder: Path, overrides: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
     sections = {"schedule": {"kind": "none"}, "final_runs": {"seeds": []}, "loggers": [], **sections}
-    file.write_text(yaml.safe_dump({"name": "small", "parameters": knobs, **sections}, sort_keys=False))
+    file.write_text(yaml.safe_dump({"name": "small", "parameters": overrides, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
@@ -73,14 +73,14 @@ def test_a_grid_takes_one_teacher_pass_and_its_winner_is_trained_again(
         [*ON_RAY, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"],
     )
     assert isinstance(recipe, Recipe)
-    knobs = {
+    overrides = {
         TAU2: {"values": [0.05, 0.1]},
         "objective.rank.tau3": {"expression": "tau2 / 2"},
         LR: {"values": [1e-3, 1e-5]},
     }
     sweep = make_sweep(
         tmp_path,
-        knobs,
+        overrides,
         search={"algorithm": "grid", "concurrent": 2},
         final_runs={"seeds": [1]},
         loggers=["tensorboard"],
@@ -143,10 +143,10 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
         if not killed and kill_actor("ImplicitFunc"):
             killed.append(event.trial)
 
-    knobs = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e39]}}
+    overrides = {LR: {"values": [1e-3, 1e-6, 2e-6]}, "objective.rank.gamma": {"values": [1.0, 1e39]}}
     sweep = make_sweep(
         tmp_path,
-        knobs,
+        overrides,
         search={"algorithm": "grid", "concurrent": 1},
         schedule={"kind": "asha", "grace_period": 0.5, "reduction_factor": 1.5},
     )
@@ -172,9 +172,9 @@ def test_trials_that_are_killed_that_diverge_and_that_are_stopped(recipe: Recipe
 
 
 def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -> None:
-    knobs = {LR: {"log_uniform": [1e-5, 1e-3]}}
+    overrides = {LR: {"log_uniform": [1e-5, 1e-3]}}
     search = {"algorithm": "random", "trials": 200, "hours": 25 / 3600, "concurrent": 1}
-    sweep = make_sweep(tmp_path, knobs, search=search)
+    sweep = make_sweep(tmp_path, overrides, search=search)
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 4})})
     result = carried_out(longer, sweep)
     assert 0 < len(result.trials) < 200 and not result.interrupted
@@ -194,8 +194,8 @@ def test_state_that_was_torn_is_not_gone_on_with(recipe: Recipe, tmp_path: Path)
 
 def test_tpe_draws_where_trials_were_good(recipe: Recipe, tmp_path: Path) -> None:
     """Told scores that are best at tau2 = 0.05 and equal weights, it comes nearer to both."""
-    knobs = {TAU2: {"log_uniform": [0.005, 0.5]}, "teachers.encoders.*.alpha": {"simplex": True}}
-    sweep = make_sweep(tmp_path, knobs, search={"trials": 60, "n_startup_trials": 10})
+    overrides = {TAU2: {"log_uniform": [0.005, 0.5]}, "teachers.encoders.*.alpha": {"simplex": True}}
+    sweep = make_sweep(tmp_path, overrides, search={"trials": 60, "n_startup_trials": 10})
     space = Space(sweep, recipe)
     searcher = tpe(space, sweep)
     far = []
@@ -211,8 +211,8 @@ def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path
     training = recipe.training.model_copy(update={"workers": 2, "max_steps": 12})
     evaluation = recipe.evaluation.model_copy(update={"data": str(labelled)})
     two = recipe.model_copy(update={"training": training, "evaluation": evaluation})
-    knobs = {TAU2: {"log_uniform": [0.02, 0.2]}, "teachers.encoders.*.alpha": {"simplex": True}}
-    sweep = make_sweep(tmp_path, knobs, search={"trials": 1, "concurrent": 1})
+    overrides = {TAU2: {"log_uniform": [0.02, 0.2]}, "teachers.encoders.*.alpha": {"simplex": True}}
+    sweep = make_sweep(tmp_path, overrides, search={"trials": 1, "concurrent": 1})
     (trial,) = carried_out(two, sweep).trials
     assert trial.status == "finished" and trial.reported[-1].progress == 100
     weights = [trial.values[f"teachers.encoders.{n}.alpha"] for n in range(2)]
@@ -220,10 +220,10 @@ def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path
 
 
 def test_trials_that_go_on_from_better_ones(recipe: Recipe, tmp_path: Path) -> None:
-    knobs = {LR: {"log_uniform": [1e-6, 1e-3]}, TAU2: {"values": [0.05, 0.1]}}
+    overrides = {LR: {"log_uniform": [1e-6, 1e-3]}, TAU2: {"values": [0.05, 0.1]}}
     sweep = make_sweep(
         tmp_path,
-        knobs,
+        overrides,
         search={"algorithm": "random", "trials": 4, "concurrent": 2},
         schedule={"kind": "pbt", "grace_period": 0.25},
     )
@@ -271,9 +271,9 @@ def test_a_choice_stays_among_its_choices(tmp_path: Path, tiny: Callable[..., Pa
     from ray.tune.schedulers.pbt import _explore
 
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences)
-    knobs = {LR: {"values": [2e-5, 3e-5, 5e-5]}, TAU2: {"log_uniform": [0.01, 0.1]}}
+    overrides = {LR: {"values": [2e-5, 3e-5, 5e-5]}, TAU2: {"log_uniform": [0.01, 0.1]}}
     search, schedule = {"algorithm": "random"}, {"kind": "pbt"}
-    space = Space(sweep := make_sweep(tmp_path, knobs, search=search, schedule=schedule), recipe)
+    space = Space(sweep := make_sweep(tmp_path, overrides, search=search, schedule=schedule), recipe)
     mutations = _scheduler(sweep, space)._hyperparam_mutations
     chosen = {LR: 3e-5, TAU2: 0.05}
     seen = set()

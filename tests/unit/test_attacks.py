@@ -27,7 +27,7 @@ from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.knn_graph import open_knn_graph
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
-from tests.jobs import make_job, train
+from tests.jobs import make_spec, train
 from tests.models import make_cross_encoder
 from tests.pairs import make_mutual_recipe
 
@@ -99,18 +99,18 @@ def bombed(file: Path, marker: Path) -> None:
 
 
 def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, marker: Path, tmp_path: Path) -> None:
-    job, tables = make_job(recipe_with())
+    spec, tables = make_spec(recipe_with())
     shard = tables[0].directory / "shard-00000.npy"
     bombed(shard, marker)
     assert tables[0].missing_shards() == [0]
     with pytest.raises(TeacherError, match=r"shard-00000\.npy cannot be read"):
-        train(job, tables)
+        train(spec, tables)
     bombed(tmp_path / "neighbours.npy", marker)
     with pytest.raises(TeacherError, match="holds no neighbour graph"):
         open_knn_graph(tmp_path)
-    bombed(job.corpus / "offsets.npy", marker)
+    bombed(spec.corpus / "offsets.npy", marker)
     with pytest.raises(DistcseError):
-        Corpus.open(job.corpus)
+        Corpus.open(spec.corpus)
     assert not marker.exists()
 
 
@@ -249,11 +249,11 @@ def test_a_sweeps_arithmetic_is_no_python(tmp_path: Path, marker: Path, recipe_w
     from distcse.tuning.space import Space
 
     file = tmp_path / "space.yaml"
-    knobs = {
+    overrides = {
         "objective.rank.tau3": {"values": [0.1]},
         "objective.rank.tau2": {"equals": formula.format(marker=marker)},
     }
-    file.write_text(yaml.safe_dump({"name": "evil", "parameters": knobs, "search": {"algorithm": "grid"}}))
+    file.write_text(yaml.safe_dump({"name": "evil", "parameters": overrides, "search": {"algorithm": "grid"}}))
     with pytest.raises(DistcseError):
         Space(read_sweep(str(file)), recipe_with()).grid()
     assert not marker.exists()

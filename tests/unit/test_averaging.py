@@ -20,7 +20,7 @@ from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
-from tests.jobs import make_job, make_recipe
+from tests.jobs import make_recipe, make_spec
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -60,8 +60,8 @@ def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(r
 
 def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRecipe) -> None:
     result = run(recipe_with(MIXED), Reporter())
-    job, tables = make_job(result.recipe, result.directory)
-    plan = BatchLoader(job, rank=0, workers=1)
+    spec, tables = make_spec(result.recipe, result.directory)
+    plan = BatchLoader(spec, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
     sources = [LocalTeacherClient(serving(teacher, table)) for table in tables]
     dev = DevMetric.of(result.recipe, plan.corpus, plan.held_out, sources)

@@ -22,7 +22,7 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
 from distcse.trainer.trainer import TrainResult
 from distcse.tuning.trial_resources import TrialResources, trial_recipe
-from tests.jobs import make_job, train
+from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -31,8 +31,8 @@ MakeRecipe = Callable[..., Recipe]
 class Later:
     """Scores with a student of its own when it is asked for the score; says to be ready, or not, as it is told."""
 
-    def __init__(self, job: TrainSpec, tables: list[EmbeddingTable], ready: bool) -> None:
-        self._task = DistillationTask(job, BatchLoader(job, 0, 1), sources_of(job, tables))
+    def __init__(self, spec: TrainSpec, tables: list[EmbeddingTable], ready: bool) -> None:
+        self._task = DistillationTask(spec, BatchLoader(spec, 0, 1), sources_of(spec, tables))
         self._task.model.eval()
         self._ready = ready
         self.begun = 0
@@ -55,28 +55,28 @@ class Refusing(Later):
         raise RunError("the dev score failed: no reason")
 
 
-def sources_of(job: TrainSpec, tables: list[EmbeddingTable]) -> list[LocalTeacherClient]:
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+def sources_of(spec: TrainSpec, tables: list[EmbeddingTable]) -> list[LocalTeacherClient]:
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     return [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
 
 
 def train_beside(
-    job: TrainSpec,
+    spec: TrainSpec,
     tables: list[EmbeddingTable],
     scorer: Later,
     events: list[Event],
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    return fit(job, sources_of(job, tables), Reporter(events.append, stop), scorer=scorer)
+    return fit(spec, sources_of(spec, tables), Reporter(events.append, stop), scorer=scorer)
 
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_scores_beside_the_training_are_those_made_in_it(ready: bool, recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.lr=3e-2")  # so high that the best is not the last
-    here, tables = make_job(recipe)
+    here, tables = make_spec(recipe)
     told: list[Event] = []
     outcome = train(here, tables, told)
-    beside, tables = make_job(recipe)
+    beside, tables = make_spec(recipe)
     heard: list[Event] = []
     later = train_beside(beside, tables, scorer := Later(beside, tables, ready), heard)
     assert later.state == outcome.state and scorer.begun == len(outcome.state.scores) == 5
@@ -90,25 +90,25 @@ def test_scores_beside_the_training_are_those_made_in_it(ready: bool, recipe_wit
 
 def test_a_checkpoint_has_all_scores_but_its_own_and_a_run_that_goes_on_has_it_made(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.log_every=6")
-    undisturbed, tables = make_job(recipe)
+    undisturbed, tables = make_spec(recipe)
     train(undisturbed, tables)
-    job, tables = make_job(recipe)
-    scorer, events = Later(job, tables, ready=False), []  # type: ignore[var-annotated]
-    first = train_beside(job, tables, scorer, events, stop=lambda: scorer.begun == 2)
-    latest = CheckpointStore(job.run).latest()
+    spec, tables = make_spec(recipe)
+    scorer, events = Later(spec, tables, ready=False), []  # type: ignore[var-annotated]
+    first = train_beside(spec, tables, scorer, events, stop=lambda: scorer.begun == 2)
+    latest = CheckpointStore(spec.run).latest()
     assert first.interrupted and latest is not None
     assert [step for step, _ in load_trainer_state(latest).scores] == [0, 6] and latest.name == "step-000012"
-    again = Later(job, tables, ready=False)
-    last = train_beside(job, tables, again, [])
+    again = Later(spec, tables, ready=False)
+    last = train_beside(spec, tables, again, [])
     assert [step for step, _ in last.state.scores] == [0, 6, 12, 18, 22] and again.begun == 3
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
 def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.lr=3e-2", "evaluation.patience=1", "evaluation.eval_steps=2", "training.log_every=2")
-    here, tables = make_job(recipe)
+    here, tables = make_spec(recipe)
     outcome = train(here, tables)
-    beside, tables = make_job(recipe)
+    beside, tables = make_spec(recipe)
     events: list[Event] = []
     later = train_beside(beside, tables, Later(beside, tables, ready=False), events)
     assert outcome.state.finished and later.state.finished
@@ -118,17 +118,17 @@ def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
 
 
 def test_a_score_that_fails_ends_the_run_and_leaves_its_checkpoints(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with())
+    spec, tables = make_spec(recipe_with())
     with pytest.raises(RunError, match="no reason"):
-        train_beside(job, tables, Refusing(job, tables, ready=False), [])
-    latest = CheckpointStore(job.run).latest()
+        train_beside(spec, tables, Refusing(spec, tables, ready=False), [])
+    latest = CheckpointStore(spec.run).latest()
     assert latest is not None and latest.name == "step-000000"
 
 
 def test_nothing_to_score_asks_nobody(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("evaluation.dev=none"))
-    scorer = Later(job, tables, ready=True)
-    assert train_beside(job, tables, scorer, []).state.scores == [] and scorer.begun == 0
+    spec, tables = make_spec(recipe_with("evaluation.dev=none"))
+    scorer = Later(spec, tables, ready=True)
+    assert train_beside(spec, tables, scorer, []).state.scores == [] and scorer.begun == 0
 
 
 def test_it_wants_a_worker_and_takes_room(recipe_with: MakeRecipe) -> None:

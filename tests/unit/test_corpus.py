@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distcse.data import BatchSampler, Corpus, TokenTable, collate, split_held_out
-from distcse.data import tokens as tokens_module
+from distcse.data import token_table as tokens_module
 from distcse.data.docstrings import docstring_sentences, held_out_documentation, split_sentences
 from distcse.data.hub import read_dataset
 from distcse.errors import CorpusError
@@ -132,13 +132,13 @@ def test_data_sets(tmp_path: Path) -> None:
     DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
     corpus = prepare(tmp_path, dataset=str(tmp_path / "saved"), column="body")
     assert corpus.texts(range(len(corpus))) == KEPT and corpus.blank_rows == 2
-    for knobs, told in (
+    for overrides, told in (
         ({"split": "dev"}, "no split 'dev'; splits there: train"),
         ({"column": "text"}, "no column 'text'; columns there: body, n"),
         ({"column": "n"}, "holds int 0, expected text"),
     ):
         with pytest.raises(CorpusError, match=told):
-            prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **knobs})
+            prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **overrides})
     with pytest.raises(CorpusError, match=r"data set 'nobody/nothing' .* cannot be had"):
         prepare(tmp_path, dataset="nobody/nothing")
 

@@ -28,8 +28,8 @@ def section(tmp_path: Path) -> CorpusSection:
     return CorpusSection(path=str(file))
 
 
-def prepare(folder: Path, **knobs: Any) -> Corpus:
-    return Corpus.prepare(CorpusSection(**knobs), folder / "cache")
+def prepare(folder: Path, **overrides: Any) -> Corpus:
+    return Corpus.prepare(CorpusSection(**overrides), folder / "cache")
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -46,7 +46,7 @@ def test_one_file_read_in_two_ways_is_two_corpora(tmp_path: Path) -> None:
 def test_column_and_limit_are_part_of_the_key(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,other\na,b\nc,d\n")
     path = str(tmp_path / "a.csv")
-    corpora = [prepare(tmp_path, path=path, **knobs) for knobs in ({}, {"column": "other"}, {"limit": 1})]
+    corpora = [prepare(tmp_path, path=path, **overrides) for overrides in ({}, {"column": "other"}, {"limit": 1})]
     assert [corpus.texts(range(len(corpus))) for corpus in corpora] == [["a", "c"], ["b", "d"], ["a"]]
     assert not any(corpus.reused for corpus in corpora)
 
@@ -191,29 +191,29 @@ def test_a_stream_is_read_as_far_as_its_limit(tmp_path: Path, monkeypatch: pytes
     (folder / "part-1.jsonl").write_text("\n".join(lines[:3000]) + "\n")
     (folder / "part-2.jsonl").write_text("\n".join(lines[3000:]) + "\n")
     (folder / "part-3.jsonl").write_text("no JSON, and never met\n")
-    knobs: dict[str, Any] = {"dataset": str(folder), "limit": 3500, "domain": "source"}
-    streamed = prepare(tmp_path, streaming=True, **knobs)
+    overrides: dict[str, Any] = {"dataset": str(folder), "limit": 3500, "domain": "source"}
+    streamed = prepare(tmp_path, streaming=True, **overrides)
     assert streamed.texts([0, 3499]) == ["sentence 0", "sentence 3499"] and streamed.domains == ["a", "b"]
-    assert prepare(tmp_path, streaming=True, **knobs).reused
+    assert prepare(tmp_path, streaming=True, **overrides).reused
     assert not list((tmp_path / "hub").rglob("*.arrow")), "a stream converts nothing"
     (tmp_path / "same.jsonl").write_text("\n".join(lines))
     same = prepare(tmp_path, path=str(tmp_path / "same.jsonl"), limit=3500, domain="source")
     assert same.content == streamed.content, "what is resumed from is the content, however it came"
     (folder / "part-1.jsonl").write_text("\n".join(reversed(lines[:3000])) + "\n")
-    changed = prepare(tmp_path, streaming=True, **knobs)
+    changed = prepare(tmp_path, streaming=True, **overrides)
     assert not changed.reused and changed.texts([0]) == ["sentence 2999"]
     for wrong, told in (
         ({"split": "dev"}, "no split 'dev'; splits there: train"),
         ({"column": "txet"}, "did you mean"),
     ):
         with pytest.raises(CorpusError, match=told):
-            prepare(tmp_path, streaming=True, **{**knobs, **wrong})
+            prepare(tmp_path, streaming=True, **{**overrides, **wrong})
 
 
 def test_a_stream_has_a_limit_and_a_data_set() -> None:
-    for knobs in ({"dataset": "somebody/something"}, {"path": "a.txt", "limit": 5}):
+    for overrides in ({"dataset": "somebody/something"}, {"path": "a.txt", "limit": 5}):
         with pytest.raises(ValueError, match="write dataset: NAME and limit: N"):
-            CorpusSection(streaming=True, **knobs)
+            CorpusSection(streaming=True, **overrides)
 
 
 def test_no_network_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

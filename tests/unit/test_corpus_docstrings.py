@@ -239,8 +239,8 @@ def test_a_corpus_of_documentation(write: WriteFile, tmp_path: Path) -> None:
             write(f"{package}/{tens}.py", "\n".join(functions))
     packages = ["pkg_first", "pkg_second"]
 
-    def prepare(**knobs: Any) -> Corpus:
-        return Corpus.prepare(CorpusSection(docstrings=packages, **knobs), tmp_path / "cache")
+    def prepare(**overrides: Any) -> Corpus:
+        return Corpus.prepare(CorpusSection(docstrings=packages, **overrides), tmp_path / "cache")
 
     corpus = prepare()
     assert corpus.texts(range(len(corpus))) == docstring_sentences(packages)

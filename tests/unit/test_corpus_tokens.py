@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distcse.data import Corpus, TokenTable, collate, tokenizer_fingerprint
-from distcse.data import tokens as tokens_module
+from distcse.data import token_table as tokens_module
 from distcse.data.ragged import VALUES
 from distcse.errors import CorpusError
 from distcse.recipe import CorpusSection
@@ -93,7 +93,7 @@ def test_every_setting_has_its_table_and_the_second_start_tokenises_nothing(
 
     monkeypatch.setattr(tokens_module, "_ids", counted)
     settings: list[dict[str, Any]] = [{"max_length": 8}, {"max_length": 9}, {"max_length": 8, "prompt": "x "}]
-    tables = [TokenTable.prepare(corpus, minilm_tokenizer, cache=tmp_path, **knobs) for knobs in settings]
+    tables = [TokenTable.prepare(corpus, minilm_tokenizer, cache=tmp_path, **overrides) for overrides in settings]
     monkeypatch.setattr(minilm_tokenizer, "truncation_side", "left")
     tables.append(TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path))
     assert calls == [len(corpus)] * 4 and len({table.directory for table in tables}) == 4

@@ -28,7 +28,7 @@ from distcse.recipe import CorpusSection, Recipe, TeachersSection
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from tests.jobs import make_job
+from tests.jobs import make_spec
 
 QUIET = ("evaluation.dev=none", "evaluation.num_heldout=0", "evaluation.final_suites=[]")
 
@@ -38,24 +38,24 @@ def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
 ) -> None:
     recipe = recipe_with(*QUIET, "training.epochs=2", "training.batch_size=64")
     with passes_of() as first:
-        job, tables = make_job(recipe)
+        spec, tables = make_spec(recipe)
     assert first.rows == 2 * len(sentences)
     teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
     with passes_of() as training:
-        fit(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
+        fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
     steps = 2 * (len(sentences) // 64)
     assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # the student's two views, and nobody else
     with passes_of() as other_trial:
-        make_job(recipe_with(*QUIET, "seed=7", "training.lr=2e-3"))
+        make_spec(recipe_with(*QUIET, "seed=7", "training.lr=2e-3"))
     assert other_trial.rows == 0
 
 
 def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
     recipe = recipe_with(*QUIET, "teachers.prefetch_steps=4", "training.batch_size=64", "training.epochs=3")
-    job, tables = make_job(recipe)
+    spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
     sources = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
-    fit(job, sources, Reporter())
+    fit(spec, sources, Reporter())
     steps = 3 * (len(sentences) // 64)
     for source in sources:
         assert len(source.requests) == math.ceil(steps / 4)
@@ -67,18 +67,18 @@ def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
 ) -> None:
     """Whatever its width; with dropout, clipping, [CLS] and rows of unlike lengths."""
     model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
-    job, tables = make_job(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    spec, tables = make_spec(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
 
 
 def test_a_step_reads_no_number(recipe_with: Callable[..., Recipe]) -> None:
-    job, tables = make_job(recipe_with(*QUIET))
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    spec, tables = make_spec(recipe_with(*QUIET))
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step()
     with NumbersRead() as read:
         for _ in range(3):

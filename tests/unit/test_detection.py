@@ -20,7 +20,7 @@ from distcse.experiments.distillation.model import build_encoder
 from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.recipe import DetectionSection
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_recipe, make_spec, train
 from tests.models import make_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
 from tests.workers import run_workers
@@ -187,7 +187,7 @@ def test_generators_that_do_not_fit_are_refused(
 
 
 def diffcse(
-    folder: Path, tiny: Callable[..., Path], sentences: list[str], *knobs: str, generator: Path | None = None
+    folder: Path, tiny: Callable[..., Path], sentences: list[str], *overrides: str, generator: Path | None = None
 ) -> Any:
     generator = generator or make_masked_lm(folder / "generator", tiny("bert"))
     return make_recipe(
@@ -201,7 +201,7 @@ def diffcse(
         "objective.consistency=null",
         f"objective.detection.generator={generator}",
         "objective.detection.weight=0.05",
-        *knobs,
+        *overrides,
     )
 
 
@@ -210,8 +210,8 @@ def test_diffcse_trains_and_leaves_the_encoder_alone(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], operation: str
 ) -> None:
     events: list[Any] = []
-    knobs = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
-    result = run(diffcse(tmp_path, tiny, sentences, *knobs), Reporter(events.append))
+    overrides = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
+    result = run(diffcse(tmp_path, tiny, sentences, *overrides), Reporter(events.append))
     steps = [event for event in events if isinstance(event, StepReport)]
     assert {"detection", "info_nce", "edited_found", "kept_found"} <= steps[0].losses.keys()
     assert steps[-1].losses["detection"] < 0.8 * steps[0].losses["detection"]
@@ -221,8 +221,8 @@ def test_diffcse_trains_and_leaves_the_encoder_alone(
     assert parameters == sum(p.numel() for p in build_encoder(result.recipe.student).encoder.parameters())
 
 
-def _in_worker(job: Any, tables: Any) -> Any:
-    return train(job, tables)
+def _in_worker(spec: Any, tables: Any) -> Any:
+    return train(spec, tables)
 
 
 def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
@@ -231,13 +231,13 @@ def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Pat
     for workers in (1, 2):
         folder = tmp_path / str(workers)
         folder.mkdir()
-        knobs = ("training.dropout_rng_streams=2", "training.max_steps=6")
-        job, tables = make_job(diffcse(folder, tiny, sentences, *knobs, generator=generator))
+        overrides = ("training.dropout_rng_streams=2", "training.max_steps=6")
+        spec, tables = make_spec(diffcse(folder, tiny, sentences, *overrides, generator=generator))
         if workers == 1:
-            train(job, tables)
+            train(spec, tables)
         else:
-            run_workers(_in_worker, 2, job, tables)
-        weights.append(weights_of(job.run))
+            run_workers(_in_worker, 2, spec, tables)
+        weights.append(weights_of(spec.run))
     _assert_same_learning(weights)
 
 
@@ -250,15 +250,15 @@ def test_every_zero_stage_learns_what_the_plain_engine_does(
     for engine in (("training.engine=torch",), ("training.engine=deepspeed", f"training.zero_stage={stage}")):
         folder = tmp_path / engine[0].split("=")[1]
         folder.mkdir()
-        job, tables = make_job(
+        spec, tables = make_spec(
             diffcse(
                 folder, tiny, sentences, "training.max_steps=6", "training.log_every=2", *engine, generator=generator
             )
         )
         if stage:
-            assert train(job, tables, stop_after=2).interrupted
-        train(job, tables)
-        weights.append(weights_of(job.run))
+            assert train(spec, tables, stop_after=2).interrupted
+        train(spec, tables)
+        weights.append(weights_of(spec.run))
     _assert_same_learning(weights)
 
 

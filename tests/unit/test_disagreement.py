@@ -19,7 +19,7 @@ from distcse.recipe import CorpusSection, Recipe, TeacherSection
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.teacher_weights import TeacherWeights
-from tests.jobs import make_job, train
+from tests.jobs import make_spec, train
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -162,13 +162,13 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
         "teachers.encoders.0.alpha_by_domain={legal: 0.0, news: 1.0}",
         "objective.info_nce.false_negatives={threshold: 0.5, form: soften}",
     )
-    job, tables = make_job(recipe)
-    plan = BatchLoader(job, 0, 1)
+    spec, tables = make_spec(recipe)
+    plan = BatchLoader(spec, 0, 1)
     sources = [
         LocalTeacherClient(serving(teacher, table))
         for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
     ]
-    task = DistillationTask(job, plan, sources)
+    task = DistillationTask(spec, plan, sources)
     task.on_start(0)
     taught = task._teacher_outputs(0, torch.device("cpu"))
     batch = plan.sampler.batch(0)
@@ -179,7 +179,7 @@ def test_a_run_with_trust_domains_and_false_negatives(recipe_with: MakeRecipe, t
     assert taught.similarities is not None and taught.pair_weights is not None and 0 < legal.sum() < len(batch)
     np.testing.assert_allclose(taught.similarities.numpy(), expected, atol=1e-6)
     assert float(taught.pair_weights.min()) < 0.9
-    assert train(job, tables).state.finished
+    assert train(spec, tables).state.finished
 
 
 @pytest.mark.parametrize("tau1", [1e-4, 1e-3, 0.05])
@@ -226,10 +226,10 @@ def test_what_would_change_nothing_is_refused(recipe_with: MakeRecipe) -> None:
 
 def test_noise_on_lists_leaves_no_negative_behind(recipe_with: MakeRecipe) -> None:
     """Shuffled lists are for the rank term; who is a false negative is asked of the quiet ones."""
-    job, tables = make_job(recipe_with("teachers.rank_noise_group=4", "objective.rank.queue={num_batches: 30}"))
-    plan = BatchLoader(job, 0, 1)
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(job, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    spec, tables = make_spec(recipe_with("teachers.rank_noise_group=4", "objective.rank.queue={num_batches: 30}"))
+    plan = BatchLoader(spec, 0, 1)
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    task = DistillationTask(spec, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     task.on_start(plan.sampler.steps_per_epoch - 1)
     taught = task._teacher_outputs(plan.sampler.steps_per_epoch - 1, torch.device("cpu"))
     met = plan.duplicate_mask(plan.sampler.steps_per_epoch - 1)

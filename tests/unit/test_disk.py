@@ -31,7 +31,7 @@ from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.disks import KINDS, Disk, disk
-from tests.jobs import make_job
+from tests.jobs import make_spec
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -180,17 +180,17 @@ def test_a_run_whose_checkpoint_was_damaged_ends_at_the_same_weights(recipe_with
     from tests.jobs import train as learn
 
     recipe = recipe_with("training.max_steps=18", "evaluation.eval_steps=3")
-    undisturbed, tables = make_job(recipe)
+    undisturbed, tables = make_spec(recipe)
     learn(undisturbed, tables)
-    job, tables = make_job(recipe)
-    assert learn(job, tables, stop_after=8).interrupted
-    latest = CheckpointStore(job.run).latest()
+    spec, tables = make_spec(recipe)
+    assert learn(spec, tables, stop_after=8).interrupted
+    latest = CheckpointStore(spec.run).latest()
     assert latest is not None and load_trainer_state(latest).step > 3
     flip(latest / "state.safetensors")
     events: list[Event] = []
-    learn(job, tables, events)
+    learn(spec, tables, events)
     assert any(isinstance(event, LogMessage) and "going on from" in event.text for event in events)
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
 def test_a_model_that_was_damaged_after_its_export_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -364,19 +364,19 @@ def test_an_export_that_storage_refuses_leaves_the_model_before(storage: Disk, t
 def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_is_room(
     storage: Disk, recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    knobs = [
+    overrides = [
         "training.max_steps=4",
         "evaluation.eval_steps=2",
         "evaluation.final_suites=[]",
         f"storage.runs={storage.path}",
     ]
-    run(recipe_with(*knobs, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # the cache is filled
+    run(recipe_with(*overrides, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # the cache is filled
     with storage.refusing():
-        assert train.main([str(tmp_path / "recipe.yaml"), *knobs]) in (1, 2)
+        assert train.main([str(tmp_path / "recipe.yaml"), *overrides]) in (1, 2)
     told = capsys.readouterr().err
     assert told.count("distcse: ") == 1 and told.splitlines()[-1].startswith("distcse: ") and "Traceback" not in told
     begun = [folder for folder in storage.path.iterdir() if (folder / "recipe.yaml").is_file()]
-    again = ["--resume", str(begun[0])] if begun else [str(tmp_path / "recipe.yaml"), *knobs]
+    again = ["--resume", str(begun[0])] if begun else [str(tmp_path / "recipe.yaml"), *overrides]
     assert train.main(again) == 0
 
 

@@ -264,10 +264,10 @@ def test_pickles_are_never_opened(tiny: Callable[..., Path], tmp_path: Path) -> 
         ),
     ],
 )
-def test_knobs_that_do_not_fit(kind: str, knobs: dict[str, Any], told: str, tiny: Callable[..., Path]) -> None:
-    section = StudentSection if "layers" in knobs else EncoderSection
+def test_knobs_that_do_not_fit(kind: str, overrides: dict[str, Any], told: str, tiny: Callable[..., Path]) -> None:
+    section = StudentSection if "layers" in overrides else EncoderSection
     with pytest.raises(EncoderError, match=told):
-        Encoder.from_section(section(backbone=str(tiny(kind)), **knobs))
+        Encoder.from_section(section(backbone=str(tiny(kind)), **overrides))
 
 
 def test_length_is_the_backbones_where_nothing_says(tiny: Callable[..., Path]) -> None:

@@ -199,14 +199,14 @@ WORKERS, SERVERS, SCORES = (
     ],
 )
 def test_a_run_says_which_of_its_processes_get_no_gpu(
-    knobs: tuple[str, ...],
+    overrides: tuple[str, ...],
     nodes: list[Node],
     told: dict[str, str],
     recipe_with: MakeRecipe,
     on_nodes: Callable[[list[Node]], list[Node]],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_with(*knobs)
+    recipe = recipe_with(*overrides)
     warnings = warnings_of(recipe, on_nodes(nodes))
     assert [about(warning) for warning in warnings] == list(told)
     for warning in warnings:
@@ -271,7 +271,7 @@ def groups_of(
 )
 def test_a_mutual_distillation_says_that_its_groups_get_no_gpu(
     number: int,
-    knobs: tuple[str, ...],
+    overrides: tuple[str, ...],
     nodes: list[Node],
     told: str,
     tiny: Callable[..., Path],
@@ -279,7 +279,7 @@ def test_a_mutual_distillation_says_that_its_groups_get_no_gpu(
     on_nodes: Callable[[list[Node]], list[Node]],
     tmp_path: Path,
 ) -> None:
-    recipe = groups_of(number, tmp_path, tiny, sentences, *knobs)
+    recipe = groups_of(number, tmp_path, tiny, sentences, *overrides)
     warnings = warnings_of(recipe, on_nodes(nodes))
     assert len(warnings) == bool(told)
     for warning in warnings:
@@ -304,9 +304,9 @@ def test_a_mutual_distillation_says_that_its_groups_get_no_gpu(
     ],
 )
 def test_a_sweep_says_that_its_trials_get_no_gpu(
-    knobs: tuple[str, ...], nodes: list[Node], told: str, recipe_with: MakeRecipe
+    overrides: tuple[str, ...], nodes: list[Node], told: str, recipe_with: MakeRecipe
 ) -> None:
-    recipe = recipe_with("training.workers=1", *knobs)
+    recipe = recipe_with("training.workers=1", *overrides)
     sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}})  # type: ignore[dict-item]
     resources = [each.resources for each in nodes]
     warnings = lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep, resources), nodes)
@@ -314,7 +314,7 @@ def test_a_sweep_says_that_its_trials_get_no_gpu(
     for warning in warnings:
         assert re.search(told, warning), warning
         for overrides in changes_in(warning):
-            changed = recipe_with("training.workers=1", *knobs, *overrides)
+            changed = recipe_with("training.workers=1", *overrides, *overrides)
             left = lost_gpus_of_trials(changed, sweep, trial_resources(changed, sweep, resources), nodes)
             assert about(warning) not in [about(other) for other in left], overrides
 

@@ -16,7 +16,7 @@ from distcse.errors import RecipeError
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_recipe, make_spec, train
 from tests.models import make_masked_lm
 from tests.weights import assert_same_learning, weights_of
 from tests.workers import run_workers
@@ -28,9 +28,9 @@ DETECTION = ("objective.rank=null", "student.projection=batch_norm_mlp", "object
 
 def gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the first batch and its gradient."""
-    job, tables = make_job(recipe)
+    spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(job, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)
@@ -49,14 +49,15 @@ def assert_equal(one: Recipe, other: Recipe) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_whole_batch(recipe_with: MakeRecipe, dropout: float, precision: str) -> None:
-    knobs = (*QUIET, f"student.dropout={dropout}", f"training.precision={precision}", "student.pooling=cls")
+    overrides = (*QUIET, f"student.dropout={dropout}", f"training.precision={precision}", "student.pooling=cls")
     if precision == "fp32":
         assert_equal(
-            recipe_with(*knobs, "training.grad_cache_chunk=4"), recipe_with(*knobs, "training.dropout_rng_streams=4")
+            recipe_with(*overrides, "training.grad_cache_chunk=4"),
+            recipe_with(*overrides, "training.dropout_rng_streams=4"),
         )
     else:  # bf16 rounds the gradients of weights once a chunk, in either way
         (loss, found), (plain, expected) = (
-            gradient(recipe_with(*knobs, part))
+            gradient(recipe_with(*overrides, part))
             for part in ("training.grad_cache_chunk=4", "training.dropout_rng_streams=4")
         )
         assert torch.equal(loss, plain)
@@ -68,21 +69,21 @@ def test_a_discriminators_pass_is_made_again_with_the_same_edits(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
-    knobs = (*QUIET, *DETECTION, f"objective.detection.generator={generator}")
+    overrides = (*QUIET, *DETECTION, f"objective.detection.generator={generator}")
 
     def recipe(part: str) -> Recipe:
         folder = tmp_path / part.replace("=", "-")
         folder.mkdir()
-        return make_recipe(folder, tiny("bert"), [], sentences, *knobs, part)
+        return make_recipe(folder, tiny("bert"), [], sentences, *overrides, part)
 
     assert_equal(recipe("training.grad_cache_chunk=8"), recipe("training.dropout_rng_streams=2"))
 
 
 def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> None:
-    def kept(*knobs: str) -> tuple[int, int]:
+    def kept(*overrides: str) -> tuple[int, int]:
         """Numbers that the encoder's pass leaves for its gradient, and its passes in a step."""
-        job, _ = make_job(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *knobs))
-        step, sizes = OurStep(job, []), []
+        spec, _ = make_spec(recipe_with(*QUIET, "objective.rank=null", "objective.consistency=null", *overrides))
+        step, sizes = OurStep(spec, []), []
 
         def keep(tensor: Tensor) -> Tensor:
             sizes.append(tensor.numel() if tensor.dtype == torch.float32 else 0)
@@ -103,17 +104,17 @@ def test_what_is_kept_does_not_grow_with_the_batch(recipe_with: MakeRecipe) -> N
     assert large[0] == pytest.approx(small[0], rel=0.1) and 0 < small[0] < plain[0] / 6
 
 
-def _train(job: Any, tables: Any) -> Any:
-    return train(job, tables)
+def _train(spec: Any, tables: Any) -> Any:
+    return train(spec, tables)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_stage_learns_what_one_worker_does_and_two_as_well(recipe_with: MakeRecipe, stage: int) -> None:
     """The lists span both workers' chunks."""
-    alone, tables = make_job(recipe_with(*QUIET, "training.grad_cache_chunk=4"))
+    alone, tables = make_spec(recipe_with(*QUIET, "training.grad_cache_chunk=4"))
     train(alone, tables)
     engine = ("training.engine=deepspeed", f"training.zero_stage={stage}")
-    sharded, tables = make_job(recipe_with(*QUIET, "training.grad_cache_chunk=4", *engine))
+    sharded, tables = make_spec(recipe_with(*QUIET, "training.grad_cache_chunk=4", *engine))
     if stage == 2:
         run_workers(_train, 2, sharded, tables)
     else:
@@ -122,10 +123,10 @@ def test_every_stage_learns_what_one_worker_does_and_two_as_well(recipe_with: Ma
 
 
 def test_two_workers_of_the_plain_engine_learn_what_one_does(recipe_with: MakeRecipe) -> None:
-    knobs = (*QUIET, "training.grad_cache_chunk=4")
-    alone, tables = make_job(recipe_with(*knobs))
+    overrides = (*QUIET, "training.grad_cache_chunk=4")
+    alone, tables = make_spec(recipe_with(*overrides))
     train(alone, tables)
-    together, tables = make_job(recipe_with(*knobs))
+    together, tables = make_spec(recipe_with(*overrides))
     run_workers(_train, 2, together, tables)
     assert_same_learning(weights_of(alone.run), weights_of(together.run))
 
@@ -140,6 +141,6 @@ def test_two_workers_of_the_plain_engine_learn_what_one_does(recipe_with: MakeRe
         (("training.grad_cache_chunk=4", "training.dropout_rng_streams=4"), "keep one of them"),
     ],
 )
-def test_chunks_that_do_not_fit_are_refused(recipe_with: MakeRecipe, knobs: tuple[str, ...], told: str) -> None:
+def test_chunks_that_do_not_fit_are_refused(recipe_with: MakeRecipe, overrides: tuple[str, ...], told: str) -> None:
     with pytest.raises(RecipeError, match=told):
-        recipe_with(*knobs)
+        recipe_with(*overrides)

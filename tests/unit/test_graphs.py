@@ -18,7 +18,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.trainer import cuda_graphs as graphs
 from distcse.trainer import trainer
 from distcse.trainer.cuda_graphs import CudaGraphStep
-from tests.jobs import make_job, train, trained_in_one_go_and_in_two
+from tests.jobs import make_spec, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -69,10 +69,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Again:
         ("objective.rank=null", "objective.regression={}", "student.projection=none"),
         ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
     ],
-    ids=lambda knobs: " ".join(knobs) or "RankCSE",
+    ids=lambda overrides: " ".join(overrides) or "RankCSE",
 )
 def test_recorded_steps_learn_what_plain_ones_do(
-    knobs: tuple[str, ...], most: int, recipe_with: MakeRecipe, recorder: Again, monkeypatch: pytest.MonkeyPatch
+    overrides: tuple[str, ...], most: int, recipe_with: MakeRecipe, recorder: Again, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of several shapes, dropout, a rate that changes, scores and checkpoints between: the same bits.
 
@@ -83,9 +83,9 @@ def test_recorded_steps_learn_what_plain_ones_do(
     runs, told = [], []
     for more in ((), (GRAPHS,)):
         events: list[Event] = []
-        job, tables = make_job(recipe_with("training.epochs=3", f"training.lr={2**-10}", *knobs, *more))
-        outcome = train(job, tables, events)
-        runs.append(weights_of(job.run))
+        spec, tables = make_spec(recipe_with("training.epochs=3", f"training.lr={2**-10}", *overrides, *more))
+        outcome = train(spec, tables, events)
+        runs.append(weights_of(spec.run))
         told.append([event.losses for event in events if isinstance(event, StepReport)])
     assert_equal_weights(*runs)
     assert told[0] == told[1] and len({losses["loss"] for losses in told[0]}) > 2
@@ -110,12 +110,12 @@ def test_a_step_that_cannot_be_recorded_says_so(
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     monkeypatch.setattr(recorder, "record", refuse)
-    job, tables = make_job(recipe_with(GRAPHS))
+    spec, tables = make_spec(recipe_with(GRAPHS))
     with pytest.raises(RunError, match=r"stream is capturing\); go on with --resume and training\.cuda_graphs=false"):
-        train(job, tables)
-    _, recipe = RunDirectory.reopen(job.run, ["training.cuda_graphs=false"])
+        train(spec, tables)
+    _, recipe = RunDirectory.reopen(spec.run, ["training.cuda_graphs=false"])
     assert isinstance(recipe, Recipe)
-    assert train(replace(job, recipe=recipe), tables).state.finished
+    assert train(replace(spec, recipe=recipe), tables).state.finished
 
 
 def test_the_reason_is_what_is_told() -> None:
@@ -135,9 +135,9 @@ def test_the_reason_is_what_is_told() -> None:
 def test_attention_that_asks_what_is_padded_is_refused(
     recipe_with: MakeRecipe, recorder: Again, tiny: Callable[..., Any]
 ) -> None:
-    job, tables = make_job(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
+    spec, tables = make_spec(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
     with pytest.raises(RunError, match=r"asks in its steps what of a batch is padding.*training\.cuda_graphs=false"):
-        train(job, tables)
+        train(spec, tables)
 
 
 def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe, recorder: Again) -> None:
@@ -161,9 +161,9 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "make_engine", noted)
-        knobs = ("training.epochs=2", "student.init_weight_mix=0.2", "student.projection=batch_norm_mlp")
-        job, tables = make_job(recipe_with(GRAPHS, *knobs))
-        outcome = train(job, tables)
+        overrides = ("training.epochs=2", "student.init_weight_mix=0.2", "student.projection=batch_norm_mlp")
+        spec, tables = make_spec(recipe_with(GRAPHS, *overrides))
+        outcome = train(spec, tables)
     assert len(places) == outcome.steps and len(outcome.state.scores) > 2
     assert all(place == places[0] for place in places)
 
@@ -171,9 +171,9 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(recipe_with: MakeRecipe
 def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_with: MakeRecipe) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    job, tables = make_job(recipe_with(GRAPHS, "training.max_steps=2"))
+    spec, tables = make_spec(recipe_with(GRAPHS, "training.max_steps=2"))
     events: list[Event] = []
-    assert train(job, tables, events).state.finished
+    assert train(spec, tables, events).state.finished
     (told,) = [event.text for event in events if isinstance(event, LogMessage) and "cuda_graphs" in event.text]
     assert told == "training.cuda_graphs: there is no GPU here, so steps are taken call by call"
 
@@ -192,6 +192,6 @@ def test_a_machine_without_a_gpu_says_that_it_takes_steps_call_by_call(recipe_wi
         (("student.trust_remote_code=true",), r"student\.trust_remote_code: false"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(knobs: tuple[str, ...], told: str, recipe_with: MakeRecipe) -> None:
+def test_what_cannot_be_recorded_is_refused(overrides: tuple[str, ...], told: str, recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=rf"write {told}, or (training\.)?cuda_graphs: false"):
-        recipe_with(GRAPHS, *knobs)
+        recipe_with(GRAPHS, *overrides)

@@ -18,7 +18,7 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.knn_graph import open_knn_graph, prepare_knn_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from tests.jobs import make_job, trained_in_one_go_and_in_two
+from tests.jobs import make_spec, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -102,22 +102,22 @@ def test_few_rows_have_fewer_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_run_with_neighbours_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
-    knobs = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
-    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
+    overrides = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
+    undisturbed, spec = trained_in_one_go_and_in_two(recipe_with(*overrides))
     assert undisturbed.neighbors is not None and open_knn_graph(undisturbed.neighbors).shape[1] == 9
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
 def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.neighbor_batching={per_anchor: 3}")
-    job, _ = make_job(recipe)
-    assert job.neighbors is not None
-    label = job.neighbors / "neighbours.json"
+    spec, _ = make_spec(recipe)
+    assert spec.neighbors is not None
+    label = spec.neighbors / "neighbours.json"
     label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # not intact: made again
-    make_job(recipe, RunDirectory(job.run))
-    (job.run / "neighbours.begun").write_text("1" * 32)
+    make_spec(recipe, RunDirectory(spec.run))
+    (spec.run / "neighbours.begun").write_text("1" * 32)
     with pytest.raises(RunError, match="the neighbours have changed since"):
-        make_job(recipe, RunDirectory(job.run))
+        make_spec(recipe, RunDirectory(spec.run))
     with pytest.raises(CorpusError, match="nearest is 9000, but the corpus has 384 rows"):
         require_vectors(
             recipe_with("training.neighbor_batching={per_anchor: 1, min_rank: 9000, max_rank: 9000}"), rows=384
@@ -126,9 +126,9 @@ def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> 
 
 def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> None:
     means = []
-    for knobs in ((), ("training.neighbor_batching={per_anchor: 3}",)):
-        job, tables = make_job(recipe_with(*knobs))
-        plan = BatchLoader(job, 0, 1)
+    for overrides in ((), ("training.neighbor_batching={per_anchor: 3}",)):
+        spec, tables = make_spec(recipe_with(*overrides))
+        plan = BatchLoader(spec, 0, 1)
         nearest = []
         for batch in plan.sampler.block(0, plan.sampler.steps_per_epoch):
             units = tables[0].vectors(batch)

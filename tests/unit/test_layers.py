@@ -101,8 +101,8 @@ def test_domains_in_which_only_pairs_are_scored_are_not_asked_for(
     (tmp_path / "corpus.csv").write_text("text,kind\n" + "".join(rows))
     encoder = f"{{backbone: '{tiny('bert')}', pooling: mean, max_length: 24, alpha_by_domain: {{%s: 0.0}}}}"
     cross = f"{{backbone: '{tiny_cross}', max_length: 24}}"
-    knobs = (f"corpus.path={tmp_path / 'corpus.csv'}", "corpus.domain=kind", *AUTO)
-    asked = run(recipe_with(*knobs, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Reporter())
+    overrides = (f"corpus.path={tmp_path / 'corpus.csv'}", "corpus.domain=kind", *AUTO)
+    asked = run(recipe_with(*overrides, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Reporter())
     legal = [line for row, line in enumerate(sentences) if not row % 4]
     whole = Encoder.load(asked.recipe.student.backbone, pooling="mean", max_length=16)
     teacher = Encoder.load(tiny("bert"), pooling="mean", max_length=24).encode(legal, normalize=True)
@@ -113,7 +113,7 @@ def test_domains_in_which_only_pairs_are_scored_are_not_asked_for(
     assert asked.recipe.student.layers == list(max(scores, key=lambda choice: scores[choice]))
     everywhere = encoder.replace("{%s: 0.0}", "{news: 0.0, legal: 0.0}")
     with pytest.raises(TeacherError, match="by alpha_by_domain none counts in what it asks for"):
-        run(recipe_with(*knobs, f"teachers.encoders=[{everywhere}, {cross}]"), Reporter())
+        run(recipe_with(*overrides, f"teachers.encoders=[{everywhere}, {cross}]"), Reporter())
 
 
 @pytest.mark.parametrize(("depth", "wanted"), [(3, 2), (12, 3)])

@@ -127,11 +127,11 @@ def test_a_test_set_is_no_dev_set_unless_the_recipe_says_so(
 
     data = shutil.copytree(labelled, tmp_path / "data")
     (data / "sts" / "stsb" / "dev.tsv.gz").write_bytes((data / "sts" / "stsb" / "test.tsv.gz").read_bytes())
-    knobs = (f"evaluation.data={data}", "evaluation.final_suites=[sts]", "training.max_steps=1")
+    overrides = (f"evaluation.data={data}", "evaluation.final_suites=[sts]", "training.max_steps=1")
     with pytest.raises(RecipeError, match=r"the dev set holds 100 % of the pairs of test set STS-B.*dev_is_test: true"):
-        run(recipe_with(*knobs), Reporter())
+        run(recipe_with(*overrides), Reporter())
     assert not any(file.is_file() for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*"))
-    assert run(recipe_with(*knobs, "evaluation.dev_is_test=true"), Reporter()).evaluation is not None
+    assert run(recipe_with(*overrides, "evaluation.dev_is_test=true"), Reporter()).evaluation is not None
 
 
 def test_groups_may_not_choose_by_a_test_set_either(
@@ -148,10 +148,10 @@ def test_groups_may_not_choose_by_a_test_set_either(
         fields[one], fields[other] = fields[other].upper(), fields[one]
         lines.append("\t".join(fields))
     turned.write_text("\n".join([header, *reversed(lines)]))
-    knobs = (f"evaluation.data={labelled}", f"evaluation.dev={turned}", "evaluation.final_suites=[sts]")
+    overrides = (f"evaluation.data={labelled}", f"evaluation.dev={turned}", "evaluation.final_suites=[sts]")
     with pytest.raises(RecipeError, match="of the pairs of test set STS12"):
-        checked_tasks(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *knobs))
-    meant = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *knobs, "evaluation.dev_is_test=true")
+        checked_tasks(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides))
+    meant = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides, "evaluation.dev_is_test=true")
     assert checked_tasks(meant).tasks
 
 

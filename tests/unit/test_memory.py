@@ -18,7 +18,7 @@ from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
-from tests.jobs import make_job, train, trained_in_one_go_and_in_two
+from tests.jobs import make_spec, train, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
 
@@ -81,8 +81,8 @@ def test_the_queue_holds_the_latest_batches_first() -> None:
 
 
 def test_lists_follow_the_memory(recipe_with: MakeRecipe) -> None:
-    job, _ = make_job(recipe_with(BOTH))
-    plan = BatchLoader(job, 0, 1)
+    spec, _ = make_spec(recipe_with(BOTH))
+    plan = BatchLoader(spec, 0, 1)
     assert len(plan.landmarks) == 24
     steps = plan.sampler.steps_per_epoch
     learned = set(plan.sampler.block(0, steps).ravel().tolist())
@@ -99,10 +99,10 @@ def test_lists_follow_the_memory(recipe_with: MakeRecipe) -> None:
 
 
 def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with(BOTH, "student.dropout=0.0", "student.projection=none"))
-    plan = BatchLoader(job, 0, 1)
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(job, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    spec, tables = make_spec(recipe_with(BOTH, "student.dropout=0.0", "student.projection=none"))
+    plan = BatchLoader(spec, 0, 1)
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    task = DistillationTask(spec, plan, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     task.on_start(0)
     memory = task.model.memory
     assert memory is not None
@@ -124,24 +124,24 @@ def test_the_queue_begins_full_and_landmarks_are_encoded_in_their_turn(recipe_wi
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 def test_a_run_with_a_memory_resumes_to_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
-    knobs = (BOTH, "training.epochs=2", f"training.engine={engine}")
-    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*knobs))
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
-    assert weights_of(job.run)["memory.queue"].abs().sum() > 0
+    overrides = (BOTH, "training.epochs=2", f"training.engine={engine}")
+    undisturbed, spec = trained_in_one_go_and_in_two(recipe_with(*overrides))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
+    assert weights_of(spec.run)["memory.queue"].abs().sum() > 0
 
 
-def in_worker(job: TrainSpec, tables: list[EmbeddingTable]) -> TrainResult:
-    return train(job, tables)
+def in_worker(spec: TrainSpec, tables: list[EmbeddingTable]) -> TrainResult:
+    return train(spec, tables)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_workers_with_a_memory_learn_what_one_does(recipe_with: MakeRecipe, stage: int) -> None:
     memory = "objective.rank.queue={num_batches: 2, num_anchors: 25, refresh_steps: 4}"  # an odd number: parts overlap
-    knobs = (memory, "training.engine=deepspeed", f"training.zero_stage={stage}", "training.dropout_rng_streams=2")
-    alone, tables = make_job(recipe_with(*knobs))
+    overrides = (memory, "training.engine=deepspeed", f"training.zero_stage={stage}", "training.dropout_rng_streams=2")
+    alone, tables = make_spec(recipe_with(*overrides))
     train(alone, tables)
-    together, tables = make_job(recipe_with(*knobs))
+    together, tables = make_spec(recipe_with(*overrides))
     run_workers(in_worker, 2, together, tables)
     assert_same_learning(weights_of(alone.run), weights_of(together.run))
 
@@ -152,4 +152,4 @@ def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="holds nothing"):
         recipe_with("objective.rank.queue={num_batches: 0}")
     with pytest.raises(CorpusError, match=r"landmarks is 5000, but the corpus has \d+ rows"):
-        BatchLoader(make_job(recipe_with("objective.rank.queue={num_anchors: 5000}"))[0], 0, 1)
+        BatchLoader(make_spec(recipe_with("objective.rank.queue={num_anchors: 5000}"))[0], 0, 1)

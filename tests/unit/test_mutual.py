@@ -203,9 +203,9 @@ def test_what_a_group_made_teaches_a_student(
 ) -> None:
     made = {best.kind: best.model for best in run_mutual(alone("mutual.cycles=1"), Reporter()).best}
     teachers = [made["bi"], made["cross"]]
-    knobs = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
+    overrides = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
     events: list[Event] = []
-    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *knobs), Reporter(events.append))
+    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *overrides), Reporter(events.append))
     assert result.outcome.state.finished
     assert all(event.losses["rank"] > 0 for event in events if isinstance(event, StepReport))
     assert result.evaluation is not None
@@ -255,8 +255,8 @@ def test_checkpoints_lie_between_whole_updates(alone: MakeRecipe) -> None:
         if isinstance(event, GroupEvent) and isinstance(event.event, DevScore):
             found.append((event.event.step, event.event.total))
 
-    knobs = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
-    run_mutual(alone(*knobs, "mutual.cycles=1"), Reporter(note))
+    overrides = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
+    run_mutual(alone(*overrides, "mutual.cycles=1"), Reporter(note))
     cross, bi = ([step for step, total in found if total == steps] for steps in (21, 8))
     # Epochs of 7 and of 3 steps, a score due every 2 steps and at the end of each: at the first whole update from there on
     assert cross == [3, 6, 9, 12, 15, 18, 21] and bi == [2, 4, 6, 8]
@@ -288,13 +288,13 @@ def test_what_goes_wrong_in_a_group_of_this_process_carries_its_name() -> None:
 
 
 def test_sequential_phases_begin_where_the_one_before_ended(alone: MakeRecipe, tmp_path: Path) -> None:
-    knobs = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
+    overrides = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
     start.head.append(Dense(DenseShape(32, 8)))
     start.normalize = True
     start.save(tmp_path / "says-how-it-pools")
     itself = (f"groups.0.backbone={tmp_path / 'says-how-it-pools'}", "groups.0.pooling=null")
-    for chosen in (knobs, knobs[1:], (*knobs, *itself)):
+    for chosen in (overrides, overrides[1:], (*overrides, *itself)):
         result = run_mutual(alone(*chosen), Reporter())
         moved = Encoder.load(result.directory.path / "models" / "bert" / "bi")
         assert (len(moved.head), moved.normalize) == ((1, True) if itself[0] in chosen else (0, False))
@@ -313,13 +313,13 @@ def test_a_group_that_cannot_go_on_is_dropped_or_ends_the_run(
 ) -> None:
     broken = make_encoder(tmp_path / "broken", "bert", sentences)
     (tmp_path / "broken" / "model.safetensors").unlink()
-    knob = f"groups.1.cross_backbone={broken}"
+    override = f"groups.1.cross_backbone={broken}"
     with pytest.raises(EncoderError, match="broken"):
-        run_mutual(both(knob), Reporter())
+        run_mutual(both(override), Reporter())
     with pytest.raises(EncoderError, match="broken"):  # the last one is not dropped
-        run_mutual(both(knob, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Reporter())
+        run_mutual(both(override, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Reporter())
     shutil.copytree(both().groups[1].backbone, tmp_path / "moved")
-    drop = (knob, "mutual.on_failure=drop", f"groups.1.backbone={tmp_path / 'moved'}")
+    drop = (override, "mutual.on_failure=drop", f"groups.1.backbone={tmp_path / 'moved'}")
     result = run_mutual(both(*drop), Reporter())
     shutil.rmtree(tmp_path / "moved")  # nothing of a dropped group is wanted again
     directory, recipe = RunDirectory.reopen(result.directory.path, [])
@@ -408,9 +408,9 @@ def test_packaged_recipes_have_table_16(name: str) -> None:
 
 
 def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeRecipe, labelled: Path) -> None:
-    knobs = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
+    overrides = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
     pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")
-    result = run_mutual(both(*knobs, *pairs), Reporter())
+    result = run_mutual(both(*overrides, *pairs), Reporter())
     assert result.evaluation is not None
     models = [about.name for about in result.evaluation.models]
     assert models == [
@@ -439,15 +439,15 @@ def test_pages_and_cards_tell_of_cycles_groups_and_seen_sentences(both: MakeReci
 
 
 def test_a_tasks_own_pairs_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
-    knobs = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
-    result = run_mutual(alone(*knobs, "pairs={task: mrpc}"), Reporter())
+    overrides = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
+    result = run_mutual(alone(*overrides, "pairs={task: mrpc}"), Reporter())
     assert result.pairs == 80 and result.evaluation is None
     write_group_cards(result)
     assert (
         "**Transductive**: its pairs are those of the task `mrpc`" in (result.best[0].model / "README.md").read_text()
     )
     with pytest.raises(CorpusError, match=r"pairs\.task is 'mrcp', but .* holds no table; .* holds mrpc"):
-        run_mutual(alone(*knobs, "pairs={task: mrcp}"), Reporter())
+        run_mutual(alone(*overrides, "pairs={task: mrcp}"), Reporter())
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

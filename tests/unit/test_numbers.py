@@ -36,7 +36,7 @@ from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_model_state
 from distcse.trainer.trainer import train as train_task
-from tests.jobs import make_job, train
+from tests.jobs import make_spec, train
 from tests.models import make_cross_encoder
 
 MakeRecipe = Callable[..., Recipe]
@@ -123,21 +123,23 @@ def test_a_recipe_holds_no_number_that_cannot_be_worked_with(recipe_with: MakeRe
 
 
 def test_a_loss_that_overflows_names_step_rows_and_term(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("objective.rank.gamma=1e39", "training.log_every=5"))
+    spec, tables = make_spec(recipe_with("objective.rank.gamma=1e39", "training.log_every=5"))
     with pytest.raises(DivergedError, match=r"^loss is not finite at step 0 \(rows (\d+, ){8}… of the corpus \(16\)\)"):
-        train(job, tables)
-    assert kept(job.run) == 0
+        train(spec, tables)
+    assert kept(spec.run) == 0
 
 
 @pytest.mark.parametrize("engine", ["plain", "deepspeed"])
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe, engine: str, clipping: float) -> None:
     # The loss, about 2e38, is still a float32; its gradient is not. Step 1 is scored, so nothing but the weights tells.
-    knobs = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.eval_steps=1")
-    job, tables = make_job(recipe_with(*knobs, f"training.engine={engine}", f"training.gradient_clipping={clipping}"))
+    overrides = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.eval_steps=1")
+    spec, tables = make_spec(
+        recipe_with(*overrides, f"training.engine={engine}", f"training.gradient_clipping={clipping}")
+    )
     with pytest.raises(DivergedError, match=r"not finite (after step 1|at step [01]) .*rows .* of the corpus"):
-        train(job, tables)
-    assert kept(job.run) == 0
+        train(spec, tables)
+    assert kept(spec.run) == 0
 
 
 def kept(run: Path) -> int:
@@ -149,13 +151,13 @@ def kept(run: Path) -> int:
 
 
 def test_a_poisoned_run_ends_alike_however_often_it_is_resumed(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("objective.info_nce.weight=1e39"))
+    spec, tables = make_spec(recipe_with("objective.info_nce.weight=1e39"))
     told = set()
     for _ in range(3):
         with pytest.raises(DivergedError) as ended:
-            train(job, tables)
+            train(spec, tables)
         told.add(str(ended.value))
-    assert len(told) == 1 and kept(job.run) == 0
+    assert len(told) == 1 and kept(spec.run) == 0
 
 
 def test_moments_that_are_no_numbers_are_found() -> None:
@@ -269,7 +271,7 @@ class answering:
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 3e38])
 def test_a_table_keeps_directions_whatever_the_length(recipe_with: MakeRecipe, scale: float) -> None:
     """float16 ends at 65504 and float32's squares at 1.8e19: a table holds unit vectors, so neither is met."""
-    _, tables = make_job(recipe_with())
+    _, tables = make_spec(recipe_with())
     table: EmbeddingTable = tables[0]
     rows = len(table.shard_range(0))
     vectors = np.random.default_rng(0).uniform(-1, 1, size=(rows, 8)).astype(np.float32)
@@ -280,23 +282,23 @@ def test_a_table_keeps_directions_whatever_the_length(recipe_with: MakeRecipe, s
 
 
 def test_a_table_that_was_spoilt_under_a_run_is_never_served(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with())
+    spec, tables = make_spec(recipe_with())
     payload = tables[0].directory / "shard-00001.npy"
     vectors = np.load(payload)
     vectors[3] = np.nan
     np.save(payload, vectors)
     with pytest.raises(TeacherError, match=r"is damaged at row 103: shard 1 is not what was written"):
-        train(job, tables)
+        train(spec, tables)
     assert tables[0].missing_shards() == [1]
 
 
 def test_a_dev_score_that_is_no_number_never_becomes_the_best(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with())
-    teachers = zip(job.recipe.teachers.encoders, tables, strict=True)
+    spec, tables = make_spec(recipe_with())
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     task = DistillationTask(
-        job, BatchLoader(job, 0, 1), [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
+        spec, BatchLoader(spec, 0, 1), [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
     )
     vars(task)["_dev"] = DevMetric("broken", lambda encoder: float("nan"))
     with pytest.raises(DivergedError, match="broken is not finite at step 0"):
-        train_task(task, job.recipe.training, CheckpointStore(job.run), Reporter())
-    assert CheckpointStore(job.run).latest() is None
+        train_task(task, spec.recipe.training, CheckpointStore(spec.run), Reporter())
+    assert CheckpointStore(spec.run).latest() is None

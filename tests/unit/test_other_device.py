@@ -81,12 +81,12 @@ def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[st
         ("objective.rank=null", "objective.rank_regression={}"),
         ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
     ],
-    ids=lambda knobs: " ".join(knobs).replace("objective.", "") or "RankCSE",
+    ids=lambda overrides: " ".join(overrides).replace("objective.", "") or "RankCSE",
 )
 def test_a_step_lies_on_its_device_and_asks_nothing_of_it(
-    knobs: tuple[str, ...], recipe_with: Callable[..., Recipe]
+    overrides: tuple[str, ...], recipe_with: Callable[..., Recipe]
 ) -> None:
-    loss, parts = step(recipe_with(*knobs))
+    loss, parts = step(recipe_with(*overrides))
     assert {part.device for part in (loss, *parts.values())} == {META}
 
 

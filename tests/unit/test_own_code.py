@@ -116,10 +116,10 @@ class Lists(nn.Module):
     ],
 )
 def test_a_term_that_cannot_be_is_told_before_the_work(
-    code: str, knobs: str, told: str, recipe_with: Callable[..., Recipe], modules: Path
+    code: str, overrides: str, told: str, recipe_with: Callable[..., Recipe], modules: Path
 ) -> None:
     (modules / "odd_terms.py").write_text(ODD)
-    recipe = recipe_with(TERM % (code, knobs))
+    recipe = recipe_with(TERM % (code, overrides))
     with pytest.raises(RecipeError, match=re.escape(told)):
         run(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists()

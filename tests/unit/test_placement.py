@@ -79,8 +79,8 @@ def test_the_interface_of_an_address() -> None:
 
 
 def test_an_elastic_run_has_whole_parts_with_every_number_of_workers() -> None:
-    def training(*knobs: str) -> tuple[list[int], int]:
-        section = load_recipe("minilm-3layer", [f"training.{knob}" for knob in knobs]).training
+    def training(*overrides: str) -> tuple[list[int], int]:
+        section = load_recipe("minilm-3layer", [f"training.{override}" for override in overrides]).training
         return section.worker_counts, section.streams
 
     assert training("workers=8", "batch_size=128", "least_workers=1") == ([1, 2, 4, 8], 8)

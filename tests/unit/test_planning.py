@@ -37,7 +37,7 @@ from distcse.planning.student import StudentRun
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as read_undecided
-from tests.jobs import make_job
+from tests.jobs import make_spec
 from tests.models import KINDS, make_masked_lm
 
 BASE = "google-bert/bert-base-uncased"
@@ -293,7 +293,7 @@ def test_rows_cost_host_memory() -> None:
 
 def test_a_table_has_the_bytes_that_are_foretold(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
     recipe = recipe_with()
-    _, tables = make_job(recipe)
+    _, tables = make_spec(recipe)
     run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, None))
     for teacher, table in zip(run.teachers, tables, strict=True):
         stored = sum(np.load(file).nbytes for file in table.directory.glob("*.npy"))
@@ -496,7 +496,8 @@ def test_more_of_anything_costs_more() -> None:
 
 def test_chunks_hold_less_and_cost_a_forward_pass_more() -> None:
     plain, chunks = (
-        run_of(load_recipe(RANKCSE, ["training.workers=1", *knob])) for knob in ([], ["training.grad_cache_chunk=8"])
+        run_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
+        for override in ([], ["training.grad_cache_chunk=8"])
     )
     assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
     kept = [run.memory(GPUS["A100-40G"], 1, 128, 0).activations for run in (plain, chunks)]

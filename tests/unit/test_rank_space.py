@@ -31,7 +31,7 @@ from distcse.rank_space.space import counted_rank_vectors
 from distcse.recipe import TeachersSection
 from distcse.teachers.servers import server_demands
 from distcse.teachers.serving import serving
-from tests.jobs import make_job, make_recipe
+from tests.jobs import make_recipe, make_spec
 
 
 def unit(rows: int, width: int, seed: int = 0) -> np.ndarray:
@@ -175,7 +175,7 @@ def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> No
 
 def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *in_rank_space(100))
-    _, (table,) = make_job(recipe)
+    _, (table,) = make_spec(recipe)
     teacher = serving(recipe.teachers.encoders[0], table)
     columns = np.arange(24).reshape(2, 12)
     lists = teacher.similarities(columns, slice(4, 8))
@@ -193,7 +193,7 @@ def in_rank_space(references: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("combine", ["sum", "hinge"])
 def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], combine: str) -> None:
     events: list[Any] = []
-    knobs = (
+    overrides = (
         *in_rank_space(300),
         "objective.rank=null",
         "objective.consistency=null",
@@ -203,7 +203,7 @@ def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentence
         f"objective.combine={combine}",
         "training.epochs=4",
     )
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Reporter(events.append))
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides), Reporter(events.append))
     losses = [event.losses["rank_regression"] for event in events if isinstance(event, StepReport)]
     assert losses[-1] < 0.7 * losses[0]
     scores = result.outcome.state.scores
@@ -213,7 +213,7 @@ def test_rank_encoder_trains(tmp_path: Path, tiny: Callable[..., Path], sentence
 def test_rank_lists_need_a_table_and_hinge_its_terms(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    for knobs, told in (
+    for overrides, told in (
         ((*in_rank_space(9), "teachers.mode=live"), "serves from a table; write teachers.mode: table"),
         (("objective.combine=hinge",), "hinge is between info_nce and rank_regression"),
         (
@@ -226,7 +226,7 @@ def test_rank_lists_need_a_table_and_hinge_its_terms(
         ),
     ):
         with pytest.raises(RecipeError, match=told):
-            make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs)
+            make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides)
 
 
 def test_each_pair_is_scored_by_equation_7(oracles: dict[str, Any], tiny: Callable[..., Path]) -> None:

@@ -41,7 +41,7 @@ from tests.models import make_masked_lm
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Callable[..., Any]:
+def spec(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Callable[..., Any]:
     """Makes a prepared job of tiny models over the fixture's sentences."""
     file = tmp_path / "text.txt"
     file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
@@ -60,12 +60,12 @@ def reference_rankcse(step: OurStep, teachers: list[dict[str, Any]], student: Pa
     return ContrastiveLoop(backbone, step.task.model.projection, step.tokens, rankcse(frozen, 0.05, 0.05, 0.025))
 
 
-def test_rankcse_step_of_live_teachers(job: Callable[..., Any], tiny: Callable[..., Path]) -> None:
+def test_rankcse_step_of_live_teachers(spec: Callable[..., Any], tiny: Callable[..., Path]) -> None:
     teachers = [
         {"backbone": str(tiny("bert")), "pooling": "mean", "max_length": 32, "alpha": 1.0},
         {"backbone": str(tiny("bert")), "pooling": "cls", "max_length": 32, "alpha": 2.0},
     ]
-    made, _ = job(RANKCSE, teachers)
+    made, _ = spec(RANKCSE, teachers)
     ours = OurStep(made, live_sources(made, Corpus.open(made.corpus)))
     theirs = reference_rankcse(ours, teachers, tiny("bert"))
     equal_or_stop(ours, theirs)
@@ -86,10 +86,10 @@ def test_rankcse_loss_of_two_different_views() -> None:
     torch.testing.assert_close(list_mle(cosines, lists, 0.05), ours_list_mle(cosines, lists, 0.05).mean())
 
 
-def test_rankencoder_step(job: Callable[..., Any], tiny: Callable[..., Path]) -> None:
+def test_rankencoder_step(spec: Callable[..., Any], tiny: Callable[..., Path]) -> None:
     teacher = {"backbone": str(tiny("bert")), "pooling": "cls", "max_length": 32, "similarity": "rank"}
     references = torch.nn.functional.normalize(torch.randn(50, 32), dim=1).numpy()
-    made, _ = job(OBJECTIVE, [teacher])
+    made, _ = spec(OBJECTIVE, [teacher])
     reference_of(made, str(tiny("bert")), references)  # stops where it differs
 
 
@@ -102,11 +102,11 @@ def test_ranks_of_either_style_are_spearmans() -> None:
     np.testing.assert_allclose(pairwise_spearman(similarities[:3], similarities[3:]), np.diag(expected[:3, 3:]))
 
 
-def test_diffcse_step_with_the_same_masks(job: Callable[..., Any], tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_diffcse_step_with_the_same_masks(spec: Callable[..., Any], tiny: Callable[..., Path], tmp_path: Path) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
     detection = {"weight": 0.005, "generator": str(generator), "masking_ratio": 0.3, "generator_dropout": False}
     objective = {"tau1": 0.05, "consistency": None, "rank": None, "detection": detection}
-    made, _ = job(objective, [], student={"projection": "batch_norm_mlp"})
+    made, _ = spec(objective, [], student={"projection": "batch_norm_mlp"})
     theirs = reference_diffcse(OurStep(made, []), str(generator), str(tiny("bert")))  # stops where it differs
     assert torch.isfinite(theirs())
 

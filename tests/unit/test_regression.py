@@ -18,7 +18,7 @@ from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
 from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
-from tests.jobs import make_job, trained_in_one_go_and_in_two
+from tests.jobs import make_spec, trained_in_one_go_and_in_two
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -69,16 +69,16 @@ def test_principal_components_keep_inner_products_and_turn_towards_the_start() -
 
 
 def test_one_teacher_of_the_students_width_is_the_target_as_it_is(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with(*ALONE, "objective.regression={teachers: [1]}"))
-    assert job.targets is not None and job.targets.projection is None
+    spec, tables = make_spec(recipe_with(*ALONE, "objective.regression={teachers: [1]}"))
+    assert spec.targets is not None and spec.targets.projection is None
     rows = np.array([5, 0, 17])
-    np.testing.assert_allclose(job.targets.open().vectors(rows), tables[1].vectors(rows), atol=1e-6)
+    np.testing.assert_allclose(spec.targets.open().vectors(rows), tables[1].vectors(rows), atol=1e-6)
 
 
 def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with(*ONTO_ALL))
-    assert job.targets is not None and job.targets.projection is not None
-    targets = job.targets.open().vectors(np.arange(100))
+    spec, tables = make_spec(recipe_with(*ONTO_ALL))
+    assert spec.targets is not None and spec.targets.projection is not None
+    targets = spec.targets.open().vectors(np.arange(100))
     assert targets.shape == (100, 32)
     np.testing.assert_allclose(np.linalg.norm(targets, axis=1), 1, atol=1e-5)
     units = [table.vectors(range(100)) for table in tables]
@@ -89,13 +89,13 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
 
 @pytest.mark.parametrize("form", ["cosine", "mse"])
 def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: str) -> None:
-    knobs = (
+    overrides = (
         *ALONE,
         f"objective.regression={{form: {form}, teachers: [1]}}",
         "training.epochs=4",
         "evaluation.dev=none",
     )
-    result = run(recipe_with(*knobs), Reporter())
+    result = run(recipe_with(*overrides), Reporter())
     student = Encoder.load(result.directory.model)
     teacher = Encoder.from_section(result.recipe.teachers.encoders[1])
     start = Encoder.from_section(result.recipe.student)
@@ -106,8 +106,8 @@ def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: st
 
 
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
-    undisturbed, job = trained_in_one_go_and_in_two(recipe_with(*ONTO_ALL))
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+    undisturbed, spec = trained_in_one_go_and_in_two(recipe_with(*ONTO_ALL))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
 def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
@@ -121,10 +121,10 @@ def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
     vectors = [Encoder.from_section(teacher).encode(lines, normalize=True) for teacher in teachers]
     joined = np.concatenate([vectors[0] * (1 / 3) ** 0.5, vectors[1] * (2 / 3) ** 0.5], axis=1)
     documents = joined @ load_file(result.directory.model / "distcse" / "projection.safetensors")["projection"]
-    job, _ = make_job(result.recipe)
-    assert job.targets is not None
+    spec, _ = make_spec(result.recipe)
+    assert spec.targets is not None
     documents /= np.linalg.norm(documents, axis=1, keepdims=True)
-    np.testing.assert_allclose(documents, job.targets.open().vectors(np.arange(20)), atol=2e-3)
+    np.testing.assert_allclose(documents, spec.targets.open().vectors(np.arange(20)), atol=2e-3)
     alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Reporter())
     write_card(alone)
     card = (alone.directory.model / "README.md").read_text()

@@ -46,9 +46,13 @@ def sweep(**search: Any) -> Sweep:
     ],
 )
 def test_as_many_as_nodes_have_room_for(
-    recipe_with: MakeRecipe, knobs: tuple[str, ...], search: dict[str, Any], nodes: list[Any], expected: TrialResources
+    recipe_with: MakeRecipe,
+    overrides: tuple[str, ...],
+    search: dict[str, Any],
+    nodes: list[Any],
+    expected: TrialResources,
 ) -> None:
-    assert trial_resources(recipe_with(*knobs), sweep(**search), nodes) == expected
+    assert trial_resources(recipe_with(*overrides), sweep(**search), nodes) == expected
 
 
 def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:

@@ -31,22 +31,22 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta"), tiny("bert")], sentences)
 
 
-def sweep_of(folder: Path, knobs: dict[str, Any], **sections: Any) -> Sweep:
+def sweep_of(folder: Path, overrides: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
-    file.write_text(yaml.safe_dump({"parameters": knobs, **sections}, sort_keys=False))
+    file.write_text(yaml.safe_dump({"parameters": overrides, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
 def test_a_grid_is_every_combination_and_relations_follow(recipe: Recipe, tmp_path: Path) -> None:
-    knobs = {
+    overrides = {
         "objective.rank.tau3": {"expression": "tau2 / 2"},
         "objective.rank.tau2": {"values": [0.05, 0.1]},
         "objective.tau1": {"expression": "objective.rank.tau2 + gamma * 0 + tau3"},
         "objective.rank.gamma": {"values": [1, 2.5, 3]},
     }
-    space = Space(sweep_of(tmp_path, knobs, search={"algorithm": "grid"}), recipe)
+    space = Space(sweep_of(tmp_path, overrides, search={"algorithm": "grid"}), recipe)
     values = [space.values(sample) for sample in space.grid()]
-    assert len(values) == 6 and list(values[0]) == list(knobs)
+    assert len(values) == 6 and list(values[0]) == list(overrides)
     for found in values:
         assert found["objective.rank.tau3"] == found["objective.rank.tau2"] / 2
         assert found["objective.tau1"] == pytest.approx(1.5 * found["objective.rank.tau2"])
@@ -79,13 +79,13 @@ def test_every_division_of_the_simplex_is_as_likely(recipe: Recipe, tmp_path: Pa
 
 
 def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_path: Path) -> None:
-    knobs = {
+    overrides = {
         "training.lr": {"log_uniform": [1e-5, 1e-3]},
         "objective.rank.gamma": {"uniform": [0.5, 2]},
         "training.batch_size": {"integers": [8, 16]},
         "student.layers": {"values": [[0, 2], [1, 3], [0, 1, 2]]},
     }
-    space = Space(sweep_of(tmp_path, knobs), recipe)
+    space = Space(sweep_of(tmp_path, overrides), recipe)
     draws = space.draws(40, seed=1)
     assert draws == space.draws(40, seed=1) != space.draws(40, seed=2)
     values = [space.values(draw) for draw in draws]
@@ -147,11 +147,11 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
     ],
 )
 def test_spaces_that_cannot_be(
-    recipe: Recipe, tmp_path: Path, knobs: dict[str, Any], sections: dict[str, Any], told: str
+    recipe: Recipe, tmp_path: Path, overrides: dict[str, Any], sections: dict[str, Any], told: str
 ) -> None:
     bound = with_values(recipe, {"objective.rank.queue": {"batches": 2}, "training.neighbor_batching": {}})
     with pytest.raises(RecipeError, match=told):
-        Space(sweep_of(tmp_path, knobs, **sections), bound)
+        Space(sweep_of(tmp_path, overrides, **sections), bound)
 
 
 def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:
@@ -223,8 +223,8 @@ def test_records_and_tables(tmp_path: Path) -> None:
 
 
 def test_the_knob_that_matters_is_the_important_one(recipe: Recipe, tmp_path: Path) -> None:
-    knobs = {"objective.rank.tau2": {"uniform": [0.01, 1]}, "training.lr": {"log_uniform": [1e-5, 1e-3]}}
-    space = Space(sweep_of(tmp_path, knobs), recipe)
+    overrides = {"objective.rank.tau2": {"uniform": [0.01, 1]}, "training.lr": {"log_uniform": [1e-5, 1e-3]}}
+    space = Space(sweep_of(tmp_path, overrides), recipe)
     found = [space.values(draw) for draw in space.draws(40, seed=0)]
     trials = [trial(n, [100 * values["objective.rank.tau2"]], **values) for n, values in enumerate(found)]
     shares = importances(space, trials)

@@ -29,21 +29,21 @@ from distcse.trainer.engines.deepspeed_engine import _config
 from distcse.trainer.schedule import total_steps, warmup_then_linear
 from distcse.trainer.trainer import TrainResult
 from tests.conftest import ROOT
-from tests.jobs import make_job, make_recipe, train
+from tests.jobs import make_recipe, make_spec, train
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 
 
-def in_worker(job: TrainSpec, tables: list[EmbeddingTable], stop_after: int = -1) -> TrainResult:
-    return train(job, tables, stop_after=stop_after)
+def in_worker(spec: TrainSpec, tables: list[EmbeddingTable], stop_after: int = -1) -> TrainResult:
+    return train(spec, tables, stop_after=stop_after)
 
 
 def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("training.epochs=6", "training.log_every=1", "student.dropout=0.0"))
+    spec, tables = make_spec(recipe_with("training.epochs=6", "training.log_every=1", "student.dropout=0.0"))
     events: list[Event] = []
-    outcome = train(job, tables, events)
+    outcome = train(spec, tables, events)
     scores = [event.score for event in events if isinstance(event, DevScore)]
     ranks = [event.losses["rank"] for event in events if isinstance(event, StepReport)]
     assert outcome.state.finished and outcome.state.step == outcome.steps == len(ranks)
@@ -55,9 +55,9 @@ def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
 def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe) -> None:
     weights = []
     for seed in (1, 1, 2):
-        job, tables = make_job(recipe_with(f"seed={seed}"))
-        train(job, tables)
-        weights.append(weights_of(job.run))
+        spec, tables = make_spec(recipe_with(f"seed={seed}"))
+        train(spec, tables)
+        weights.append(weights_of(spec.run))
     assert_equal_weights(weights[0], weights[1])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
@@ -65,14 +65,14 @@ def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe
 @pytest.mark.parametrize("engine", ["plain", "deepspeed"])
 def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     recipe = recipe_with(f"training.engine={engine}", "training.gradient_accumulation=2", "training.epochs=2")
-    undisturbed, tables = make_job(recipe)
+    undisturbed, tables = make_spec(recipe)
     train(undisturbed, tables)
-    job, tables = make_job(recipe)
-    first = train(job, tables, stop_after=2)
+    spec, tables = make_spec(recipe)
+    first = train(spec, tables, stop_after=2)
     assert first.interrupted and 0 < first.state.step < first.steps
-    second = train(job, tables)
+    second = train(spec, tables)
     assert second.state.finished and not second.interrupted
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(job.run))
+    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
     assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
 
 
@@ -81,30 +81,30 @@ def test_every_zero_stage_equals_the_plain_engine_and_resumes(
     recipe_with: MakeRecipe, stage: int, precision: str
 ) -> None:
     both = (f"training.precision={precision}", "training.weight_decay=0.1")
-    plain, tables = make_job(recipe_with(*both))
+    plain, tables = make_spec(recipe_with(*both))
     train(plain, tables)
     recipe = recipe_with("training.engine=deepspeed", f"training.zero_stage={stage}", *both)
-    job, tables = make_job(recipe)
-    assert train(job, tables, stop_after=2).interrupted
-    train(job, tables)
-    assert_same_learning(weights_of(plain.run), weights_of(job.run), mean=1e-5 if precision == "fp32" else 5e-5)
+    spec, tables = make_spec(recipe)
+    assert train(spec, tables, stop_after=2).interrupted
+    train(spec, tables)
+    assert_same_learning(weights_of(plain.run), weights_of(spec.run), mean=1e-5 if precision == "fp32" else 5e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "stage"), [("plain", 0), ("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3)])
 def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRecipe, engine: str, stage: int) -> None:
-    knobs = (
+    overrides = (
         f"training.engine={engine}",
         f"training.zero_stage={stage}",
         "training.dropout_rng_streams=2",
     )
-    alone, tables = make_job(recipe_with(*knobs))
+    alone, tables = make_spec(recipe_with(*overrides))
     train(alone, tables)
-    together, tables = make_job(recipe_with(*knobs))
+    together, tables = make_spec(recipe_with(*overrides))
     run_workers(in_worker, 2, together, tables)
     assert_same_learning(weights_of(alone.run), weights_of(together.run))
 
-    moved, tables = make_job(recipe_with(*knobs))
+    moved, tables = make_spec(recipe_with(*overrides))
     outcomes = run_workers(in_worker, 2, moved, tables, 2)
     assert outcomes[0].interrupted and outcomes[1].interrupted
     assert train(moved, tables).state.finished
@@ -112,22 +112,22 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRec
 
 
 def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("training.lr=0.5", "training.epochs=20", "evaluation.patience=2"))
-    outcome = train(job, tables)
+    spec, tables = make_spec(recipe_with("training.lr=0.5", "training.epochs=20", "evaluation.patience=2"))
+    outcome = train(spec, tables)
     best = outcome.state.best
     assert best is not None and outcome.state.finished and outcome.state.step < outcome.steps
     assert outcome.state.misses() == 2
-    folder = CheckpointStore(job.run).best()
+    folder = CheckpointStore(spec.run).best()
     assert folder is not None and load_trainer_state(folder).step == best[0]
-    again = train(job, tables)
+    again = train(spec, tables)
     assert again.state == outcome.state and again.seconds == 0
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_with: MakeRecipe) -> None:
-    job, tables = make_job(recipe_with("objective.info_nce.weight=1e39"))  # float32 ends at 3.4e38
+    spec, tables = make_spec(recipe_with("objective.info_nce.weight=1e39"))  # float32 ends at 3.4e38
     with pytest.raises(RunError, match=r"loss is not finite at step 0 \(rows [\d, …]+ of the corpus \(16\)\)"):
-        train(job, tables)
-    kept = CheckpointStore(job.run).latest()
+        train(spec, tables)
+    kept = CheckpointStore(spec.run).latest()
     assert kept is not None
     assert all(tensor.isfinite().all() for tensor in load_model_state(kept).weights.values())
 
@@ -136,9 +136,9 @@ def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, da
     recipe = recipe_with(
         "teachers.encoders=[]", "objective.rank=null", f"evaluation.data={data}", "training.max_steps=2"
     )
-    job, tables = make_job(recipe)
+    spec, tables = make_spec(recipe)
     events: list[Event] = []
-    assert train(job, tables, events).state.finished
+    assert train(spec, tables, events).state.finished
     assert {event.name for event in events if isinstance(event, DevScore)} == {"STS-B dev"}
 
 
@@ -193,14 +193,14 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
 
 
 def test_a_start_that_was_taken_over_writes_nothing_more(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    job, tables = make_job(recipe_with())
-    ours = replace(job, lease=Lease.acquire(job.run))
+    spec, tables = make_spec(recipe_with())
+    ours = replace(spec, lease=Lease.acquire(spec.run))
     assert train(ours, tables, stop_after=3).interrupted
-    theirs = replace(job, lease=Lease.acquire(job.run))
-    before = sorted((job.run / "checkpoints").rglob("*"))
+    theirs = replace(spec, lease=Lease.acquire(spec.run))
+    before = sorted((spec.run / "checkpoints").rglob("*"))
     with pytest.raises(RunError, match="was taken over by a later start; this one writes nothing more"):
         train(ours, tables)
-    assert sorted((job.run / "checkpoints").rglob("*")) == before
+    assert sorted((spec.run / "checkpoints").rglob("*")) == before
     assert train(theirs, tables).state.finished
 
 
@@ -261,32 +261,32 @@ def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: Ma
 def test_simcse_needs_neither_teachers_nor_labels(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    knobs = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
+    overrides = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
     events: list[Event] = []
     result = run(
-        make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "training.epochs=6"), Reporter(events.append)
+        make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "training.epochs=6"), Reporter(events.append)
     )
     losses = [event.losses["info_nce"] for event in events if isinstance(event, StepReport)]
     assert losses[-1] < 0.8 * losses[0]
     assert result.evaluation is None and result.outcome.state.scores == []
     assert (result.directory.model / "model.safetensors").exists()  # the last checkpoint's
     with pytest.raises(RecipeError, match="patience needs a dev score"):
-        make_recipe(tmp_path, tiny("bert"), [], sentences, *knobs, "evaluation.patience=2")
+        make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "evaluation.patience=2")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_cluster_folders_settings_of_deepspeed_change_nothing_that_is_learned(
     recipe_with: MakeRecipe, stage: int
 ) -> None:
-    plain, tables = make_job(recipe_with())
+    plain, tables = make_spec(recipe_with())
     train(plain, tables)
     file = ROOT / "cluster" / "deepspeed" / f"zero{stage}.yaml"
-    knobs = ("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.deepspeed={file}")
-    recipe = recipe_with(*knobs)
+    overrides = ("training.engine=deepspeed", f"training.zero_stage={stage}", f"training.deepspeed={file}")
+    recipe = recipe_with(*overrides)
     assert recipe.training.deepspeed == yaml.safe_load(file.read_text())
-    job, tables = make_job(recipe)
-    train(job, tables)
-    assert_same_learning(weights_of(plain.run), weights_of(job.run), mean=1e-5)
+    spec, tables = make_spec(recipe)
+    train(spec, tables)
+    assert_same_learning(weights_of(plain.run), weights_of(spec.run), mean=1e-5)
     assert _config(recipe.training, 16)["zero_optimization"]["stage"] == stage
 
 

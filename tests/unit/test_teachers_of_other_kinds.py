@@ -125,13 +125,15 @@ def test_an_endpoint_fills_a_table_once(
     server: Server, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     named = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
-    knobs = (*named, "teachers.encoders.0.max_length=null")
-    result, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *LISTS_ALONE, *knobs))
+    overrides = (*named, "teachers.encoders.0.max_length=null")
+    result, losses = trained(
+        make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *LISTS_ALONE, *overrides)
+    )
     assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
     texts = sum(len(body["input"]) for body in server.asked)
     server.asked.clear()
-    run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs), Reporter())
+    run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides), Reporter())
     again = sum(len(body["input"]) for body in server.asked)
     assert texts >= len(sentences) and again <= 64  # the held-out rows of the final scores alone
 
@@ -189,34 +191,34 @@ LISTS_ALONE = (
 
 
 def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    knobs = [f"teachers.encoders.{n}.{knob}" for n in (0, 1) for knob in ("space=rank", "references=200")]
+    overrides = [f"teachers.encoders.{n}.{override}" for n in (0, 1) for override in ("space=rank", "references=200")]
     teachers = [tiny("roberta"), tiny("minilm")]
     form = "objective.rank.form=list_mle"
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs, form))
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides, form))
     assert learned(losses)
 
 
 def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     teachers = [tiny("roberta", width=64), tiny("minilm"), tiny("distilbert")]
-    knobs = (
+    overrides = (
         "teachers.encoders.2.similarity=rank",
         "teachers.encoders.2.num_references=150",
         "teachers.rank_noise_group=4",
     )
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs))
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
     assert learned(losses)
 
 
 def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
-    knobs = (
+    overrides = (
         "student.projection=batch_norm_mlp",
         f"objective.detection.generator={generator}",
         "objective.rank_regression.weight=0.5",
         "objective.rank_regression.lower=-1",
         "training.epochs=5",
     )
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *knobs))
+    _, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides))
     parts = {"info_nce", "consistency", "rank", "rank_regression", "detection"}
     assert parts <= losses[-1].keys() and learned(losses) and learned(losses, "detection")
 
@@ -225,9 +227,9 @@ def test_a_cross_encoder_and_an_encoder_teach_together(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
-    knobs = ("training.max_steps=44", "training.batch_size=8")
+    overrides = ("training.max_steps=44", "training.batch_size=8")
     teachers = [tiny("roberta"), cross]
-    result, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *knobs))
+    result, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
     assert learned(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"
     with pytest.raises(TeacherError, match="is a cross-encoder: it has no vectors, so no rank space"):

@@ -84,8 +84,8 @@ def test_a_narrow_student_without_dropout_has_none(tiny: Callable[..., Path]) ->
 
 
 def test_a_narrow_student_detects_edits(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    knobs = ("student.embedding_size=8", "objective.detection={operation: deletion}", "training.max_steps=2")
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *knobs), Reporter())
+    overrides = ("student.embedding_size=8", "objective.detection={operation: deletion}", "training.max_steps=2")
+    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *overrides), Reporter())
     assert result.outcome.state.finished
 
 

@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def train(
-        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Serve the teachers (from their table, or live where there is None) and train the student."""
         ...
@@ -71,16 +71,16 @@ class LocalBackend:
             on_rows(done)
 
     def train(
-        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
-        section = job.recipe.teachers
+        section = spec.recipe.teachers
         sources = [
             LocalTeacherClient(
                 serving(teacher, table) if table is not None else live(teacher, corpus, section.tokens_per_batch)
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]
-        return fit(job, sources, reporter)
+        return fit(spec, sources, reporter)
 
 
 class RayBackend:
@@ -106,13 +106,13 @@ class RayBackend:
         embed_shards(teacher, section, corpus, table, missing, on_rows, reporter)
 
     def train(
-        self, job: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         from distcse.experiments.distillation.ray_train import fit_on_ray
         from distcse.teachers.servers import served
 
-        with served(job.recipe.teachers, corpus, tables, reporter) as servers:
-            return fit_on_ray(job, servers, reporter)
+        with served(spec.recipe.teachers, corpus, tables, reporter) as servers:
+            return fit_on_ray(spec, servers, reporter)
 
 
 def make_backend(

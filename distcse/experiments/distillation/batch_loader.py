@@ -55,15 +55,15 @@ class BatchLoader:
         workers: How many there are.
     """
 
-    def __init__(self, job: TrainSpec, rank: int, workers: int) -> None:
-        training = job.recipe.training
-        self._seed = job.recipe.seed
-        self._shuffle_group = job.recipe.teachers.rank_noise_group
-        self._tokens = TokenTable.open(job.tokens)
-        self.corpus = Corpus.open(job.corpus)
-        train_rows, self.held_out, self.landmarks = rows_of(job.recipe, len(self.corpus))
-        self._memory = job.recipe.objective.memory
-        self.sampler = BatchSampler(train_rows, training.batch_size, job.recipe.seed, _grouping(job))
+    def __init__(self, spec: TrainSpec, rank: int, workers: int) -> None:
+        training = spec.recipe.training
+        self._seed = spec.recipe.seed
+        self._shuffle_group = spec.recipe.teachers.rank_noise_group
+        self._tokens = TokenTable.open(spec.tokens)
+        self.corpus = Corpus.open(spec.corpus)
+        train_rows, self.held_out, self.landmarks = rows_of(spec.recipe, len(self.corpus))
+        self._memory = spec.recipe.objective.memory
+        self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _grouping(spec))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
         self.places = slice(rank * rows, (rank + 1) * rows)
@@ -107,8 +107,8 @@ class BatchLoader:
         ]
         if self._memory is None:
             return Batch(streams)
-        landmarks = self._parts(self.landmarks, device) if step % self._memory.refresh_steps == 0 else []
-        return Batch(streams, landmarks, self._parts(self._queued(0), device) if step == 0 else [])
+        anchors = self._parts(self.landmarks, device) if step % self._memory.refresh_steps == 0 else []
+        return Batch(streams, anchors, self._parts(self._queued(0), device) if step == 0 else [])
 
     def _queued(self, step: int) -> NDArray[np.int64]:
         """Row ids of the batches before a step, the latest first; before the first step, of the first epoch's last."""
@@ -132,8 +132,8 @@ def rows_of(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.in
     """
     train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
     memory = recipe.objective.memory
-    landmarks, train = _drawn(train, memory.num_anchors if memory else 0, recipe.seed)
-    return train, held_out, landmarks
+    anchors, train = _drawn(train, memory.num_anchors if memory else 0, recipe.seed)
+    return train, held_out, anchors
 
 
 def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -147,10 +147,10 @@ def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.i
     return rows[chosen], rows[~chosen]
 
 
-def _grouping(job: TrainSpec) -> Grouping | None:
-    section = job.recipe.training.neighbor_batching
-    if section is None or job.neighbors is None:
+def _grouping(spec: TrainSpec) -> Grouping | None:
+    section = spec.recipe.training.neighbor_batching
+    if section is None or spec.neighbors is None:
         return None
     return Grouping(
-        open_knn_graph(job.neighbors)[:, section.min_rank - 1 :], section.per_anchor, section.anchor_fraction
+        open_knn_graph(spec.neighbors)[:, section.min_rank - 1 :], section.per_anchor, section.anchor_fraction
     )

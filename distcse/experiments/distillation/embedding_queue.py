@@ -21,10 +21,10 @@ class EmbeddingQueue(nn.Module):
     queue: Tensor
     anchors: Tensor
 
-    def __init__(self, queued: int, landmarks: int, dimension: int) -> None:
+    def __init__(self, queued: int, anchors: int, dimension: int) -> None:
         super().__init__()
         self.register_buffer("queue", torch.zeros(queued, dimension))
-        self.register_buffer("landmarks", torch.zeros(landmarks, dimension))
+        self.register_buffer("landmarks", torch.zeros(anchors, dimension))
 
     @property
     def vectors(self) -> Tensor:
@@ -37,9 +37,9 @@ class EmbeddingQueue(nn.Module):
         if len(self.queue):
             self.queue = torch.cat([batch.detach().float(), self.queue])[: len(self.queue)]
 
-    def refresh(self, landmarks: Tensor) -> None:
+    def refresh(self, anchors: Tensor) -> None:
         """(m, d) vectors of the landmarks by the student as it is."""
-        self.anchors = landmarks.detach().float()
+        self.anchors = anchors.detach().float()
 
     def fill(self, queue: Tensor) -> None:
         """(queued, d) vectors to begin with."""

@@ -46,10 +46,13 @@ _WITH_LABELS = ("sts", "ranking", "geometry", "retrieval")
 
 
 def wanted_measures(recipe: Recipe) -> Sequence[str]:
-    """What the recipe asks to be measured; null is what costs little: STS and its kin where there is labelled data."""
-    if recipe.evaluation.final_suites is not None:
-        return recipe.evaluation.final_suites
-    return _WITH_LABELS if recipe.evaluation.data else ("agreement",) if recipe.teachers.encoders else ()
+    """Suites measured at the end. Null leaves out transfer, which takes longer than all other suites together."""
+    final = recipe.evaluation.final_suites
+    if isinstance(final, list):
+        return final
+    if recipe.evaluation.data:
+        return (*_WITH_LABELS, "transfer") if final == "with_transfer" else _WITH_LABELS
+    return ("agreement",) if recipe.teachers.encoders else ()
 
 
 def labelled_tasks(recipe: Recipe) -> Tasks:

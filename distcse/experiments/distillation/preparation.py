@@ -74,11 +74,11 @@ class PreparedCorpus:
         )
         return cls(corpus, tokens, recipe)
 
-    def tables(self, house: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
+    def tables(self, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
         """The teachers' tables, whole; see `prepare_tables`. A student that does not load is told before rows are embedded."""
-        return prepare_tables(self.recipe, self.corpus, house, reporter, before=lambda: self.start)
+        return prepare_tables(self.recipe, self.corpus, backend, reporter, before=lambda: self.start)
 
-    def job(
+    def spec(
         self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
     ) -> TrainSpec:
         """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
@@ -155,9 +155,9 @@ def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | No
     check_storage(recipe.storage, ["cache"])
     recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
-    house, surroundings = make_backend(recipe)
+    backend, surroundings = make_backend(recipe)
     with surroundings:
-        return prepare_tables(recipe, corpus, house, reporter)
+        return prepare_tables(recipe, corpus, backend, reporter)
 
 
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
@@ -174,7 +174,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
 
 
 def prepare_tables(
-    recipe: Recipe, corpus: Corpus, house: Backend, reporter: Reporter, before: Callable[[], object] = lambda: None
+    recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter, before: Callable[[], object] = lambda: None
 ) -> list[EmbeddingTable | None]:
     """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live.
 
@@ -201,7 +201,7 @@ def prepare_tables(
                 rows = sum(len(table.shard_range(shard)) for shard in missing)
                 if missing:
                     before()
-                    house.embed(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
+                    backend.embed(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
         reused = len(corpus) - rows
         _ended(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)

@@ -52,7 +52,7 @@ _TOLD_AFTER = 60.0
 """Seconds without a worker after which the run says so."""
 
 
-def fit_on_ray(job: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
+def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
     """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
 
     Args:
@@ -63,12 +63,12 @@ def fit_on_ray(job: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
     Raises:
         RunError: The workers failed too often, or nodes that were lost did not come back.
     """
-    training, resources = job.recipe.training, resources_per_worker(job.recipe)
+    training, resources = spec.recipe.training, resources_per_worker(spec.recipe)
     if training.min_workers is None:
-        return _train(job, servers, reporter, training.workers, resources, training.max_failures)
+        return _train(spec, servers, reporter, training.workers, resources, training.max_failures)
     failures = 0
     while True:
-        workers = _workers_now(job.recipe, resources)
+        workers = _workers_now(spec.recipe, resources)
         if workers < training.workers:
             reporter.emit(
                 LogMessage(
@@ -76,7 +76,7 @@ def fit_on_ray(job: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
                 )
             )
         try:
-            return _train(job, servers, reporter, workers, resources, max_failures=0)
+            return _train(spec, servers, reporter, workers, resources, max_failures=0)
         except WorkersLostError as lost:  # of `_explained`; the loss of another process is a ProcessLostError
             failures += 1
             if failures > training.max_failures:
@@ -87,26 +87,26 @@ def fit_on_ray(job: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
 
 
 def _train(
-    job: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
+    spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
 ) -> TrainResult:
     # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
     get_or_create_autoscaling_coordinator()
-    channel = EventChannel(job.run.name)
+    channel = EventChannel(spec.run.name)
     trainer = _Trainer(
         _worker,
-        train_loop_config={"job": job, "servers": servers, "events": channel.actor},
+        train_loop_config={"job": spec, "servers": servers, "events": channel.actor},
         # NCCL refuses two workers on one GPU.
         torch_config=_OverOwnNetwork(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=bool(resources.get("GPU")),
             resources_per_worker=dict(resources),
-            label_selector=job.recipe.training.node_labels,
+            label_selector=spec.recipe.training.node_labels,
         ),
         run_config=RunConfig(
             # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
             name=f"train-{time.time_ns()}",
-            storage_path=to_uri(job.run / "ray"),
+            storage_path=to_uri(spec.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),
@@ -115,7 +115,7 @@ def _train(
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
     patience = ResourceWatchdog(
-        _demands(job.recipe, resources, workers), lambda told: reporter.emit(LogMessage(told, warning=True))
+        _demands(spec.recipe, resources, workers), lambda told: reporter.emit(LogMessage(told, warning=True))
     )
     late, told = time.monotonic() + _TOLD_AFTER, False
     try:
@@ -123,7 +123,7 @@ def _train(
             channel.relay(reporter)
             if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
                 raise StoppedEarlyError(
-                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {to_uri(job.run)}"
+                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {to_uri(spec.run)}"
                 )
             patience.look()
             if not told and time.monotonic() > late:
@@ -138,7 +138,7 @@ def _train(
     except ray.train.TrainingFailedError as failed:
         raise _explained(failed) from failed
     except RayActorError as lost:  # no worker's: Ray Train starts those again, or raises the error above
-        raise _without(lost, job) from lost
+        raise _without(lost, spec) from lost
     finally:
         thread.shutdown(wait=False)  # a second Ctrl-C does not wait for the trainer; the cluster's end ends it
         channel.close()
@@ -206,18 +206,18 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
 
     _quiet()
     use_assigned_threads()
-    job: TrainSpec = config["job"]
+    spec: TrainSpec = config["job"]
     try:
-        mine = on_all_ranks(lambda: co_located_servers(config["servers"], job.recipe.teachers, job.run.name, rank))
+        mine = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
     except DistcseError as mistake:
         return mistake
-    sources = [RemoteTeacherClient(server, Queue(job.run.name, number, rank).track) for number, server in mine.items()]
+    sources = [RemoteTeacherClient(server, Queue(spec.run.name, number, rank).track) for number, server in mine.items()]
     reporter = reporter_of(config["events"])
-    apart = job.recipe.evaluation.async_eval is not None
-    scorers = RemoteEvaluator(job, mine, reporter) if apart else nullcontext()
+    apart = spec.recipe.evaluation.async_eval is not None
+    scorers = RemoteEvaluator(spec, mine, reporter) if apart else nullcontext()
     try:
         with scorers as scorer:
-            return fit(job, sources, reporter, ray.train.report, scorer)
+            return fit(spec, sources, reporter, ray.train.report, scorer)
     except (EncoderError, RunError) as mistake:
         # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
         return mistake
@@ -283,13 +283,13 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
     )
 
 
-def _without(lost: RayActorError, job: TrainSpec) -> RunError:
+def _without(lost: RayActorError, spec: TrainSpec) -> RunError:
     """The loss of an actor that is there once for a run and is not started again, in one line."""
     told = str(lost).strip()
     actor = "event channel" if "class_name: EventActor" in told else "Ray Train controller"
     reason = told.splitlines()[-1].partition(". ")[0].rstrip(".")  # what follows is Ray's advice, 500 characters of it
     return ProcessLostError(
-        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {to_uri(job.run)}"
+        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {to_uri(spec.run)}"
     )
 
 

@@ -35,10 +35,10 @@ _INSTEAD = "evaluation.async_eval=null scores in the workers"
 class EvaluatorActor(HeartbeatActor):
     """Scores students; an actor. Its servers are those of the first worker."""
 
-    def __init__(self, job: TrainSpec, servers: Mapping[int, Any]) -> None:
+    def __init__(self, spec: TrainSpec, servers: Mapping[int, Any]) -> None:
         use_assigned_gpus()
         use_assigned_threads()
-        self._job, self._servers = job, servers
+        self._job, self._servers = spec, servers
 
     @cached_property
     def _task(self) -> DistillationTask:
@@ -65,9 +65,9 @@ class RemoteEvaluator:
         reporter: Receives a warning when the actor is unresponsive.
     """
 
-    def __init__(self, job: TrainSpec, servers: Mapping[int, Any], reporter: Reporter) -> None:
-        self._job, self._servers = job, servers
-        self._guard = guarded(job.recipe.teachers, reporter)
+    def __init__(self, spec: TrainSpec, servers: Mapping[int, Any], reporter: Reporter) -> None:
+        self._job, self._servers = spec, servers
+        self._guard = guarded(spec.recipe.teachers, reporter)
         self._judge: Any = None
         self._answer: Any = None
 

@@ -41,7 +41,7 @@ class Result:
 
 
 def run(
-    recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None, house: Backend | None = None
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None, backend: Backend | None = None
 ) -> Result:
     """Carry out a recipe, or go on with an interrupted run.
 
@@ -59,31 +59,31 @@ def run(
     with directory.leased(reporter) as lease:
         reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
         reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
-        with coming_up(house is None and recipe.training.workers > 0):
-            return _run(recipe, reporter, directory, lease, labelled, house)
+        with coming_up(backend is None and recipe.training.workers > 0):
+            return _run(recipe, reporter, directory, lease, labelled, backend)
 
 
 def _run(
-    recipe: Recipe, reporter: Reporter, directory: RunDirectory, lease: Lease, labelled: Tasks, house: Backend | None
+    recipe: Recipe, reporter: Reporter, directory: RunDirectory, lease: Lease, labelled: Tasks, backend: Backend | None
 ) -> Result:
     if lease.left_here:
         CheckpointStore(directory.path).rescue(reporter.emit)
     asked = recipe
-    if house is None:  # trials of a sweep have their precisions from it
+    if backend is None:  # trials of a sweep have their precisions from it
         recipe = with_precisions(recipe, reporter)
     text = PreparedCorpus.prepare(recipe, reporter)
     recipe = text.recipe
     if recipe != asked:
         directory.decide(recipe)
     directory.record(recipe.seed, data_of(recipe, text.corpus, labelled))
-    house, surroundings = (house, nullcontext()) if house else make_backend(recipe, directory.path, reporter)
+    backend, surroundings = (backend, nullcontext()) if backend else make_backend(recipe, directory.path, reporter)
     with tracking(recipe, directory.path, reporter.emit) as tracked:
         reporter = tracked.relay(reporter)
         with surroundings:
-            reporter = house.metered(reporter, directory.path.name)
-            tables = text.tables(house, reporter)
-            job = text.job(directory.path, tables, reporter, lease)
-            outcome = house.train(job, text.corpus, tables, reporter)
+            reporter = backend.metered(reporter, directory.path.name)
+            tables = text.tables(backend, reporter)
+            spec = text.spec(directory.path, tables, reporter, lease)
+            outcome = backend.train(spec, text.corpus, tables, reporter)
         student = _export(recipe, directory)
         evaluation = None
         if not outcome.interrupted:

@@ -48,19 +48,19 @@ class DistillationTask:
 
     evaluates_initial_model = True
 
-    def __init__(self, job: TrainSpec, plan: BatchLoader, sources: Sequence[TeacherClient]) -> None:
-        self._recipe = job.recipe
+    def __init__(self, spec: TrainSpec, plan: BatchLoader, sources: Sequence[TeacherClient]) -> None:
+        self._recipe = spec.recipe
         self._plan = plan
         self._sources = sources
-        self._objective = build_objective(job.recipe.objective)
+        self._objective = build_objective(spec.recipe.objective)
         self._teachers: TeacherEnsemble | None = None
-        torch.manual_seed(job.recipe.seed)
-        self.model = build_student(job.recipe)
-        self._start = WeightInterpolation(self.model.encoder, job.recipe.student.init_weight_mix)
-        self._targets = job.targets.open() if job.targets is not None and self._objective.needs_targets else None
+        torch.manual_seed(spec.recipe.seed)
+        self.model = build_student(spec.recipe)
+        self._start = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
+        self._targets = spec.targets.open() if spec.targets is not None and self._objective.needs_targets else None
         self.steps = plan.steps
         self.rows = plan.rows
-        self.patience = job.recipe.evaluation.patience
+        self.patience = spec.recipe.evaluation.patience
 
     def on_start(self, first_step: int) -> None:
         if not self._sources or not self._objective.needs_lists:
@@ -127,13 +127,13 @@ class DistillationTask:
 
 
 def fit(
-    job: TrainSpec,
+    spec: TrainSpec,
     sources: Sequence[TeacherClient],
     reporter: Reporter,
     report: Callable[[dict[str, float]], None] | None = None,
     scorer: AsyncEvaluator | None = None,
 ) -> TrainResult:
-    """Train the student of `job` to its end, from its latest checkpoint where it has one; see `train`.
+    """Train the student of `spec` to its end, from its latest checkpoint where it has one; see `train`.
 
     Args:
         job: The run.
@@ -142,16 +142,16 @@ def fit(
         report: Called by every worker after every dev score.
         scorer: Makes dev scores beside the training; None makes them here.
     """
-    plan = on_all_ranks(lambda: BatchLoader(job, rank(), world_size()))
-    checkpoints = CheckpointStore(job.run, job.lease)
+    plan = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
+    checkpoints = CheckpointStore(spec.run, spec.lease)
     state = on_all_ranks(lambda: finished_state(checkpoints))
     if state is not None:
         return TrainResult(state, plan.steps, 0.0, 0.0)
-    training = job.recipe.training
-    task = DistillationTask(job, plan, sources)
+    training = spec.recipe.training
+    task = DistillationTask(spec, plan, sources)
     if training.cuda_graphs and not takes_prepared_mask(task.model.encoder.backbone):
         raise CUDAGraphError(
-            f"training.cuda_graphs: {job.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
+            f"training.cuda_graphs: {spec.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
             "recording can; write training.cuda_graphs=false"
         )
     return train(task, training, checkpoints, reporter, report, scorer, training.cuda_graphs)
