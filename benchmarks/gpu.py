@@ -51,9 +51,9 @@ from distcse.losses import list_mle as our_list_mle
 from distcse.models import Encoder, build_projection
 from distcse.models.batching import by_length
 from distcse.models.loading import load_backbone
-from distcse.models.precision import arithmetic, held_as
+from distcse.models.precision import arithmetic, frozen_weight_dtype
 from distcse.rank_space import DeviceRankSpace, pair_similarities
-from distcse.rank_space.device import counted_ranks, products, sorted_ranks
+from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
 from distcse.recipe import LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
@@ -451,7 +451,7 @@ def teacher_memory(bench: Bench) -> Iterator[Figure]:
     with TemporaryDirectory() as folder:
         bench.model("base").cpu().save_pretrained(folder)
         before = torch.cuda.memory_allocated()
-        kind = held_as("fp16", bench.device.type)
+        kind = frozen_weight_dtype("fp16", bench.device.type)
         teacher = load_backbone(Path(folder), False, None, 32, kind).to(bench.device).eval()
         with arithmetic("fp16", bench.device):
             through(teacher, sorted_batches(bench, 4096))
@@ -580,7 +580,7 @@ def rank_kernels(bench: Bench) -> Iterator[Figure]:
     seen = torch.randn(n, references, device=bench.device) / 28
     ways = {
         kind: bench.sampler(lambda ranks=ranks: products(*(ranks(seen),) * 2))  # type: ignore[misc]
-        for kind, ranks in (("sort", sorted_ranks), ("histogram", counted_ranks))
+        for kind, ranks in (("sort", sorted_ranks), ("histogram", histogram_ranks))
     }
     rounds = interleave(ways, bench.effort, again="sort")
     by_sort = 1000 * rounds.of(lambda s: s["sort"], "wall").median

@@ -1,10 +1,10 @@
-"""The journeys of docs/journeys, walked again: each command of a page is run, what it prints takes the place of what is there.
+"""The journeys of docs/tutorials, walked again: each command of a page is run, what it prints takes the place of what is there.
 
 A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
 in which `data` is the folder of labelled sets. What follows, up to the next such line, is what it printed, and `[12 s]` how long
 it took if that is a second or more.
 
-    DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/journeys/research.md
+    DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md
 
 A command that fails ends the walk; the page then stays as it was. Times are of this machine, whatever else it does.
 """

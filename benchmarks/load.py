@@ -131,12 +131,12 @@ class Trial:
 
     def learn(self) -> Asked:
         """Ask for the lists of all steps, one after the other."""
-        from distcse.ray_backend.metrics import Queue
+        from distcse.ray_backend.metrics import QueueMetrics
         from distcse.teachers.servers import RemoteTeacherClient
 
         load = self._load
         clocks = [Clock() for _ in self._mine]
-        queues = [Queue(self._name, teacher, worker=0) for teacher in range(load.teachers)]
+        queues = [QueueMetrics(self._name, teacher, worker=0) for teacher in range(load.teachers)]
 
         def asked(teacher: int, answer: Future[NDArray[np.float32]]) -> None:
             queues[teacher].track(answer)
@@ -157,7 +157,7 @@ class Trial:
                 assert lists is not None
                 differences.append(float((lists - own).abs().max()))
         times = np.array([clock.times for clock in clocks]).transpose(2, 0, 1)
-        return Asked(times, max(differences), len(differences), ensemble.waited)
+        return Asked(times, max(differences), len(differences), ensemble.wait_s)
 
     def _own(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """(T, R, R) cosines of what the tables hold. They are opened anew each time: pages of tables are the servers' to hold."""

@@ -215,9 +215,9 @@ class OurStep:
 
     def rows(self, step: int) -> Any:
         """(N,) row ids of a step."""
-        return self.task._plan.sampler.batch(step)
+        return self.task._loader.sampler.batch(step)
 
     def tokens(self, step: int) -> list[Any]:
         """Token ids of a step's rows."""
-        rows: list[Any] = self.task._plan._tokens.rows(self.rows(step))
+        rows: list[Any] = self.task._loader._tokens.rows(self.rows(step))
         return rows

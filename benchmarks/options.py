@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.trainer.allocator import FAST
+from distcse.trainer.allocator import MALLOC_ENV
 
 _NEEDED = {
     "OMP_NUM_THREADS": "1",
@@ -18,7 +18,7 @@ _NEEDED = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    **FAST,
+    **MALLOC_ENV,
 }
 STORED = Path(__file__).parent / "results"
 

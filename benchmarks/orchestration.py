@@ -59,7 +59,7 @@ def calls(folder: Path, options: Options) -> Figure:
     plan, steps = BatchLoader(spec, 0, 1), 3 * 32
     alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(spec.corpus))
     section = recipe.teachers
-    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.places, range(steps), section.prefetch_steps)
+    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.batch_slice, range(steps), section.prefetch_steps)
     for step in range(steps):
         ensemble.teacher_outputs(step)
     return counted(26, "calls a step and teacher", len(source.requests) / steps, f"{steps} steps, blocks of 32")
@@ -81,7 +81,7 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
         teachers={"mode": mode, "prefetch_steps": 4},
         training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "torch"},
     )
-    shares = [100 * event.waited / event.seconds for event in _told(recipe, StepReport)[1:]]
+    shares = [100 * event.teacher_wait_s / event.seconds for event in _told(recipe, StepReport)[1:]]
     at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
     part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
     return of_spread(26, part, spread_of(shares), at)
@@ -108,7 +108,7 @@ def exposed(folder: Path, options: Options) -> Figure:
     )
     told = _told(recipe, StepReport, DevScore)
     step = float(np.median([event.seconds for event in told if isinstance(event, StepReport)][1:]))
-    stood = [event.is_kept for event in told if isinstance(event, DevScore)][1:-1]
+    stood = [event.blocked_s for event in told if isinstance(event, DevScore)][1:-1]
     at = f"{'tiny' if options.quick else 'MiniLM'} student, N = {n}, one core each, of 125 steps"
     shares = spread_of([100 * seconds / (125 * step) for seconds in stood])
     return of_spread(31, "exposed share, asynchronous", shares, at)
@@ -151,7 +151,7 @@ def first_step(*arguments: str) -> float:
     command = [sys.executable, "-m", "distcse.train", "--json", *arguments]
     began = time.time()
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    steps = (event for event in map(json.loads, told.splitlines()) if event["event"] == "Steps")
+    steps = (event for event in map(json.loads, told.splitlines()) if event["event"] == "StepReport")
     return float(next(steps)["time"] - began)
 
 
@@ -172,7 +172,7 @@ def next_trials(recipe: Recipe) -> list[float]:
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
     ]
-    first_steps = [next(event["time"] for event in events if event["event"] == "Steps") for events in told]
+    first_steps = [next(event["time"] for event in events if event["event"] == "StepReport") for events in told]
     return [step - before[-1]["time"] for before, step in zip(told, first_steps[1:], strict=False)]
 
 

@@ -111,7 +111,7 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         task = ours[kind].task
 
         def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
-            places = task._mine(step)
+            places = task._rank_rows(step)
             labels = task._labels[torch.from_numpy(places)]
             if kind == "bi":
                 first, second = bi_tokens._first[places], bi_tokens._second[places]
@@ -251,8 +251,8 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     for step in steps.values():
         for number in range(20):
             for part in step.task.prepare_batch(number, torch.device("cpu")).model.parts:
-                assert part.places is not None
-                real, processed = real + int(part.mask.sum()), processed + len(part.places)
+                assert part.token_index is not None
+                real, processed = real + int(part.mask.sum()), processed + len(part.token_index)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
 
 

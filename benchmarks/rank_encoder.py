@@ -28,9 +28,9 @@ from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, pairwise_
 from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import read_table
 from distcse.models import Encoder, resolve_model
-from distcse.rank_space import inner_products, numbered, pair_similarities, rank_space, rank_vectors
+from distcse.rank_space import index_pairs, inner_products, pair_similarities, rank_space, rank_vectors
 from distcse.rank_space.encoder import unit
-from distcse.rank_space.space import counted_rank_vectors
+from distcse.rank_space.space import histogram_rank_vectors
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
@@ -151,7 +151,7 @@ def kernel(effort: Effort, references: NDArray[np.float32], rows: int) -> list[F
     tensor = torch.from_numpy(similarities)
     ways = {
         "ours": timed(lambda: inner_products(rank_vectors(similarities))),
-        "histogram": timed(lambda: inner_products(counted_rank_vectors(similarities))),
+        "histogram": timed(lambda: inner_products(histogram_rank_vectors(similarities))),
         # Once, though the public code ranks both sides: its other half is in row 18.
         "reference": timed(lambda: _once(tensor)),
     }
@@ -162,7 +162,7 @@ def kernel(effort: Effort, references: NDArray[np.float32], rows: int) -> list[F
     ties = sum(len(np.unique(row)) < len(row) for row in similarities)
     expected, at = exact @ exact.T, f"{rows} × {len(references):,}"
     found = []
-    for name, way, ranked in (("exact", "ours", rank_vectors), ("histogram", "histogram", counted_rank_vectors)):
+    for name, way, ranked in (("exact", "ours", rank_vectors), ("histogram", "histogram", histogram_rank_vectors)):
         error = float(np.abs(inner_products(ranked(similarities)) - expected).max())
         found.append(of_ratio(17, name, rounds, "reference", way, at))
         found.append(counted(17, f"largest error of R, {name}", error, at, rows_with_ties=float(ties)))
@@ -189,7 +189,7 @@ def inference(options: Options, effort: Effort, references: NDArray[np.float32])
             table = read_table(file)
             first += table.texts("sentence1")
             second += table.texts("sentence2")
-    unique, left, right = numbered(first, second)
+    unique, left, right = index_pairs(first, second)
     sample = 2 if options.quick else 16
     vectors, ours, others = references[: 2 * sample], np.arange(sample), np.arange(sample, 2 * sample)
     lists = vectors @ references.T

@@ -21,7 +21,7 @@ from distcse.evaluation import EvalConfig, StsTask, collect
 from distcse.evaluation.estimates import SpearmanOf, difference, spearman
 from distcse.evaluation.geometry import SIMILAR_FROM
 from distcse.models import Encoder
-from distcse.rank_space import RankSpaceEncoder, numbered
+from distcse.rank_space import RankSpaceEncoder, index_pairs
 from distcse.rank_space.encoder import unit
 from distcse.recipe import StudentSection
 
@@ -39,7 +39,7 @@ def main() -> None:
     tasks = collect(options.data, ["sts"], [], EvalConfig()).tasks
     pairs = next(task.pairs for task in tasks if isinstance(task, StsTask) and task.name == "STS-B")
     similar = pairs.gold >= SIMILAR_FROM
-    unique, first, second = numbered(pairs.first, pairs.second)
+    unique, first, second = index_pairs(pairs.first, pairs.second)
     vectors = unit(encoder.encode(unique, normalize=False))
 
     with gzip.open(options.data / "corpus" / "wiki_sentences.txt.gz", "rt", encoding="utf-8") as lines:

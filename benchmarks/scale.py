@@ -62,7 +62,7 @@ from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSectio
 from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.distributed import barrier
-from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
+from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.workers import run_workers
 
 WORKERS, FAR = (2, 4, 8), (64, 512)
@@ -210,7 +210,7 @@ class Share:
         self._workers, self._timed = workers, [0]
         width = self._step.task.model.encoder.dimension
         self._others = torch.randn(2, self._step.section.batch_size, width)
-        self._places = self._step.task._plan.places
+        self._places = self._step.task._loader.batch_slice
 
     def __call__(self) -> None:
         """Forward, loss over the global lists, backward, update."""
@@ -317,7 +317,7 @@ def _gradient(spec: Prepared) -> Tensor:
 
 def sum_gradients(step: OurStep) -> None:
     """As the plain engine does before an update."""
-    sum_over_workers(step.task.model.parameters(), words_of(step.task.model))
+    all_reduce_gradients(step.task.model.parameters(), large_embeddings(step.task.model))
 
 
 def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
@@ -342,7 +342,7 @@ def _sender(spec: Prepared) -> Callable[[], None]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     words = torch.tensor(sorted({int(word) for row in step.tokens(0) for word in row}))
-    for table in words_of(model):
+    for table in large_embeddings(model):
         assert table.grad is not None
         table.grad[words] = 1.0
 
@@ -362,7 +362,7 @@ def _by_turns(spec: Prepared, turns: int) -> list[dict[str, float]]:
     found = []
     for _ in range(turns + 1):
         turn = {"real": _timed_together(real), "communication": _timed_together(send)}
-        with patch("distcse.trainer.engines.torch_engine.sum_over_workers"):
+        with patch("distcse.trainer.engines.torch_engine.all_reduce_gradients"):
             turn["share beside another"] = _timed_together(beside)
             for worker in range(workers):
                 barrier()

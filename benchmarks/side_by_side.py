@@ -124,7 +124,7 @@ class Clocked:
 
 def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
     """A whole run; in turns, the same groups on the same actors, but only one of them at work at a time."""
-    whole, worked = runs._groups, Worked()
+    whole, worked = runs._open_groups, Worked()
 
     @contextmanager
     def groups(
@@ -135,11 +135,11 @@ def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
             clocked: list[Group] = [Clocked(group, worked, ahead=not in_turns) for group in found]
             yield ([SerializedGroup(group, turn) for group in clocked] if in_turns else clocked), heard
 
-    runs._groups = groups
+    runs._open_groups = groups
     try:
         runs.run_mutual(recipe, Reporter())
     finally:
-        runs._groups = whole
+        runs._open_groups = whole
     return worked
 
 

@@ -44,7 +44,7 @@ STEPS, EVERY, ROWS, SHARD = 120, 15, 4000, 250
 DEADLINE = 10
 _ENDS_AFTER = 900
 """Seconds after which a round has failed, whatever it waits for."""
-_GOES_ON = re.compile(r"goes on after step ([\d,]+) of")
+_GOES_ON = re.compile(r"resuming after step ([\d,]+) of")
 _TITLES = {"worker": "RayTrainWorker", "server": "TeacherServer", "builder": "EmbeddingActor", "node": "RayTrainWorker"}
 
 
@@ -249,12 +249,12 @@ class _Command:
     @property
     def steps(self) -> list[int]:
         """Steps in the order they were told."""
-        return [event["step"] for event in self.events("Steps")]
+        return [event["step"] for event in self.events("StepReport")]
 
     @property
     def restarts(self) -> list[int]:
         """Steps of the checkpoints that training went on from, in order."""
-        told = (_GOES_ON.match(event["text"]) for event in self.events("Note"))
+        told = (_GOES_ON.match(event["text"]) for event in self.events("LogMessage"))
         return [int(found[1].replace(",", "")) for found in told if found]
 
     @property
@@ -264,7 +264,7 @@ class _Command:
 
     @property
     def rows_embedded(self) -> int:
-        return max((e["done"] for e in self.events("Stage") if e["name"] == "teacher 0"), default=0)
+        return max((e["done"] for e in self.events("StageProgress") if e["name"] == "teacher 0"), default=0)
 
     @property
     def warnings(self) -> list[str]:

@@ -255,7 +255,7 @@ def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
     """What a distilled step does that a SimCSE step does not, and its counterpart there: lists and losses alone."""
     n, width = distilled.section.batch_size, distilled.task.model.encoder.dimension
     z1, z2 = (torch.randn(n, width, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in (1, 2))
-    teachers = [source._teacher for source in distilled.task._sources]  # type: ignore[attr-defined]
+    teachers = [source._teacher for source in distilled.task._clients]  # type: ignore[attr-defined]
     weights = [teacher.alpha for teacher in distilled.task._recipe.teachers.encoders]
     columns = distilled.rows(0)[None, :]
 

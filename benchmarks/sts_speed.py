@@ -39,7 +39,7 @@ def main() -> None:
     def ours() -> dict[str, float]:
         model = VectorModel.of(encoder)
         model.prepare(text for task in tasks for text in task.sentences())
-        return {task.name: task.measure(model).figures["all"].value for task in tasks}
+        return {task.name: task.measure(model).scores["all"].value for task in tasks}
 
     def theirs() -> dict[str, float]:
         found = {}

@@ -6,7 +6,7 @@
     run.encoder().encode(["A sentence."])
     distcse.measure({"student": run.directory, "teacher": "FOLDER"}, data="data", suites=["sts"])
 
-What is named here is what the package promises (docs/stability.md). Nothing heavy is imported before it is asked for.
+What is named here is what the package promises (docs/reference/stability.md). Nothing heavy is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
-    from distcse.measuring import Measured, measure
+    from distcse.measuring import Measurement, measure
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
@@ -29,7 +29,7 @@ _HOME = {
     "CrossEncoder": "distcse.models",
     "DistcseError": "distcse.errors",
     "Encoder": "distcse.models",
-    "Measured": "distcse.measuring",
+    "Measurement": "distcse.measuring",
     "MutualRecipe": "distcse.recipe",
     "RankSpaceEncoder": "distcse.rank_space",
     "LoadOptions": "distcse.evaluation",
@@ -50,7 +50,7 @@ __all__ = [
     "DistcseError",
     "Encoder",
     "LoadOptions",
-    "Measured",
+    "Measurement",
     "MutualRecipe",
     "RankSpaceEncoder",
     "Recipe",

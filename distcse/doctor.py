@@ -28,29 +28,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
     from distcse.health import machine, ray_cluster, sources, storage
-    from distcse.health.check import seen_to
+    from distcse.health.check import run_checks
     from distcse.report.terminal import print_lines
 
     runs, cache = _storage(recipe)
     checks: list[Callable[[], list[Check]]] = [
-        machine.python,
-        machine.torch_and_transformers,
-        machine.processors,
-        machine.gpus,
-        partial(machine.precision, recipe),
-        machine.memory,
-        machine.shared_memory,
-        machine.open_files,
-        partial(machine.deepspeed, recipe),
-        ray_cluster.driver_version,
-        partial(ray_cluster.cluster, {"storage.runs": runs, "storage.cache": cache}),
-        ray_cluster.token,
-        ray_cluster.exposed_ports,
-        *(partial(storage.kept, name, path) for name, path in (("storage.runs", runs), ("storage.cache", cache))),
+        machine.check_python,
+        machine.check_packages,
+        machine.check_cpus,
+        machine.check_gpus,
+        partial(machine.check_precision, recipe),
+        machine.check_memory,
+        machine.check_shared_memory,
+        machine.check_open_files,
+        partial(machine.check_deepspeed, recipe),
+        ray_cluster.check_version,
+        partial(ray_cluster.check_cluster, {"storage.runs": runs, "storage.cache": cache}),
+        ray_cluster.check_token,
+        ray_cluster.check_ports,
+        *(
+            partial(storage.check_location, name, path)
+            for name, path in (("storage.runs", runs), ("storage.cache", cache))
+        ),
     ]
     if recipe is not None:
-        checks += [partial(sources.models, recipe), partial(sources.text, recipe)]
-    found = seen_to(checks)
+        checks += [partial(sources.check_models, recipe), partial(sources.check_text, recipe)]
+    found = run_checks(checks)
     if options.json:
         json.dump([vars(check) for check in found], sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -2,7 +2,8 @@
 
 The first class of a family is its base: `except RecipeError` catches all of DCSE-R… . Only the specific classes are raised.
 A message states the problem and its place (key, value, file, line), the cause, and one fix. An error of any other type that
-escapes is a defect of distcse. docs/troubleshooting.md lists all codes; a code never changes its meaning and is never reused.
+escapes is a defect of distcse. docs/reference/troubleshooting.md lists all codes; a code never changes its meaning and is never
+reused.
 """
 
 from __future__ import annotations
@@ -430,7 +431,7 @@ class WorkersLostError(RunError):
 
 
 class ProcessLostError(RunError):
-    """The run lost a process beside its workers, such as the driver, and cannot replace it."""
+    """The run lost a process other than its workers, such as the driver, and cannot replace it."""
 
     code = "DCSE-X13"
 

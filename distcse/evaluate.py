@@ -37,7 +37,7 @@ def _main(options: argparse.Namespace) -> int:
 
     if options.out is not None and not options.dry_run:
         _make(resolve_path(options.out))
-    reading = LoadOptions(
+    load_options = LoadOptions(
         pooling=options.pooling,
         max_length=options.max_length,
         device=options.device or default_device(),
@@ -46,7 +46,7 @@ def _main(options: argparse.Namespace) -> int:
         prompt=options.prompt,
     )
     if options.dry_run:
-        return _check(options, reading)
+        return _check(options, load_options)
     with open_view(options.quiet, options.json) as view:
         measured = measure(
             options.models,
@@ -57,7 +57,7 @@ def _main(options: argparse.Namespace) -> int:
             mteb=options.mteb,
             aggregate=options.aggregate,
             transfer=options.transfer,
-            reading=reading,
+            load_options=load_options,
             listen=view.show,
         )
     if options.json:
@@ -74,7 +74,7 @@ def _main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace, reading: LoadOptions) -> int:
+def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
     """`--dry-run`."""
     from distcse.measuring import check_measurement
     from distcse.report.progress import open_view
@@ -88,7 +88,7 @@ def _check(options: argparse.Namespace, reading: LoadOptions) -> int:
             options.add,
             documents=options.documents,
             mteb=options.mteb,
-            reading=reading,
+            load_options=load_options,
             listen=view.show,
         )
     if options.json:
@@ -125,7 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
         default="sts",
         help="comma-separated: sts, transfer, pairs, ranking, geometry, retrieval (default: sts)",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the published sets (docs/evaluation.md)")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with the published sets (docs/how-to/evaluate.md)"
+    )
     parser.add_argument(
         "--add",
         action="append",

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it. Workers post events; the terminal, a log or a test listens."""
+"""Events of a run. Workers emit them; terminal views, logs and callbacks listen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StageProgress:
-    """A part of the run: begun with `done == 0`, over when `done == total` (or when `finished` says so)."""
+    """Progress of one stage of the run, from `done == 0` until `done == total` or `finished`."""
 
     name: str
     done: int
@@ -21,41 +21,41 @@ class StageProgress:
     finished: bool = False
     note: str = ""
     reused: int | None = None
-    """Of a table, when it is whole: rows that were there already, beside the `done` that were not."""
+    """For a table of embeddings, once complete: the number of rows that existed before, in addition to `done`."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The student's progress: means over the steps since the last report."""
+    """Training progress: means over the steps since the previous report."""
 
     step: int
     total: int
     losses: dict[str, float]
     lr: float
     seconds: float
-    """Wall time of one step."""
-    waited: float
-    """Part of `seconds` spent waiting for teachers."""
+    """Wall time per step."""
+    teacher_wait_s: float
+    """Part of `seconds` that the worker waited for teachers."""
 
 
 @dataclass(frozen=True)
 class DevScore:
-    """The dev score at a step, and the best so far."""
+    """Dev score at a step, and the best score so far."""
 
     step: int
     total: int
-    """Steps of the whole training."""
+    """Number of training steps of the run."""
     name: str
     score: float
     best: float
     best_step: int
-    is_kept: float = 0.0
-    """Seconds that the training stood still for it."""
+    blocked_s: float = 0.0
+    """Seconds that training stopped for the evaluation."""
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is whole."""
+    """A checkpoint is complete."""
 
     step: int
     folder: str
@@ -63,7 +63,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class LogMessage:
-    """One line a person should read."""
+    """One line for the user."""
 
     text: str
     warning: bool = False
@@ -71,33 +71,34 @@ class LogMessage:
 
 @dataclass(frozen=True)
 class GroupActivity:
-    """What a group of a mutual distillation has begun to do."""
+    """A group of a mutual distillation has started an activity."""
 
     phase: str
     activity: str
-    """preparing, training, scoring, waiting, finished or dropped."""
+    """`preparing`, `training`, `scoring`, `waiting`, `finished` or `dropped`."""
     waiting_for: list[str] = field(default_factory=list)
-    """Groups whose scores are not there yet."""
-    number: int | None = None
-    """The phase's place among all phases, from 0; None where there is none."""
+    """Groups whose scores are missing."""
+    phase_index: int | None = None
+    """Index of the phase among all phases, from 0; None outside of phases."""
 
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """Where a trial of a sweep stands."""
+    """State of a sweep's trial."""
 
     trial: str
     status: str
-    """running, finished, stopped, diverged or failed."""
+    """`running`, `finished`, `stopped`, `diverged` or `failed`."""
     progress: float
-    """Percent of its training."""
+    """Percentage of its training steps."""
     score: float | None
-    """Its last dev score."""
+    """Latest dev score."""
     best: float | None
+    """Best dev score."""
     values: dict[str, Any]
-    """By recipe path."""
-    why: str = ""
-    """What a trial that diverged or failed said."""
+    """Searched values, by recipe key."""
+    reason: str = ""
+    """Error message of a trial that diverged or failed."""
 
 
 RunEvent = StageProgress | StepReport | DevScore | CheckpointSaved | LogMessage | GroupActivity | TrialUpdate
@@ -105,7 +106,7 @@ RunEvent = StageProgress | StepReport | DevScore | CheckpointSaved | LogMessage 
 
 @dataclass(frozen=True)
 class GroupEvent:
-    """An event of one group of several that work side by side."""
+    """An event of one of several concurrent groups."""
 
     group: str
     event: RunEvent
@@ -115,8 +116,8 @@ Event = RunEvent | GroupEvent
 Listener = Callable[[Event], None]
 
 
-def as_line(event: Event) -> str:
-    """An event as JSON in one line: when, which, in which group, and what it says."""
+def to_json_line(event: Event) -> str:
+    """Format an event as one line of JSON with time, class, group and fields."""
     group = {}
     if isinstance(event, GroupEvent):
         group, event = {"group": event.group}, event.event
@@ -124,24 +125,24 @@ def as_line(event: Event) -> str:
 
 
 def ignore(event: Event) -> None:
-    """A listener for runs that nobody watches."""
+    """Discard an event: the listener of runs without a view."""
 
 
-def one_by_one(*listeners: Listener) -> Listener:
-    """A listener that may be told by several threads, and tells others one event after the other."""
-    turn = threading.RLock()  # a listener may tell something itself
+def combine_listeners(*listeners: Listener) -> Listener:
+    """Return a thread-safe listener that passes one event after the other to all listeners."""
+    lock = threading.RLock()  # reentrant, because a listener may emit an event
 
-    def tell(event: Event) -> None:
-        with turn:
+    def emit(event: Event) -> None:
+        with lock:
             for listener in listeners:
                 listener(event)
 
-    return tell
+    return emit
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """A run's connection to its caller: events out, a stop request in."""
+    """A run's connection to its caller: it emits events and queries stop requests."""
 
     emit: Listener = ignore
     stop_requested: Callable[[], bool] = field(default=lambda: False)

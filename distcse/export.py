@@ -24,7 +24,7 @@ def _main(options: argparse.Namespace) -> int:
         setting = "MODEL" if options.out is None else "--out"
         refuse_job_copy(setting, options.out or options.model, "write --out /shared/FOLDER")
     # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.exporting import export_onnx, told
+    from distcse.exporting import describe_file, export_onnx
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
 
@@ -42,7 +42,7 @@ def _main(options: argparse.Namespace) -> int:
         files = [{**asdict(exported), "file": str(exported.file)} for exported in exports.files]
         print_json([{"event": "Finished", "opset": exports.opset, "files": files, "spearman": exports.spearman}])
         return 0
-    print_lines([f"onnx    {exported.file}\n        {told(exported)}" for exported in exports.files])
+    print_lines([f"onnx    {exported.file}\n        {describe_file(exported)}" for exported in exports.files])
     if exports.spearman is not None:
         scores = [f"{exported.file.name} {exported.spearman:.2f}" for exported in exports.files]
         print_lines([f"STS-B dev  torch {exports.spearman:.2f}  {'  '.join(scores)}"])

@@ -1,4 +1,4 @@
-"""A model's ONNX files, held to the model they were made of before anybody sees them."""
+"""Export a model to ONNX, and compare the files with the model before they are written."""
 
 from __future__ import annotations
 
@@ -19,42 +19,43 @@ from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import is_rank_space
-from distcse.storage import model_of
+from distcse.storage import find_model
 
 FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
-"""Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look."""
-_APART = 1e-4
-_LEAST_COSINE = 0.95
-_LEAST_SPEARMAN_CHANGE = -1.0
-_TEXTS_OF = "requests"
-_BACKBONE = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
+"""Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""
+_MAX_DIFFERENCE = 1e-4
+_MIN_COSINE = 0.95
+_MIN_SPEARMAN_CHANGE = -1.0
+_TEXT_PACKAGE = "requests"
+_WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
 _HEADING = "## ONNX"
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A file, and how near to torch's vectors its own are."""
+class ExportedFile:
+    """An exported file, and how close its vectors are to torch's."""
 
     file: Path
     megabytes: float
     sentences: int
-    """They were compared on."""
-    apart: float
-    """The largest difference of any number of two vectors of length 1."""
+    """Number of compared sentences."""
+    max_difference: float
+    """Maximum difference of a component of two unit vectors."""
     cosine: float
-    """Mean of the sentences' cosines, their vector by torch with that by the file."""
-    least_cosine: float
+    """Mean cosine between a sentence's vectors by torch and by the file."""
+    min_cosine: float
+    """Minimum of these cosines."""
     spearman: float | None
     """On STS-B dev, times 100; None without labelled data."""
 
 
 @dataclass(frozen=True)
-class Exports:
-    """What was written, and what it was compared with."""
+class ExportResult:
+    """The exported files, and the model's score."""
 
-    files: list[Exported]
+    files: list[ExportedFile]
     spearman: float | None
-    """Torch's on STS-B dev, times 100."""
+    """Torch's score on STS-B dev, times 100; None without labelled data."""
     opset: int = OPSET
 
 
@@ -63,38 +64,41 @@ def export_onnx(
     int8: bool = False,
     out: Path | None = None,
     data: Path | None = None,
-    post: Listener = ignore,
+    emit: Listener = ignore,
     pooling: str | None = None,
     prompt: str = "",
-) -> Exports:
-    """Write a model's ONNX file, and its int8 one, after comparing both with torch on real sentences.
+) -> ExportResult:
+    """Export a model to ONNX, optionally also to int8, after comparing the files with torch on sentences.
 
     Args:
-        model: A run's folder, a model's, or a name that `Encoder.load` knows.
-        int8: Write the quantised file too.
-        out: A new folder for the files and for all of the model but its weights; None puts them into the model's folder.
-        data: Folder with `sts/stsb/dev.tsv.gz`: both are measured there too.
-        post: Hears what is being done.
-        pooling: Of a folder that does not say how it pools.
-        prompt: Put before every sentence, or a template with `{sentence}` in it; empty follows the folder.
+        model: A run's or a model's folder, or a name that `Encoder.load` accepts.
+        int8: Also write the quantized file.
+        out: New folder for the files, and for all of the model except its weights. Default: the model's folder.
+        data: Folder with `sts/stsb/dev.tsv.gz`, to compare the scores too.
+        emit: Receives the progress.
+        pooling: Pooling of a folder that does not store its own.
+        prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
 
     Raises:
-        EncoderError: It cannot be exported, or a file gives other vectors than the model. Nothing is left behind then.
+        ExportDependencyError: A package is missing.
+        UnsupportedModelError: The model is a cross-encoder, a rank space or too large.
+        ExportError: A file's vectors or scores differ too much from torch's, or `out` exists. No file is written.
+        EncoderError: The model cannot be loaded.
     """
     require_onnx()
-    folder = _folder_of(model, out)
+    folder = _find_folder(model, out)
     encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling), prompt=prompt).eval()
-    texts = _texts(encoder)
+    texts = _sample_texts(encoder)
     pairs = None if data is None else labelled_dev(data)
     vectors = encoder.encode(texts, normalize=True)
-    before = None if pairs is None else sts_score(VectorModel(encoder.encode), pairs)
+    torch_spearman = None if pairs is None else sts_score(VectorModel(encoder.encode), pairs)
 
-    def told(file: Path, name: Path) -> Exported:
+    def compare(file: Path, name: Path) -> ExportedFile:
         onnx = OnnxEncoder(file, encoder)
         found = onnx.encode(texts)
         cosines = (found * vectors).sum(axis=1)
         spearman = None if pairs is None else sts_score(VectorModel(onnx.encode), pairs)
-        measured = Exported(
+        measured = ExportedFile(
             (out or folder) / name,
             file.stat().st_size / 1e6,
             len(texts),
@@ -103,8 +107,8 @@ def export_onnx(
             float(cosines.min()),
             spearman,
         )
-        _refuse_other(measured, before, int8=name == INT8)
-        post(
+        _require_accuracy(measured, torch_spearman, int8=name == INT8)
+        emit(
             StageProgress(
                 name.name,
                 len(texts),
@@ -117,29 +121,36 @@ def export_onnx(
         return measured
 
     with tempfile.TemporaryDirectory() as temporary:
-        full, quantised = Path(temporary) / FULL.name, Path(temporary) / INT8.name
-        post(StageProgress(FULL.name, 0, None, "sentences"))
-        write_onnx(encoder, full)
-        made = [(full, told(full, FULL))]
+        full_file, int8_file = Path(temporary) / FULL.name, Path(temporary) / INT8.name
+        emit(StageProgress(FULL.name, 0, None, "sentences"))
+        write_onnx(encoder, full_file)
+        written = [(full_file, compare(full_file, FULL))]
         if int8:
-            post(StageProgress(INT8.name, 0, None, "sentences"))
-            write_int8(full, quantised)
-            made.append((quantised, told(quantised, INT8)))
+            emit(StageProgress(INT8.name, 0, None, "sentences"))
+            write_int8(full_file, int8_file)
+            written.append((int8_file, compare(int8_file, INT8)))
         if out is not None:
-            # Weights of modules after the backbone lie in folders of their own, which modules.json names.
-            root, modules = shutil.ignore_patterns(*_BACKBONE), shutil.ignore_patterns("checksums.json")
-            shutil.copytree(folder, out, ignore=lambda at, names: (root if Path(at) == folder else modules)(at, names))
-        for file, exported in made:
+            # Modules after the backbone have their weights in subfolders, which modules.json names.
+            root_ignore, module_ignore = (
+                shutil.ignore_patterns(*_WEIGHT_FILES),
+                shutil.ignore_patterns("checksums.json"),
+            )
+            shutil.copytree(
+                folder,
+                out,
+                ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(parent, names),
+            )
+        for file, exported in written:
             exported.file.parent.mkdir(exist_ok=True)
-            with atomic_write(exported.file) as beside:
-                shutil.copyfile(file, beside)
-    exports = Exports([exported for _, exported in made], before)
-    _write_use(out or folder, encoder, exports)
+            with atomic_write(exported.file) as target:
+                shutil.copyfile(file, target)
+    exports = ExportResult([exported for _, exported in written], torch_spearman)
+    _write_card(out or folder, encoder, exports)
     return exports
 
 
 def usage(encoder: Encoder, file: Path) -> str:
-    """Python that gets an encoder's vectors out of its file with onnxruntime and tokenizers alone."""
+    """Return Python code that computes the vectors with the file, onnxruntime and tokenizers alone."""
     tokenizer, texts = encoder.tokenizer, '["How do I sort a list?", "Order the items."]'
     if encoder.prompt:
         put_in = f"{encoder.prompt!r}.replace('{{sentence}}', text)"
@@ -155,65 +166,71 @@ tokenizer.enable_padding(pad_id={tokenizer.pad_token_id or 0}, pad_token={tokeni
 session = InferenceSession(f"{{folder}}/{file.as_posix()}")
 
 rows = tokenizer.encode_batch({texts})
-given = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
-given = {{name: np.array(values, dtype=np.int64) for name, values in given.items()}}
-(vectors,) = session.run(["sentence_embedding"], given)
-print(vectors @ vectors.T)  # cosines: every vector is of length 1"""
+inputs = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
+inputs = {{name: np.array(values, dtype=np.int64) for name, values in inputs.items()}}
+(vectors,) = session.run(["sentence_embedding"], inputs)
+print(vectors @ vectors.T)  # cosines: the vectors have length 1"""
 
 
-def _folder_of(model: str, out: Path | None) -> Path:
-    """The model's folder; refused where it is of a kind that one graph does not hold, or where nothing may be written."""
-    folder = resolve_model(model_of(model))
+def _find_folder(model: str, out: Path | None) -> Path:
+    """Return the model's folder.
+
+    Raises:
+        UnsupportedModelError: The model is a cross-encoder or a rank space.
+        ExportError: The target folder is not writable or exists.
+    """
+    folder = resolve_model(find_model(model))
     if is_cross_encoder(folder):
-        raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors; only bi-encoders are exported")
+        raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors; export a bi-encoder")
     if is_rank_space(folder):
         raise UnsupportedModelError(
-            f"{model} ranks among reference sentences, which no ONNX file holds; export the run that it was made of"
+            f"{model} is a rank space, whose reference sentences ONNX cannot store; export the model that it was built from"
         )
     if out is None and not os.path.isdir(model):
-        raise ExportError(f"{model} is no folder of yours to write into; name one: --out FOLDER")
+        raise ExportError(f"{model} is not a folder to write into; set --out FOLDER")
     if out is not None and out.exists():
-        raise ExportError(f"--out {out} is there already; name a folder that is not")
+        raise ExportError(f"--out {out} exists; name a new folder")
     return folder
 
 
-def _texts(encoder: Encoder) -> list[str]:
-    """Sentences of every length: documentation strings that are on every machine, nothing, and more than there is room for."""
-    sentences = docstring_sentences([_TEXTS_OF])
+def _sample_texts(encoder: Encoder) -> list[str]:
+    """Return texts of all lengths: docstrings of an installed package, the empty text, and texts longer than the maximum."""
+    sentences = docstring_sentences([_TEXT_PACKAGE])
     longest = " ".join(sentences)[: 12 * encoder.max_length]
     return [*sentences, "", *(longest[: len(longest) // part] for part in (1, 2, 4))]
 
 
-def _refuse_other(measured: Exported, before: float | None, int8: bool) -> None:
-    """`EncoderError` for a file that is not the model."""
-    if not int8 and measured.apart > _APART:
+def _require_accuracy(measured: ExportedFile, torch_spearman: float | None, int8: bool) -> None:
+    """Check that a file computes nearly the same vectors and score as torch.
+
+    Raises:
+        ExportError: It does not.
+    """
+    if not int8 and measured.max_difference > _MAX_DIFFERENCE:
         raise ExportError(
-            f"the ONNX file's vectors differ from torch's by {measured.apart:.1e}, more than {_APART:.0e}; nothing was written"
+            f"the ONNX file's vectors differ from torch's by {measured.max_difference:.1e}, more than {_MAX_DIFFERENCE:.0e}; "
+            "nothing was written. Please report the model's architecture"
         )
-    if int8 and measured.cosine < _LEAST_COSINE:
+    if int8 and measured.cosine < _MIN_COSINE:
         raise ExportError(
-            f"in int8 a vector's cosine with torch's is {measured.cosine:.3f} on average, less than {_LEAST_COSINE}; nothing was "
-            "written. Leave --int8 out: this model does not bear it"
+            f"the int8 vectors' mean cosine with torch's is {measured.cosine:.3f}, less than {_MIN_COSINE}; nothing was written. "
+            "Leave out --int8: this model loses too much accuracy"
         )
-    change = None if measured.spearman is None or before is None else measured.spearman - before
-    if change is not None and change < _LEAST_SPEARMAN_CHANGE:
+    change = None if measured.spearman is None or torch_spearman is None else measured.spearman - torch_spearman
+    if change is not None and change < _MIN_SPEARMAN_CHANGE:
         raise ExportError(
-            f"on STS-B dev {measured.file.name} has {measured.spearman:.2f}, torch {before:.2f}: it loses more than "
-            f"{-_LEAST_SPEARMAN_CHANGE:g}; nothing was written. Leave --int8 out: this model does not bear it"
+            f"{measured.file.name} has {measured.spearman:.2f} on STS-B dev, torch {torch_spearman:.2f}; it loses more than "
+            f"{-_MIN_SPEARMAN_CHANGE:g}; nothing was written. Leave out --int8: this model loses too much accuracy"
         )
 
 
-def _write_use(folder: Path, encoder: Encoder, exports: Exports) -> None:
-    """Into the model's card, in place of what an earlier export said there."""
+def _write_card(folder: Path, encoder: Encoder, exports: ExportResult) -> None:
+    """Write a section into the model card, replacing that of an earlier export."""
     card = folder / "README.md"
     before, _, rest = (card.read_text(encoding="utf-8") if card.is_file() else "").partition(f"{_HEADING}\n")
     after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
-    files = "; ".join(told(exported) for exported in exports.files)
-    cut = (
-        " A sentence that would push the template's end beyond them is cut first."
-        if "{sentence}" in encoder.prompt
-        else ""
-    )
+    files = "; ".join(describe_file(exported) for exported in exports.files)
+    cut = " A longer sentence is cut so that the template stays complete." if "{sentence}" in encoder.prompt else ""
     section = (
         f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
         f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
@@ -221,9 +238,9 @@ def _write_use(folder: Path, encoder: Encoder, exports: Exports) -> None:
     write_text_atomic(card, "\n".join(part for part in (before, section, after) if part))
 
 
-def told(exported: Exported) -> str:
-    """How near a file is to torch, in a line."""
+def describe_file(exported: ExportedFile) -> str:
+    """Format how close a file is to torch, in one line."""
     return (
-        f"`{exported.file.name}` ({exported.megabytes:.1f} MB) differs by at most {exported.apart:.1e}, cosine "
-        f"{exported.cosine:.4f} on average and {exported.least_cosine:.4f} at least"
+        f"`{exported.file.name}` ({exported.megabytes:.1f} MB) differs by at most {exported.max_difference:.1e}, cosine "
+        f"{exported.cosine:.4f} on average and {exported.min_cosine:.4f} at least"
     )

@@ -1,8 +1,8 @@
-"""Files and folders that are there whole or not at all, whatever is killed while they are written; and their checksums.
+"""Write files and folders atomically, so that a crash never leaves a partial one; compute and verify checksums.
 
-In this order, always: write beside, flush the content, rename, flush the folder. A rename within a folder is atomic, so a
-reader meets the old file or the new one. Without the first flush a power cut may keep the rename and lose the content, which
-is a file of zeros under a good name; without the second it may keep neither, although the run went on believing in both.
+The order is always: write a temporary file in the same folder, fsync it, rename it, fsync the folder. A rename within a
+folder is atomic, so readers see the old file or the new one. Without the first fsync, a power failure could keep the rename
+and lose the content. Without the second, it could lose the rename, although the run relied on it.
 """
 
 from __future__ import annotations
@@ -22,109 +22,122 @@ from safetensors import SafetensorError
 
 from distcse.errors import StorageWriteError
 
-_SEAL = "blake2b"
+_CHECKSUM_KEY = "blake2b"
 _CHECKSUM_LINE = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
 
 
 @contextmanager
-def storage_errors(place: Path) -> Iterator[None]:
-    """Around what writes: storage that refuses is told as `StorageError`, with the place and the reason."""
+def storage_errors(path: Path) -> Iterator[None]:
+    """Convert an error of the code that writes to a path into a `StorageWriteError`.
+
+    Args:
+        path: File or folder that is written; the message names it.
+
+    Raises:
+        StorageWriteError: The storage is full, read-only or failing.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as refused:
-        told = " ".join(str(refused).split())
-        # numpy says how much of an array was written, and not why.
-        reason = (refused.strerror or f"{told}; is the disk full?") if isinstance(refused, OSError) else told
+    except (OSError, SafetensorError) as error:
+        message = " ".join(str(error).split())
+        # numpy's errors have no errno: they state how much of an array was written, not why it failed.
+        reason = (error.strerror or f"{message}; is the disk full?") if isinstance(error, OSError) else message
         raise StorageWriteError(
-            f"{place} cannot be written: {reason}; what was there before is whole. Make room, or name other storage, then "
-            "go on (a run: --resume)"
-        ) from refused
+            f"{path} cannot be written: {reason}; its previous content is intact. Free some space or use other storage, then "
+            "continue (a run: --resume)"
+        ) from error
 
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """A path beside a file, to be written; at the end it is flushed to the disk and takes the file's place.
+    """Yield the path of a temporary file to write; on success, flush it to the disk and rename it to `file`.
 
-    Where writing fails, the file stays as it was. Writers on several machines do not meet: the last one's content stays.
+    If writing fails, the file remains as it was. Of several concurrent writers the last one wins.
 
     Raises:
-        StorageError: The disk is full, read-only or failing.
+        StorageWriteError: The disk is full, read-only or failing.
     """
-    beside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
         with storage_errors(file):
-            yield beside
-            fsync(beside)
-            os.replace(beside, file)
+            yield temporary
+            fsync(temporary)
+            os.replace(temporary, file)
             fsync(file.parent)
     finally:
-        with suppress(OSError):  # a disk that failed above is told of above
-            beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a failing disk has already raised above
+            temporary.unlink(missing_ok=True)
 
 
 def write_text_atomic(file: Path, text: str) -> None:
-    """Write a text file, whole."""
-    with atomic_write(file) as beside:
-        beside.write_text(text, encoding="utf-8")
+    """Write a text file atomically.
+
+    Raises:
+        StorageWriteError: The disk is full, read-only or failing.
+    """
+    with atomic_write(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
-def fsync(place: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk."""
-    handle = os.open(place, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError:
-        if not place.is_dir():  # some network file systems have no flush of folders; of files all have
+        if not path.is_dir():  # some network file systems support fsync for files only
             raise
     finally:
         os.close(handle)
 
 
 def fsync_all(folder: Path) -> None:
-    """Put all files of a folder on the disk, and their names: before the folder gets its own."""
-    for place in folder.rglob("*"):
-        fsync(place)
+    """Flush all files and folders below a folder, and the folder itself, to the disk."""
+    for path in folder.rglob("*"):
+        fsync(path)
     fsync(folder)
 
 
-def move_into_place(beside: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
-    """Give a folder that was written beside its name. The first of several writers wins: others may have opened its files.
+def move_into_place(temporary: Path, folder: Path, is_complete: Callable[[], bool]) -> None:
+    """Rename a complete temporary folder to its final name, unless another process did so first.
+
+    The first writer wins, because other processes may have opened its files.
 
     Args:
-        beside: What was written.
-        folder: Its name.
-        is_whole: Whether what has the name already is whole; what is not is replaced.
+        temporary: The written folder, in the same parent folder.
+        folder: Its final name.
+        is_complete: Whether an existing folder with that name is complete; an incomplete one is replaced.
     """
     try:
-        os.replace(beside, folder)
+        os.replace(temporary, folder)
     except OSError:
-        if is_whole():
+        if is_complete():
             return
-        damaged = beside.with_name(f"{beside.name}.damaged")
+        damaged = temporary.with_name(f"{temporary.name}.damaged")
         os.replace(folder, damaged)
-        os.replace(beside, folder)
+        os.replace(temporary, folder)
         shutil.rmtree(damaged, ignore_errors=True)
     fsync(folder.parent)
 
 
 def checksum(file: Path) -> str:
-    """Of a file's content: 32 hexadecimal digits of blake2b."""
+    """Compute the checksum of a file's content: 32 hexadecimal digits of BLAKE2b."""
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def text_checksum(text: str) -> str:
-    """Of a text, as `checksum` would have it of a file."""
+    """Compute the checksum of a text, equal to that of a file with this text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def add_checksum_line(text: str) -> str:
-    """A text with a last line, a comment in YAML, that has the checksum of the lines above it."""
+    """Append a line, a comment in YAML, with the checksum of the text."""
     return f"{text}# blake2b {text_checksum(text)} of the lines above\n"
 
 
 def without_checksum_line(text: str) -> str | None:
-    """The lines above the checksum; None where there is none, or the lines are not those it was made of."""
+    """Remove the checksum line; None if there is none, or the text was changed."""
     found = _CHECKSUM_LINE.search(text)
     if found is None or text_checksum(text[: found.start()]) != found[1]:
         return None
@@ -132,28 +145,32 @@ def without_checksum_line(text: str) -> str | None:
 
 
 def dump_checked_json(content: Mapping[str, Any]) -> str:
-    """An object as JSON that knows its own checksum: a changed digit is still JSON."""
-    plain = json.loads(json.dumps(content))
-    return json.dumps({**plain, _SEAL: _seal(plain)}, indent=1)
+    """Serialize an object to JSON with its own checksum, so that `load_checked_json` detects changed values."""
+    parsed = json.loads(json.dumps(content))
+    return json.dumps({**parsed, _CHECKSUM_KEY: _json_checksum(parsed)}, indent=1)
 
 
 def load_checked_json(file: Path) -> dict[str, Any]:
-    """What `dump_checked_json` put into a file.
+    """Read a file that `dump_checked_json` produced.
 
     Raises:
-        OSError: It is not there.
-        ValueError: It is not what was written.
+        OSError: The file does not exist or cannot be read.
+        ValueError: It is not valid JSON, or its checksum differs.
     """
     return load_checked_json_bytes(file.read_bytes())
 
 
 def load_checked_json_bytes(stored: bytes) -> dict[str, Any]:
-    """What `dump_checked_json` made. Raises `ValueError` where it is not what was written."""
+    """Parse the output of `dump_checked_json`.
+
+    Raises:
+        ValueError: It is not valid JSON, or its checksum differs.
+    """
     content = json.loads(stored)
-    if not isinstance(content, dict) or content.pop(_SEAL, None) != _seal(content):
+    if not isinstance(content, dict) or content.pop(_CHECKSUM_KEY, None) != _json_checksum(content):
         raise ValueError("its checksum differs")
     return content
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def _json_checksum(content: Mapping[str, Any]) -> str:
     return text_checksum(json.dumps(content, sort_keys=True))

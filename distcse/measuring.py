@@ -1,7 +1,6 @@
-"""Models measured side by side, as a function: the command prints what it returns.
+"""`distcse.measure`: evaluate models next to each other, as `python -m distcse.evaluate` does.
 
-It is `distcse.measure` and not `evaluate`: that is a module that `python -m` runs, and importing it would put it in the
-function's place.
+The function is not called `evaluate`: importing the module `distcse.evaluate` would replace the function by the module.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from distcse.evaluation import (
     RetrievalTask,
     Tasks,
     VectorModel,
-    candidate_of,
     collect,
     evaluate,
-    named,
+    make_candidate,
     open_candidate,
-    suites_named,
+    parse_models,
+    parse_suites,
 )
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
@@ -37,32 +36,37 @@ from distcse.models import Encoder
 from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
-from distcse.report.progress import heard_by
+from distcse.report.progress import open_listener
 from distcse.storage import resolve_path
 
 Model = str | Path | Encoder
-"""A run's folder, a model's folder, the address of one in object storage, a name on the hub, `package:NAME/FOLDER`; or an encoder
-that is loaded already."""
+"""A run directory, a model folder, the address of either in object storage, a name on the hub, `package:NAME/FOLDER`, or a loaded
+encoder.
+"""
 
 
 @dataclass(frozen=True, repr=False)
-class Measured:
-    """Figures of models side by side; a notebook shows them as tables."""
+class Measurement:
+    """Scores of several models; notebooks show them as tables."""
 
     evaluation: Evaluation
 
-    def figure(self, suite: str, of: str, measure: str, model: str) -> float:
-        """One figure, such as figure("sts", "STS-B", "all", "student")."""
-        return self.evaluation.figure(suite, of, measure, model)
+    def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
+        """Return one score, such as score("sts", "STS-B", "all", "student").
+
+        Raises:
+            EvaluationResultError: It was not measured.
+        """
+        return self.evaluation.score(suite, dataset, measure, model)
 
     def write(self, folder: str | Path) -> list[Path]:
-        """report.html, report.md and evaluation.json in a folder; returns the files."""
+        """Write report.html, report.md and evaluation.json into a folder, which is created; return the files."""
         resolve_path(folder).mkdir(parents=True, exist_ok=True)
         return list(write_pages(self.evaluation, resolve_path(folder)))
 
     def __repr__(self) -> str:
-        models = ", ".join(about.name for about in self.evaluation.models)
-        return f"<Measured: {len(self.evaluation.scores)} figures of {models}>"
+        models = ", ".join(model.name for model in self.evaluation.models)
+        return f"<Measurement: {len(self.evaluation.scores)} scores of {models}>"
 
     def _repr_markdown_(self) -> str:
         lines: list[str] = []
@@ -81,55 +85,57 @@ def measure(
     mteb: str | Path | None = None,
     aggregate: Any = "all",
     transfer: Any = "strict",
-    reading: LoadOptions | None = None,
+    load_options: LoadOptions | None = None,
     listen: Listener | None = None,
-) -> Measured:
-    """Measure models side by side, as `python -m distcse.evaluate` does; the others are compared with the first.
+) -> Measurement:
+    """Evaluate models and compare them with the first one, as `python -m distcse.evaluate` does.
 
     Args:
-        models: By name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
+        models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
         data: Folder with the published sets.
-        suites: Some of sts, transfer, pairs, ranking, geometry, retrieval; taken from `data`.
-        add: Sets of your own: "SUITE[:NAME]=PATH".
-        documents: Also measure retrieval with documents encoded by this model.
+        suites: Suites to measure on `data`: sts, transfer, pairs, ranking, geometry, retrieval.
+        add: Custom sets: "SUITE[:NAME]=PATH".
+        documents: Model to encode the documents; each retrieval set is measured once more with it.
         mteb: Folder to write MTEB's results of its STS tasks into.
-        aggregate: STS over a year's subsets: all, mean or wmean.
-        transfer: strict or fast.
-        reading: How models are loaded and run.
-        listen: Hears every event; None shows progress on standard error.
+        aggregate: STS score over a year's subsets: all, mean or wmean.
+        transfer: Protocol of the transfer tasks: strict or fast.
+        load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
+        listen: Receives every event. Default: shows progress on standard error.
 
     Raises:
-        DistcseError: With what to mend.
+        EvaluationOptionError: An option is invalid, or there is nothing to measure.
+        EvaluationError: A labelled set is missing or malformed.
+        EncoderError: A model cannot be loaded.
     """
-    for told, value, known in (("aggregate", aggregate, AGGREGATES), ("transfer", transfer, get_args(Mode))):
-        if value not in known:
-            raise EvaluationOptionError(f"{told} is {value!r}; it is one of {', '.join(known)}")
+    for name, value, choices in (("aggregate", aggregate, AGGREGATES), ("transfer", transfer, get_args(Mode))):
+        if value not in choices:
+            raise EvaluationOptionError(f"{name} is {value!r}; set it to one of {', '.join(choices)}")
     if mteb is not None:
         _check_mteb(data)
     use_available_cpus()
     folder = None if data is None else Path(data)
-    reading = reading or LoadOptions(device=default_device())
-    with heard_by(listen) as post:
-        report_precisions([_role(reading)], post)
-        protocol = EvalConfig(
+    load_options = load_options or LoadOptions(device=default_device())
+    with open_listener(listen) as emit:
+        report_precisions([_precision_role(load_options)], emit)
+        config = EvalConfig(
             aggregate,
             transfer,
-            reading.device,
-            lambda name, done: post(StageProgress(f"{name} fits", done, None, "done")),
+            load_options.device,
+            lambda name, done: emit(StageProgress(f"{name} fits", done, None, "done")),
         )
-        candidates, tasks = _opened(models, folder, suites, add, documents, protocol, reading, post)
+        candidates, tasks = _load(models, folder, suites, add, documents, config, load_options, emit)
         settings = {
             "STS": aggregate,
             "transfer": transfer,
-            "device": reading.device,
-            "precision": reading.decided_precision,
+            "device": load_options.device,
+            "precision": load_options.resolved_precision,
         }
-        if mteb is not None and folder is not None:  # first: what is longer is not lost by a failure of it
+        if mteb is not None and folder is not None:  # first, because a failure here must not lose the longer evaluation
             from distcse.evaluation.mteb import write_results
 
             write_results(candidates, folder, Path(mteb))
-        evaluation = evaluate(candidates, tasks, settings=settings, post=post)
-    return Measured(evaluation)
+        evaluation = evaluate(candidates, tasks, settings=settings, emit=emit)
+    return Measurement(evaluation)
 
 
 def check_measurement(
@@ -140,111 +146,126 @@ def check_measurement(
     *,
     documents: str | None = None,
     mteb: str | Path | None = None,
-    reading: LoadOptions | None = None,
+    load_options: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> None:
-    """Load the models and read the sets, as `python -m distcse.evaluate --dry-run` does; measure nothing.
+    """Load the models and read the sets without measuring, as `python -m distcse.evaluate --dry-run` does.
 
     Args:
-        models: As for `measure`, and so are the others.
+        models: See `measure`, also for the other arguments.
         data: Folder with the published sets.
-        suites: Taken from `data`.
-        add: Sets of your own.
-        documents: A model for documents alone.
-        mteb: Where MTEB's results would be written.
-        reading: How models are loaded.
-        listen: Hears of each model and set, and of what is missing.
+        suites: Suites of `data`.
+        add: Custom sets.
+        documents: Model to encode the documents.
+        mteb: Folder for MTEB's results; checked, not written.
+        load_options: How to load the models.
+        listen: Receives an event per model and set, and a warning per missing set.
 
     Raises:
-        DistcseError: What `measure` would have ended with.
+        DistcseError: An error that `measure` would raise.
     """
     if mteb is not None:
         _check_mteb(data)
     folder = None if data is None else Path(data)
-    with heard_by(listen) as post:
-        reading = reading or LoadOptions(device=default_device())
-        report_precisions([_role(reading)], post)
-        candidates, tasks = _opened(models, folder, suites, add, documents, EvalConfig(), reading, post)
+    with open_listener(listen) as emit:
+        load_options = load_options or LoadOptions(device=default_device())
+        report_precisions([_precision_role(load_options)], emit)
+        candidates, tasks = _load(models, folder, suites, add, documents, EvalConfig(), load_options, emit)
         for candidate in candidates:
-            about = candidate.about
-            told = f"{about.kind}, pooling {about.pooling}, {about.parameters / 1e6:.1f} M weights"
-            post(StageProgress(about.name, 1, 1, "", finished=True, note=told))
+            info = candidate.info
+            note = f"{info.kind}, pooling {info.pooling}, {info.parameters / 1e6:.1f} M parameters"
+            emit(StageProgress(info.name, 1, 1, "", finished=True, note=note))
         for task in tasks.tasks:
             texts = len(set(task.sentences()))
-            post(
+            emit(
                 StageProgress(
-                    f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} different texts"
+                    f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} distinct texts"
                 )
             )
         for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
-            post(LogMessage(line, warning=True))
+            emit(LogMessage(line, warning=True))
 
 
-def _role(reading: LoadOptions) -> Role:
-    return Role("models", "precision", reading.precision, [speed_of(reading.device)])
+def _precision_role(load_options: LoadOptions) -> Role:
+    return Role("models", "precision", load_options.precision, [speed_of(load_options.device)])
 
 
-def _opened(
+def _load(
     models: Mapping[str, Model] | Sequence[str] | str,
     folder: Path | None,
     suites: Iterable[str],
     add: Iterable[str],
     documents: str | None,
-    protocol: EvalConfig,
-    reading: LoadOptions,
-    post: Listener,
+    config: EvalConfig,
+    load_options: LoadOptions,
+    emit: Listener,
 ) -> tuple[list[Candidate], Tasks]:
-    """Who is measured, and on what."""
+    """Load the candidates and read the tasks."""
     if isinstance(models, str):
         models = [models]
-    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else named(models)
+    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else parse_models(models)
     if not sources:
-        raise EvaluationOptionError("no model is named; there is nothing to measure")
-    own = [CustomSet.parse(text) for text in add]
-    tasks = collect(folder, suites_named(list(suites)) if folder else [], own, protocol)
-    candidates = [_candidate(name, source, reading, post) for name, source in sources.items()]
+        raise EvaluationOptionError("there is no model to measure; name at least one")
+    custom = [CustomSet.parse(text) for text in add]
+    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config)
+    candidates = [_candidate(name, source, load_options, emit) for name, source in sources.items()]
     if documents is not None:
-        _search_in_index_of(documents, reading, tasks, candidates)
+        _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
     return candidates, tasks
 
 
-def _candidate(name: str, source: Model, reading: LoadOptions, post: Listener) -> Candidate:
-    def told(done: int, total: int) -> None:
-        post(StageProgress(name, done, total, "texts"))
+def _candidate(name: str, source: Model, load_options: LoadOptions, emit: Listener) -> Candidate:
+    def report_progress(done: int, total: int) -> None:
+        emit(StageProgress(name, done, total, "texts"))
 
     if isinstance(source, Encoder):
-        return candidate_of(
-            name, "in memory", source.to(reading.device), Contamination({}), reading.decided_precision, told
+        return make_candidate(
+            name,
+            "in memory",
+            source.to(load_options.device),
+            Contamination({}),
+            load_options.resolved_precision,
+            report_progress,
         )
-    return open_candidate(name, str(source), reading, told)
+    return open_candidate(name, str(source), load_options, report_progress)
 
 
-def _search_in_index_of(documents: str, reading: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate]) -> None:
-    """Add each retrieval set once more, its documents encoded by one model whoever asks."""
-    ((name, source),) = named([documents]).items()
-    model = open_candidate(name, source, reading).model
+def _add_retrieval_with_documents_by(
+    documents: str, load_options: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate]
+) -> None:
+    """Add each retrieval set once more, with documents encoded by one model for all candidates.
+
+    Raises:
+        EvaluationOptionError: The model is a cross-encoder, there is no retrieval set, or the dimensions differ.
+    """
+    ((name, source),) = parse_models([documents]).items()
+    model = open_candidate(name, source, load_options).model
     if not isinstance(model, VectorModel):
-        raise EvaluationOptionError(f"--documents {source} gives no vectors; name a bi-encoder")
+        raise EvaluationOptionError(f"--documents {source} is a cross-encoder, which has no vectors; name a bi-encoder")
     sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
     if not sets:
         raise EvaluationOptionError(
-            "--documents is about retrieval; add retrieval to --suite, or --add retrieval=FOLDER"
+            "--documents needs a retrieval set; add retrieval to --suite, or --add retrieval=FOLDER"
         )
-    some = sets[0].collection.documents[:1]
-    width = model.vectors(some).shape[1]
+    sample = sets[0].dataset.documents[:1]
+    dimension = model.vectors(sample).shape[1]
     for candidate in candidates:
-        if isinstance(candidate.model, VectorModel) and (own := candidate.model.vectors(some).shape[1]) != width:
+        if (
+            isinstance(candidate.model, VectorModel)
+            and (found := candidate.model.vectors(sample).shape[1]) != dimension
+        ):
             raise EvaluationOptionError(
-                f"{candidate.about.name} has {own} numbers a vector, {name} has {width}: they share no space. A student that "
-                "was projected finds documents whose vectors were multiplied by its projection.safetensors"
+                f"{candidate.info.name} has {found} dimensions, {name} has {dimension}, so cosines between them are "
+                "undefined. Multiply the documents' vectors by the projection.safetensors of the student's run, or leave out "
+                "--documents"
             )
     tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
 
 
 def _check_mteb(data: str | Path | None) -> None:
-    """Before the work: MTEB's results need its package and a folder with sets of it."""
-    from distcse.evaluation.mteb import sts_tasks  # says what to install
+    """Check that MTEB's package and a folder with its sets exist, before the evaluation takes its time."""
+    from distcse.evaluation.mteb import sts_tasks  # the import error names the package to install
 
     if data is None:
-        raise EvaluationOptionError("--mteb measures the STS sets of a folder; give --data DIR")
+        raise EvaluationOptionError("--mteb measures the STS sets of a data folder; add --data DIR")
     sts_tasks(Path(data))

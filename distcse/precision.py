@@ -1,4 +1,4 @@
-"""`precision: auto` replaced by what the devices of each role are fast at: once for a run, before anything is spent."""
+"""Replace `precision: auto` by the precision that the devices of each role are fast at, once per run."""
 
 from __future__ import annotations
 
@@ -18,78 +18,80 @@ class Role:
     """A part of a run that computes in one precision."""
 
     name: str
-    """For people: `student`, `teacher 0`, `evaluation`."""
+    """Name in messages: `student`, `teacher 0`, `evaluation`."""
     key: str
-    """The recipe key that asks for its precision, such as `training.precision`."""
-    asked: str
-    """What that key says."""
+    """Recipe key of its precision, such as `training.precision`."""
+    requested: str
+    """Value of that key."""
     devices: Sequence[DeviceSpeed]
-    """The devices that it may be put on: its precision is one for all of them."""
+    """Devices that it may run on, all in the same precision."""
 
     @property
     def precision(self) -> str:
-        """What was asked for; where that is `auto`, bf16 if every device is fast at it, else fp32."""
-        if self.asked != "auto":
-            return self.asked
+        """The requested precision; for `auto`, bf16 if every device is fast at it, else fp32."""
+        if self.requested != "auto":
+            return self.requested
         return "bf16" if self.devices and all(device.precision == "bf16" for device in self.devices) else "fp32"
 
     @property
-    def no_gain_on(self) -> list[DeviceSpeed]:
-        """Devices, one of each name, on which its half precision is not faster than fp32."""
+    def slow_devices(self) -> list[DeviceSpeed]:
+        """Devices, one per name, on which the role's half precision is not fast; see `DeviceSpeed.is_fast_at`."""
         if self.precision == "fp32":
             return []
         return [device for device in slowest_by_name(self.devices) if not device.is_fast_at(self.precision)]
 
 
-def decide_precisions(recipe: R, roles: Sequence[Role], post: Listener) -> R:
-    """The recipe with a precision in place of each `auto`; see `report_precisions` for what is posted."""
-    report_precisions(roles, post)
+def decide_precisions(recipe: R, roles: Sequence[Role], emit: Listener) -> R:
+    """Return the recipe with each `auto` replaced by a precision, and report the precisions."""
+    report_precisions(roles, emit)
     for role in roles:
-        if role.asked == "auto":
-            recipe = _with(recipe, role.key.split("."), role.precision)
+        if role.requested == "auto":
+            recipe = _replace_value(recipe, role.key.split("."), role.precision)
     return recipe
 
 
-def _with(part: Any, path: Sequence[str], value: str) -> Any:
-    """A copy of a recipe with one value replaced. Validating it anew would forget which keys the user left out."""
+def _replace_value(part: Any, path: Sequence[str], value: str) -> Any:
+    """Copy a recipe with one value replaced; validating it again would lose which keys the user left out."""
     if not path:
         return value
     key, *rest = path
     if isinstance(part, list):
-        return [_with(entry, rest, value) if str(number) == key else entry for number, entry in enumerate(part)]
-    return part.model_copy(update={key: _with(getattr(part, key), rest, value)})
+        return [
+            _replace_value(entry, rest, value) if str(number) == key else entry for number, entry in enumerate(part)
+        ]
+    return part.model_copy(update={key: _replace_value(getattr(part, key), rest, value)})
 
 
-def report_precisions(roles: Sequence[Role], post: Listener) -> None:
-    """Post the precisions in one line, and a warning for a half precision that a device is slow at, with the measured ratio.
+def report_precisions(roles: Sequence[Role], emit: Listener) -> None:
+    """Emit the precisions in one line, and a warning for each half precision that is slow on a device.
 
-    Nothing is posted where fp32 was asked for everywhere.
+    Nothing is emitted if all roles request fp32.
     """
-    if all(role.asked == "fp32" for role in roles):
+    if all(role.requested == "fp32" for role in roles):
         return
-    post(StageProgress("precision", 1, 1, "", finished=True, note=describe_roles(roles)))
+    emit(StageProgress("precision", 1, 1, "", finished=True, note=describe_roles(roles)))
     keys_of: dict[str, list[str]] = {}
     for role in roles:
-        for device in role.no_gain_on:
+        for device in role.slow_devices:
             keys_of.setdefault(
-                f"{role.precision} is no gain on this device ({device.describe(role.precision)})", []
+                f"{role.precision} has no speed advantage on this device ({device.describe(role.precision)})", []
             ).append(role.key)
-    for no_gain, keys in keys_of.items():
-        post(LogMessage(f"{', '.join(keys)}: {no_gain}; write auto or fp32", warning=True))
+    for problem, keys in keys_of.items():
+        emit(LogMessage(f"{', '.join(keys)}: {problem}; set auto or fp32", warning=True))
 
 
 def slowest_by_name(devices: Iterable[DeviceSpeed]) -> list[DeviceSpeed]:
-    """One device of each name, the one that gains least by bf16: nodes of one kind differ by noise."""
+    """Return one device per name, the one with the lowest bf16 speedup: timings vary between nodes of the same kind."""
     found: dict[str, DeviceSpeed] = {}
     for device in devices:
-        known = found.setdefault(device.name, device)
-        if device.speedups.get("bf16", 0.0) < known.speedups.get("bf16", 0.0):
+        slowest = found.setdefault(device.name, device)
+        if device.speedups.get("bf16", 0.0) < slowest.speedups.get("bf16", 0.0):
             found[device.name] = device
     return list(found.values())
 
 
 def describe_roles(roles: Sequence[Role]) -> str:
-    """The chosen precisions and the devices they were chosen for, in one line."""
+    """Format the selected precisions and their devices as one line."""
     names_of: dict[str, list[str]] = {}
     for role in roles:
         names_of.setdefault(role.precision, []).append(role.name)

@@ -21,21 +21,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_json, print_lines
-    from distcse.sharing import prepare, upload
+    from distcse.sharing import prepare_upload, upload
 
     if options.to.count("/") != 1 or not all(options.to.split("/")):
-        raise HubUploadError(f"--to {options.to} names no model on the hub; write USER/NAME")
-    with tempfile.TemporaryDirectory() as beside:
-        parcel = prepare(resolve_path(options.model), Path(beside) / "model", options.licence)
+        raise HubUploadError(f"--to {options.to} is not a name on the hub; write USER/NAME")
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = prepare_upload(resolve_path(options.model), Path(folder) / "model", options.licence)
         if not options.quiet:
-            for line in parcel.remarks:
+            for line in bundle.remarks:
                 sys.stderr.write(f"warning   {line}\n")
-        address = None if options.dry_run else upload(parcel, options.to, options.private)
+        address = None if options.dry_run else upload(bundle, options.to, options.private)
     if options.json:
-        print_json([{"event": "Finished", "files": parcel.files, "remarks": parcel.remarks, "address": address}])
+        print_json([{"event": "Finished", "files": bundle.files, "remarks": bundle.remarks, "address": address}])
     elif address is None:
-        lines = [f"would upload {len(parcel.files)} files, {parcel.megabytes:.1f} MB, to {options.to}:"]
-        print_lines([*lines, *(f"  {name}" for name in parcel.files)])
+        lines = [f"would upload {len(bundle.files)} files, {bundle.megabytes:.1f} MB, to {options.to}:"]
+        print_lines([*lines, *(f"  {name}" for name in bundle.files)])
     else:
         print_lines([f"model   {address}"])
     return 0

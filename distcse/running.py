@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 from distcse.device import use_available_cpus
 from distcse.errors import RunArgumentError
 from distcse.events import Listener, LogMessage, Reporter
-from distcse.experiments.distillation.fingerprints import data_before
+from distcse.experiments.distillation.fingerprints import read_fingerprints
 from distcse.experiments.distillation.run import Result
 from distcse.experiments.distillation.run import run as run_student
 from distcse.experiments.mutual import MutualResult, run_mutual
-from distcse.experiments.mutual.run import data_before as data_of_groups_before
+from distcse.experiments.mutual.run import read_fingerprints as read_group_fingerprints
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe, Recipe, read_recipe
 from distcse.report.card import write_card
 from distcse.report.group_card import write_group_cards
 from distcse.report.history import read_run
-from distcse.report.progress import heard_by
+from distcse.report.progress import open_listener
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
-    from distcse.measuring import Measured
+    from distcse.measuring import Measurement
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +56,7 @@ class Run:
     @property
     def interrupted(self) -> bool:
         """Whether it was asked to stop before its end; `distcse.resume(run.directory)` goes on."""
-        return self.result.outcome.interrupted if isinstance(self.result, Result) else self.result.interrupted
+        return self.result.train_result.interrupted if isinstance(self.result, Result) else self.result.interrupted
 
     @property
     def models(self) -> dict[str, Path]:
@@ -75,11 +75,11 @@ class Run:
         return next(iter(models.values()))
 
     @property
-    def scores(self) -> Measured | None:
+    def scores(self) -> Measurement | None:
         """Start, student and teachers side by side; None where nothing was measured."""
-        from distcse.measuring import Measured
+        from distcse.measuring import Measurement
 
-        return None if self.result.evaluation is None else Measured(self.result.evaluation)
+        return None if self.result.evaluation is None else Measurement(self.result.evaluation)
 
     def __repr__(self) -> str:
         return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
@@ -154,10 +154,12 @@ def rerun(
     Raises:
         RunError: The first run did not come to its end, or its data are not what they were.
     """
-    with heard_by(listen) as post:
+    with open_listener(listen) as post:
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), Reporter(post, stop_requested))
     recipe = earlier.recipe
-    earlier.hold_to(data_of_groups_before(recipe) if isinstance(recipe, MutualRecipe) else data_before(recipe))
+    earlier.check_data(
+        read_group_fingerprints(recipe) if isinstance(recipe, MutualRecipe) else read_fingerprints(recipe)
+    )
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
     done = _carried_out(recipe, None, listen, stop_requested, others)
     return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
@@ -172,7 +174,7 @@ def _carried_out(
 ) -> Run:
     result: Result | MutualResult
     use_available_cpus()
-    with heard_by(listen) as post:
+    with open_listener(listen) as post:
         reporter = Reporter(post, stop_requested)
         for warning in warnings:
             post(LogMessage(warning, warning=True))

@@ -1,4 +1,4 @@
-"""A model made ready to be given away, and given to the hub."""
+"""Prepare a model for the Hugging Face hub, and upload it."""
 
 from __future__ import annotations
 
@@ -14,56 +14,67 @@ import yaml
 
 from distcse.errors import HubUploadError, ModelNotFoundError
 from distcse.files import write_text_atomic
-from distcse.storage import fetch_folder, is_uri, model_of, resolve_path, to_uri
+from distcse.storage import fetch_folder, find_model, is_uri, resolve_path, to_uri
 
-_TOLD_IN = ("README.md", "config.json", "distcse/recipe.yaml")
-"""Files of a model folder that may name places of the machine it was made on."""
+_FILES_WITH_PATHS = ("README.md", "config.json", "distcse/recipe.yaml")
+"""Files of a model folder that may contain paths of this machine."""
 
 
 @dataclass(frozen=True)
 class UploadBundle:
-    """A folder that holds what is uploaded."""
+    """A folder to upload."""
 
     folder: Path
     files: list[str]
     megabytes: float
     remarks: list[str]
-    """What a reader of the card will miss."""
+    """What readers of the model card will miss."""
 
 
-def prepare(model: Path, beside: Path, licence: str | None = None) -> UploadBundle:
-    """Copy a model folder (a run's model, or one that is named) without the names of this machine's folders.
+def prepare_upload(model: Path, target: Path, licence: str | None = None) -> UploadBundle:
+    """Copy a model folder, and remove the paths of this machine from its texts.
 
     Args:
-        model: A run's folder, or a model's.
-        beside: A folder to be made.
-        licence: Written into the card.
+        model: A run's or a model's folder.
+        target: The copy, a new folder.
+        licence: Licence to write into the card. Default: unchanged.
+
+    Returns:
+        The copy, with the list of its files.
 
     Raises:
-        EncoderError: It holds no model, or several, or one that is pickled.
+        ModelNotFoundError: The folder has no model, several models, or a pickled one.
     """
-    folder = resolve_path(model_of(to_uri(model)))
+    folder = resolve_path(find_model(to_uri(model)))
     fetch_folder(folder)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
-            f"{to_uri(folder)} holds no model (config.json and safetensors); name a run's folder, or a model's"
+            f"{to_uri(folder)} contains no model (config.json and safetensors); name a run's or a model's folder"
         )
-    shutil.copytree(folder, beside)
-    places = sorted(_places(beside / "distcse" / "recipe.yaml"), key=len, reverse=True)
-    for file in (beside / name for name in _TOLD_IN):
+    shutil.copytree(folder, target)
+    local_paths = sorted(_local_paths(target / "distcse" / "recipe.yaml"), key=len, reverse=True)
+    for file in (target / name for name in _FILES_WITH_PATHS):
         if file.is_file():
-            write_text_atomic(file, _without(places, file.read_text(encoding="utf-8")))
-    remarks = _card(beside / "README.md", licence)
-    found = sorted(file for file in beside.rglob("*") if file.is_file())
+            write_text_atomic(file, _shorten_paths(local_paths, file.read_text(encoding="utf-8")))
+    remarks = _card(target / "README.md", licence)
+    found = sorted(file for file in target.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in found) / 1e6
-    return UploadBundle(beside, [file.relative_to(beside).as_posix() for file in found], size, remarks)
+    return UploadBundle(target, [file.relative_to(target).as_posix() for file in found], size, remarks)
 
 
-def upload(parcel: UploadBundle, name: str, private: bool = False) -> str:
-    """Put a parcel on the hub, in one commit. Returns its address there. The token is HF_TOKEN, or the one of `hf auth login`.
+def upload(bundle: UploadBundle, name: str, private: bool = False) -> str:
+    """Upload a bundle to the hub in one commit, as HF_TOKEN or the login of `hf auth login`.
+
+    Args:
+        bundle: From `prepare_upload`.
+        name: USER/NAME on the hub; created if it does not exist.
+        private: Whether a new model is private.
+
+    Returns:
+        The model's address.
 
     Raises:
-        EncoderError: The hub refuses, or cannot be reached.
+        HubUploadError: The hub refuses the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -72,43 +83,43 @@ def upload(parcel: UploadBundle, name: str, private: bool = False) -> str:
     hub = HfApi()
     try:
         hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=parcel.folder, commit_message="A student of distcse")
-    except Exception as refused:  # the hub's client raises a dozen kinds, all of which mean "it did not take it"
-        reason = " ".join(str(refused).split())
+        hub.upload_folder(repo_id=name, folder_path=bundle.folder, commit_message="A student of distcse")
+    except Exception as error:  # the hub's client raises errors of many types
+        reason = " ".join(str(error).split())
         raise HubUploadError(
-            f"the hub did not take {name} ({type(refused).__name__}: {reason}). If it is about who you are, set HF_TOKEN to a "
-            "token that may write, or run hf auth login; HF_HUB_OFFLINE=1 forbids it"
-        ) from refused
+            f"the hub refused {name} ({type(error).__name__}: {reason}). Set HF_TOKEN to a token with write access, or run hf "
+            "auth login; unset HF_HUB_OFFLINE if it is 1"
+        ) from error
     return f"{hub.endpoint}/{name}"
 
 
-def _places(recipe: Path) -> Iterator[str]:
-    """Absolute paths and addresses that a recipe names."""
+def _local_paths(recipe: Path) -> Iterator[str]:
+    """Yield the absolute paths and addresses in a recipe."""
     if not recipe.is_file():
         return
-    open_: list[Any] = [yaml.safe_load(recipe.read_text(encoding="utf-8"))]
-    while open_:
-        value = open_.pop()
+    pending: list[Any] = [yaml.safe_load(recipe.read_text(encoding="utf-8"))]
+    while pending:
+        value = pending.pop()
         if isinstance(value, str) and (os.path.isabs(value) or is_uri(value)):
             yield value
         elif isinstance(value, dict | list):
-            open_.extend(value.values() if isinstance(value, dict) else value)
+            pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _without(places: list[str], text: str) -> str:
-    """Only whole paths: /data is not the end of a name on the hub, nor the beginning of another folder's."""
-    for whole in places:
-        text = re.sub(rf"(?<![\w./-]){re.escape(whole)}(?![\w-]|\.\w)", lambda found: Path(found[0]).name, text)
+def _shorten_paths(local_paths: list[str], text: str) -> str:
+    """Replace each path by its last part; only complete paths: /data is no part of a hub id or of /data-2."""
+    for path in local_paths:
+        text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-]|\.\w)", lambda found: Path(found[0]).name, text)
     return text
 
 
 def _card(card: Path, licence: str | None) -> list[str]:
-    """Write the licence into a card; what it lacks."""
+    """Write the licence into a model card; return remarks about what the card lacks."""
     if not card.is_file():
-        return ["there is no card (README.md): readers will not know what this model is"]
+        return ["there is no model card (README.md), so readers will not know what this model is; write one"]
     text = card.read_text(encoding="utf-8")
     if not text.startswith("---\n"):
-        return ["the card has no metadata (front matter): the hub will not know what this model is"]
+        return ["the model card has no metadata (front matter), which the hub needs; add it"]
     head, _, body = text.removeprefix("---\n").partition("---\n")
     metadata = yaml.safe_load(head) or {}
     if licence is not None:
@@ -117,5 +128,5 @@ def _card(card: Path, licence: str | None) -> list[str]:
     return (
         []
         if "license" in metadata
-        else ["the card names no licence; --licence ID (text, backbone and teachers bound it)"]
+        else ["the model card has no licence; add --licence ID (text, backbone and teachers limit the choice)"]
     )

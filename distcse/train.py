@@ -140,7 +140,7 @@ def _told(done: Run) -> list[str]:
             lines.append(f"{best.group} {best.kind:<5}  {to_uri(best.model)}  (cycle {best.phase.cycle}{dev})")
         lines += [f"dropped  {group}: {why}" for group, why in done.result.dropped.items()]
     lines.append(f"run     {done.uri}")
-    return lines if done.compared is None else [*lines, f"weights {done.compared.told}"]
+    return lines if done.compared is None else [*lines, f"weights {done.compared.description}"]
 
 
 def _what_next(done: Run) -> list[str]:
@@ -163,7 +163,7 @@ def _finished(done: Run) -> dict[str, Any]:
         "run": done.uri,
         "models": {name: to_uri(model) for name, model in done.models.items()},
         "reports": [to_uri(file) for file in done.reports],
-        **({} if done.compared is None else {"weights": done.compared.told}),
+        **({} if done.compared is None else {"weights": done.compared.description}),
     }
 
 

@@ -106,7 +106,7 @@ def _sweep(
     start_ray(fast_allocator=True)
     with gc_paused():
         from distcse.events import Reporter
-        from distcse.report.parameters import in_a_line
+        from distcse.report.parameters import format_values
         from distcse.report.progress import open_view
         from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
         from distcse.report.terminal import print_json, print_lines, print_summary
@@ -128,7 +128,7 @@ def _sweep(
     print_summary(rows_of(result))
     if result.best_trial is not None and result.best_trial.best is not None:
         lines += [
-            f"winner  dev {result.best_trial.best.score:.2f}  {in_a_line(result.best_trial.values)}",
+            f"winner  dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}",
             f"recipe  {to_uri(result.best_recipe)}",
         ]
     lines += [f"missing {told}" for told in unfinished(result)]

@@ -1,4 +1,4 @@
-"""What the site needs beside the pages: files outside docs/ that pages link to, and notebooks as pages."""
+"""What the site needs besides the pages: links to files outside docs/, and notebooks as pages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+NOTEBOOKS = "tutorials"
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Each notebook becomes a page: its text, its code, and what it printed."""
-    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+    """Add a page for each notebook: its text, its code and its output."""
+    for notebook in sorted((ROOT / "docs" / NOTEBOOKS).glob("*.ipynb")):
         page = File.generated(
-            config, f"notebooks/{notebook.stem}.md", content=as_markdown(json.loads(notebook.read_text()))
+            config, f"{NOTEBOOKS}/{notebook.stem}.md", content=as_markdown(json.loads(notebook.read_text()))
         )
         files.append(page)
     for script in [file for file in files if file.src_path.endswith((".py", ".pyc", ".toml", ".ipynb"))]:
@@ -27,20 +28,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link out of docs/ is no page of the site: it is told as the path it is in the repository."""
+    """Replace each link to a file outside docs/, which is no page of the site, by the file's path in the repository."""
     here = posixpath.dirname(page.file.src_path)
 
-    def told(match: re.Match[str]) -> str:
+    def as_path(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", here, match[1]))
         return match[0] if path.startswith("docs/") else f"](repository:{path})"
 
-    return re.sub(r"\[([^\]]*)\]\(repository:([^)]*)\)", r"\1 (`\2`)", LINK.sub(told, markdown)).replace(
-        ".ipynb)", ".md)"
-    )
+    def as_text(match: re.Match[str]) -> str:
+        text, path = match[1], match[2]
+        return f"`{path}`" if text.strip("`") in (path, posixpath.basename(path)) else f"{text} (`{path}`)"
+
+    linked = LINK.sub(as_path, markdown)
+    return re.sub(r"\[([^\]]*)\]\(repository:([^)]*)\)", as_text, linked).replace(".ipynb)", ".md)")
 
 
 def as_markdown(notebook: dict[str, Any]) -> str:
-    """A notebook's cells as Markdown, with the text and the tables that they gave."""
+    """Format a notebook's cells as Markdown, with their text outputs and tables."""
     parts: list[str] = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])

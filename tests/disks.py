@@ -18,19 +18,19 @@ class Disk:
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
-        self._kind = kind
+        self.kind = kind
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """While this holds, nothing of more than 4 KiB (of anything, where it is read-only) can be written."""
-        if self._kind == "limited":
+        if self.kind == "limited":
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
             try:
                 yield
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        elif self._kind == "read-only":
+        elif self.kind == "read-only":
             _run("mount", "-o", "remount,ro", str(self.path))
             try:
                 yield

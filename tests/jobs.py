@@ -1,4 +1,4 @@
-"""Small whole jobs: a tiny student, two tiny teachers of other widths, a few hundred sentences."""
+"""Small distillation runs: a tiny student, two tiny teachers of other widths, a few hundred sentences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distcse.trainer.trainer import TrainResult
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:
-    """A recipe in a file of its own, and the corpus it reads. All arithmetic is fp32: what is tested holds on every CPU."""
+    """Write a recipe file and its corpus, and load the recipe. All precisions are fp32, so that tests pass on every CPU."""
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join(lines) + "\n", encoding="utf-8")
     document: dict[str, Any] = {
@@ -64,7 +64,7 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
 
 
 def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
-    """Corpus, tokens and tables prepared; a run directory made."""
+    """Prepare corpus, tokens and tables, and create a run directory unless `run` is given."""
     cache = Path(recipe.storage.cache)
     corpus = Corpus.prepare(recipe.corpus, cache)
     encoder = Encoder.from_section(recipe.student)
@@ -80,18 +80,18 @@ def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpe
 def train(
     spec: TrainSpec, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
 ) -> TrainResult:
-    """Run the loop in this process; the wish to stop is heard at the report after `stop_after` events."""
+    """Train in this process; after `stop_after` events, the run is asked to stop at its next report."""
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     return fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
 
 
-def trained_in_one_go_and_in_two(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:
-    """A run that nothing disturbed, and one that was interrupted and went on."""
-    undisturbed, tables = make_spec(recipe)
-    train(undisturbed, tables)
+def train_with_and_without_interruption(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:
+    """Train a recipe twice: once without interruption, once interrupted and resumed."""
+    uninterrupted, tables = make_spec(recipe)
+    train(uninterrupted, tables)
     spec, tables = make_spec(recipe)
     assert train(spec, tables, stop_after=2).interrupted
     train(spec, tables)
-    return undisturbed, spec
+    return uninterrupted, spec

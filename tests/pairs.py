@@ -15,12 +15,14 @@ from distcse.recipe import MutualRecipe, read_recipe
 def make_mutual_recipe(
     folder: Path, models: dict[str, Path], sentences: Sequence[str], *overrides: str
 ) -> MutualRecipe:
-    """A recipe in a file of its own, the pairs it learns from, and dev pairs scored by the words they share."""
+    """Write a recipe file, its pairs, and dev pairs scored by their number of shared words; load the recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(1)
     pairs = [(draw.choice(sentences), draw.choice(sentences)) for _ in range(90)]
-    _table(folder / "pairs.tsv", ["sentence1", "sentence2"], pairs[:60])
-    _table(folder / "dev.tsv", ["score", "sentence1", "sentence2"], [(_shared(*pair), *pair) for pair in pairs[60:]])
+    _write_table(folder / "pairs.tsv", ["sentence1", "sentence2"], pairs[:60])
+    _write_table(
+        folder / "dev.tsv", ["score", "sentence1", "sentence2"], [(_shared_words(*pair), *pair) for pair in pairs[60:]]
+    )
     document: dict[str, Any] = {
         "name": "small",
         "pairs": {"path": str(folder / "pairs.tsv")},
@@ -49,9 +51,9 @@ def make_mutual_recipe(
     return recipe
 
 
-def _table(file: Path, header: list[str], rows: Sequence[tuple[Any, ...]]) -> None:
+def _write_table(file: Path, header: list[str], rows: Sequence[tuple[Any, ...]]) -> None:
     file.write_text("".join("\t".join(map(str, row)) + "\n" for row in [header, *rows]), encoding="utf-8")
 
 
-def _shared(one: str, other: str) -> int:
+def _shared_words(one: str, other: str) -> int:
     return len(set(one.split()) & set(other.split()))

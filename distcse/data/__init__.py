@@ -1,8 +1,8 @@
-"""Sentences in: readers, a memory-mapped corpus with stable row ids, its token table, and the order of learning.
+"""Training data: corpus readers, a memory-mapped corpus with stable row ids, its token table, and the batch sampler.
 
-A source (files, a data set, documentation strings) is read once into a `Corpus`, which one tokenizer turns into a
-`TokenTable` once. Both are keyed by content, so every later run maps them and reads nothing again. `BatchSampler` says
-which rows make the batch of a step, and `collate` makes a rectangle of them.
+A source (files, a data set, docstrings) is read once into a `Corpus`, and tokenized once into a `TokenTable`. Both are
+cached by their content, so that later runs memory-map them. `BatchSampler` selects the rows of each step's batch, and
+`collate` pads them.
 """
 
 from distcse.data.collate import Tokens, collate

@@ -1,4 +1,4 @@
-"""Rows of token ids to one padded rectangle."""
+"""Collate rows of token ids into one padded batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 
 from distcse.device import to_device
 
-_PARTS = 16
-"""The number of places is rounded up by at most one part in so many."""
+_ROUNDING_STEPS = 16
+"""Rounding up makes `token_index` longer by at most one part in this many."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """(B, L) token ids and mask (1 at tokens, 0 at padding), and the (T,) places in the flat batch to go through, ascending.
+    """A padded batch of B sentences, L tokens long.
 
-    Places are known on the host when the rows are put together: all tokens, and a little padding, so that batches share their
-    shapes. None where the batch goes through as a rectangle.
+    Attributes:
+        ids: (B, L) token ids.
+        mask: (B, L), 1 at tokens and 0 at padding.
+        token_index: (T,) ascending indices into the flattened (B · L,) batch for the packed forward pass: all tokens, and
+            some padding so that batches share shapes. Computed on the host by `collate`. None for an unpacked pass.
     """
 
     ids: Tensor
@@ -29,38 +32,42 @@ class Tokens:
     token_index: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Tokens:
-        """The same on another device; places are of use on a CPU only."""
-        places = self.token_index if torch.device(device).type == "cpu" else None
-        return Tokens(to_device(self.ids, device), to_device(self.mask, device), places)
+        """Copy to a device. `token_index` is kept on a CPU only, where batches are packed."""
+        index = self.token_index if torch.device(device).type == "cpu" else None
+        return Tokens(to_device(self.ids, device), to_device(self.mask, device), index)
 
     def twice(self) -> Tokens:
-        """All rows, and all of them again."""
-        places = (
-            None if self.token_index is None else torch.cat([self.token_index, self.token_index + self.ids.numel()])
-        )
-        return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), places)
+        """Return a batch of 2 B rows: all rows, followed by all rows again."""
+        index = None if self.token_index is None else torch.cat([self.token_index, self.token_index + self.ids.numel()])
+        return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), index)
 
 
-def collate(rows: Sequence[NDArray[np.integer]], pad_id: int, placed: bool = False) -> Tokens:
-    """Rows of ids, padded on the right to the longest of them; with the places of their tokens if wanted."""
+def collate(rows: Sequence[NDArray[np.integer]], pad_id: int, with_token_index: bool = False) -> Tokens:
+    """Pad B rows of token ids on the right to the longest row.
+
+    Args:
+        rows: B arrays of token ids.
+        pad_id: Id at padding.
+        with_token_index: Compute `Tokens.token_index`, for a packed forward pass.
+    """
     longest = max(len(row) for row in rows)
     ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
     mask = np.zeros((len(rows), longest), dtype=np.int64)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
         mask[number, : len(row)] = 1
-    places = torch.from_numpy(_places(mask.ravel())) if placed else None
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), places)
+    index = torch.from_numpy(_token_index(mask.ravel())) if with_token_index else None
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), index)
 
 
-def _places(mask: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the mask is set, and as much of the rest as rounds their number up to a multiple of a power of two.
+def _token_index(mask: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the indices of all tokens, and of as much padding as rounds their number up to a multiple of a power of two.
 
-    Were every batch's number another, the heap would grow for hundreds of steps, as what one step frees does not quite fit the
-    next, and oneDNN would prepare its kernels anew for each.
+    With a different number in every batch, the heap would grow for hundreds of steps: a freed block rarely fits the next
+    step. oneDNN would also prepare new kernels for each batch.
     """
-    taken: NDArray[np.bool_] = mask != 0
-    tokens = int(taken.sum())
-    multiple = 1 << (max(1, tokens // _PARTS).bit_length() - 1)
-    taken[np.flatnonzero(~taken)[: -tokens % multiple]] = True
-    return np.flatnonzero(taken)
+    selected: NDArray[np.bool_] = mask != 0
+    tokens = int(selected.sum())
+    multiple = 1 << (max(1, tokens // _ROUNDING_STEPS).bit_length() - 1)
+    selected[np.flatnonzero(~selected)[: -tokens % multiple]] = True
+    return np.flatnonzero(selected)

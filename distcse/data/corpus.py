@@ -1,4 +1,4 @@
-"""A corpus: sentences with stable row ids and a fingerprint, read once and memory-mapped from then on."""
+"""The training corpus: sentences with stable row ids and a fingerprint, read once into the cache and memory-mapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distcse.data.docstrings import docstring_sentences, packages_fingerprint
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
-from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
+from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, find_cached, load_label, write_cache_folder
 from distcse.data.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
 from distcse.files import checksum, text_checksum
@@ -26,32 +26,33 @@ from distcse.storage import fetch_folder
 FORMAT = 2
 _LABEL = "corpus.json"
 _DOMAINS = "domains.npy"
-_MOST_DOMAINS = 65_535
+_MAX_DOMAINS = 65_535
 _CHUNK = 8192
 
 Progress = Callable[[int], None]
 
 
 class Corpus:
-    """n sentences, row ids 0 to n - 1 in the order of the source's non-blank rows.
+    """A memory-mapped corpus of n sentences, with row ids 0 to n - 1 in the order of the source's non-blank rows.
 
     Args:
-        directory: Where `prepare` put it.
-        reused: Whether an earlier call had prepared it.
+        directory: Folder that `prepare` wrote.
+        label: Content of its label file.
+        reused: Whether an earlier call prepared it.
     """
 
-    def __init__(self, directory: Path, described: dict[str, Any], reused: bool) -> None:
+    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
         self.directory = directory
-        self.fingerprint: str = described["fingerprint"]
-        """Hash of the sentences and their order, whatever file they came from."""
-        self.blank_rows: int = described["blank_rows"]
-        """Rows of the source without text: skipped."""
-        self.excluded_rows: int = described.get("excluded_rows", 0)
-        """Rows of the source that were to be left out: sentences of the evaluation."""
-        self.domains: list[str] = described.get("domains", [])
-        """Names of the rows' domains; none where the recipe names no column of them."""
-        self.content: str = "-".join([self.fingerprint, *([described["domain_digest"]] if self.domains else [])])
-        """The fingerprint, and that of the rows' domains where they have any."""
+        self.fingerprint: str = label["fingerprint"]
+        """Hash of the sentences and their order, independent of the source's file or format."""
+        self.blank_rows: int = label["blank_rows"]
+        """Number of rows without text, which are skipped."""
+        self.excluded_rows: int = label.get("excluded_rows", 0)
+        """Number of rows that are sentences of the evaluation, which are skipped."""
+        self.domains: list[str] = label.get("domains", [])
+        """Names of the domains; empty where the recipe has no `corpus.domain`."""
+        self.content: str = "-".join([self.fingerprint, *([label["domain_digest"]] if self.domains else [])])
+        """The fingerprint, followed by the hash of the domains where there are any."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
@@ -64,81 +65,95 @@ class Corpus:
         on_progress: Progress | None = None,
         excluded: Excluded | None = None,
     ) -> Corpus:
-        """Read the source into the cache, or reuse what an earlier call read from the same content.
+        """Read the source into the cache, or reuse a corpus prepared from the same content.
 
         Args:
-            section: The recipe's part.
-            cache: Folder of prepared corpora.
-            on_progress: Told the number of sentences read.
-            excluded: Sentences to leave out.
+            section: The recipe's `corpus`.
+            cache: Folder of the caches.
+            on_progress: Called with the number of sentences read so far.
+            excluded: Sentences to leave out. Default: none.
 
         Raises:
-            CorpusError: With file and line; nothing is left behind.
+            CorpusError: The source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
         """
         source = _source(section)
         directory = cache / "corpora" / _key(source, section, excluded)
-        if (described := is_kept(directory, _LABEL)) is not None:
-            return cls(directory, described, reused=True)
-        with making(directory, _LABEL) as (beside, label):
+        if (cached := find_cached(directory, _LABEL)) is not None:
+            return cls(directory, cached, reused=True)
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
             rows = source.rows(section.column)
             domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
-            written = _write(beside, rows, domains, section.limit, excluded, on_progress or _nobody)
-            label.update(written, sources=source.names)
+            summary = _write(temporary, rows, domains, section.limit, excluded, on_progress or _ignore_progress)
+            label.update(summary, sources=source.names)
         return cls(directory, label, reused=False)
 
     @classmethod
     def open(cls, directory: Path) -> Corpus:
-        """A corpus prepared before."""
+        """Open a corpus that `prepare` wrote.
+
+        Raises:
+            CorpusCacheError: The folder is incomplete or damaged.
+        """
         fetch_folder(directory)
-        described = labelled(directory, _LABEL)
-        if described is None:
-            raise CorpusCacheError(f"{directory} holds no whole corpus; start the run again to prepare it")
-        return cls(directory, described, reused=True)
+        label = load_label(directory, _LABEL)
+        if label is None:
+            raise CorpusCacheError(f"{directory} contains no complete corpus; restart the run to prepare it")
+        return cls(directory, label, reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def texts(self, ids: RowIds) -> list[str]:
-        """The sentences of row ids, in their order."""
+        """Return the sentences of row ids, in the order of the ids."""
         return [row.tobytes().decode() for row in self._rows.rows(ids)]
 
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """(n,) row ids -> (n,) places of their domains in `domains`."""
+        """Return the (n,) domains of (n,) row ids, as indices into `domains`.
+
+        Raises:
+            MissingColumnError: The recipe has no `corpus.domain`.
+        """
         if self._domain_ids is None:
-            raise MissingColumnError("the corpus has no domains; write corpus.domain: COLUMN")
+            raise MissingColumnError("the corpus has no domains; set corpus.domain to a column")
         return self._domain_ids[ids]
 
     def sizes(self, ids: RowIds) -> NDArray[np.int64]:
-        """Bytes of the sentences in UTF-8, without reading them."""
+        """Return the sentences' sizes in bytes of UTF-8, without reading the sentences."""
         return self._rows.lengths(ids)
 
 
 def source_rows(section: CorpusSection) -> Iterator[Row]:
-    """A corpus's rows as they are read, None for a blank one, without preparing anything.
+    """Stream a corpus's rows from its source, None for a blank row, without writing a cache.
 
     Raises:
-        CorpusError: With file and line, as soon as it is met.
+        CorpusError: The source is missing or malformed; raised at the first such row.
     """
     return _source(section, identified=False).rows(section.column)
 
 
 @dataclass(frozen=True)
 class _Source:
+    """The source that a recipe names.
+
+    Attributes:
+        kind: `path`, `dataset` or `docstrings`.
+        names: Files, the data set, or packages with their versions, for the label.
+        content: Hashes of the content, independent of its location.
+        rows: Streams the values of a column; a source without columns ignores the name.
+    """
+
     kind: str
     names: list[str]
-    """For whoever opens the label: files, the data set, or packages with their versions."""
     content: list[str]
-    """What identifies the content, wherever it lies."""
     rows: Callable[[str], Iterator[Row]]
-    """The values of a column, row by row; where there are no columns, of the only one."""
 
 
 def _source(section: CorpusSection, identified: bool = True) -> _Source:
     if section.path is not None:
         files = find_files([section.path] if isinstance(section.path, str) else section.path)
-        if section.domain is not None and (plain := [file for file in files if not has_columns(file)]):
+        if section.domain is not None and (without := [file for file in files if not has_columns(file)]):
             raise MissingColumnError(
-                f"corpus.domain is {section.domain!r}, but {plain[0]} has no columns; use .jsonl, .csv, .parquet"
+                f"corpus.domain is {section.domain!r}, but {without[0]} has no columns; use .jsonl, .csv or .parquet"
             )
         contents = [_content_hash(file) for file in files] if identified else []
         return _Source(
@@ -154,74 +169,74 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
         )
     if section.docstrings is not None:
         packages = section.docstrings
-        marks = packages_fingerprint(packages)
-        return _Source("docstrings", marks, marks, lambda column: iter(docstring_sentences(packages)))
+        versions = packages_fingerprint(packages)
+        return _Source("docstrings", versions, versions, lambda column: iter(docstring_sentences(packages)))
     raise CorpusNotFoundError(
-        "the corpus has no source; write corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
+        "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )
 
 
 def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> str:
-    described = [FORMAT, source.kind, source.content, section.column, section.limit]
-    described += [] if section.domain is None else [section.domain]
-    described += [] if excluded is None else [{"excluded": excluded.fingerprint}]
-    return text_checksum(json.dumps(described))
+    identity = [FORMAT, source.kind, source.content, section.column, section.limit]
+    identity += [] if section.domain is None else [section.domain]
+    identity += [] if excluded is None else [{"excluded": excluded.fingerprint}]
+    return text_checksum(json.dumps(identity))
 
 
 def _content_hash(file: Path) -> str:
     try:
         content = checksum(file)
-    except OSError as refused:
-        raise CorpusNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
-    # With the kind: the same bytes are other sentences in a .txt than in a .jsonl.
+    except OSError as error:
+        raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+    # The extension is part of the hash: the same bytes are different sentences in a .txt and a .jsonl.
     return file_kind(file) + content
 
 
 def _rows_of(files: Sequence[Path], column: str, may_be_blank: bool) -> Iterator[Row]:
     for file in files:
-        there = 0
+        sentences = 0
         for row in read_sentences(file, column):
-            there += row is not None
+            sentences += row is not None
             yield row
-        if not there and not may_be_blank:
-            raise EmptyCorpusError(f"{file} holds no sentence: it is empty, or every row is blank")
+        if not sentences and not may_be_blank:
+            raise EmptyCorpusError(f"{file} contains no sentence: it is empty, or every row is blank")
 
 
 class _Domains:
-    """The domains of the rows that are kept, noted as they come."""
+    """Collects the domains of the corpus's rows while the source is streamed."""
 
     def __init__(self, values: Iterator[Row]) -> None:
         self._values = values
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._ids: list[int] = []
 
-    def note(self, is_kept: bool) -> None:
-        """The next row's domain; one without a value is of the domain ''."""
+    def advance(self, is_kept: bool) -> None:
+        """Read the next row's domain, and store it if the row is kept; a blank value is the domain ''."""
         name = next(self._values) or ""
         if is_kept:
-            self._ids.append(self._places.setdefault(name, len(self._places)))
+            self._ids.append(self._indices.setdefault(name, len(self._indices)))
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Store the ids; returns what the label says of them."""
-        if len(self._places) > _MOST_DOMAINS:
+        """Write the ids, and return their part of the label."""
+        if len(self._indices) > _MAX_DOMAINS:
             raise MissingColumnError(
-                f"corpus.domain has {len(self._places):,} different values, at most {_MOST_DOMAINS:,} are domains; "
-                "name another column"
+                f"corpus.domain has {len(self._indices):,} different values, allowed: at most {_MAX_DOMAINS:,}; "
+                "set it to another column"
             )
         ids = np.array(self._ids, dtype=np.uint16)
         np.save(folder / _DOMAINS, ids)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
-        digest.update(json.dumps(list(self._places)).encode())
-        return {"domains": list(self._places), "domain_digest": digest.hexdigest()}
+        digest.update(json.dumps(list(self._indices)).encode())
+        return {"domains": list(self._indices), "domain_digest": digest.hexdigest()}
 
 
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
     try:
         ids = np.load(folder / _DOMAINS, allow_pickle=False)
-    except (OSError, EOFError, ValueError) as broken:
-        raise CorpusCacheError(f"{folder / _DOMAINS} cannot be read ({broken}); remove {folder}") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise CorpusCacheError(f"{folder / _DOMAINS} cannot be read ({error}); remove {folder}") from None
     if len(ids) != rows:
-        raise CorpusCacheError(f"{folder / _DOMAINS} has {len(ids)} rows, the corpus {rows}; remove {folder}")
+        raise CorpusCacheError(f"{folder / _DOMAINS} has {len(ids)} rows, but the corpus has {rows}; remove {folder}")
     return np.asarray(ids, dtype=np.uint16)
 
 
@@ -234,24 +249,24 @@ def _write(
     on_progress: Progress,
 ) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
-    blank = left_out = written = 0
+    blank = num_excluded = written = 0
 
-    def sentences() -> Iterator[str]:
-        nonlocal blank, left_out
+    def kept_rows() -> Iterator[str]:
+        nonlocal blank, num_excluded
         for row in rows:
-            is_left_out = row is not None and excluded is not None and excluded.holds(row)
+            is_excluded = row is not None and excluded is not None and excluded.holds(row)
             if domains is not None:
-                domains.note(row is not None and not is_left_out)
+                domains.advance(row is not None and not is_excluded)
             if row is None:
                 blank += 1
-            elif is_left_out:
-                left_out += 1
+            elif is_excluded:
+                num_excluded += 1
             else:
                 yield row
 
-    kept = islice(sentences(), limit)
+    sentences = islice(kept_rows(), limit)
     with RaggedWriter(folder) as writer:
-        while chunk := [text.encode() for text in islice(kept, _CHUNK)]:
+        while chunk := [text.encode() for text in islice(sentences, _CHUNK)]:
             for text in chunk:
                 digest.update(len(text).to_bytes(8, "little"))
                 digest.update(text)
@@ -261,17 +276,18 @@ def _write(
         writer.finish()
     if not written:
         raise EmptyCorpusError(
-            "the corpus holds no sentence" + (f" that is not in the evaluation ({left_out:,} are)" if left_out else "")
+            "the corpus contains no sentence"
+            + (f" that is not in the evaluation ({num_excluded:,} are)" if num_excluded else "")
         )
     label = {
         "rows": written,
         "blank_rows": blank,
-        "excluded_rows": left_out,
+        "excluded_rows": num_excluded,
         "fingerprint": digest.hexdigest(),
         "format": FORMAT,
     }
     return label if domains is None else {**label, **domains.write(folder)}
 
 
-def _nobody(done: int) -> None:
-    """Progress that nobody watches."""
+def _ignore_progress(done: int) -> None:
+    """Default of `on_progress`."""

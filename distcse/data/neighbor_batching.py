@@ -1,7 +1,7 @@
-"""Batches with neighbours in them: the order of an epoch in which near sentences stand side by side.
+"""Neighbor batching: an epoch's order in which sentences with similar teacher embeddings share a batch.
 
-In a random batch almost every pair is dissimilar, and a list has little to say. Here anchors, in random order, take some of
-their nearest neighbours with them into the batch. Each row still comes once an epoch.
+In a random batch nearly all pairs are dissimilar, and a similarity list carries little signal. Here anchors, in random
+order, bring some of their nearest neighbors into the batch. Each row still occurs once per epoch.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Grouping:
-    """Who may follow whom into a batch.
+    """Orders an epoch's rows in groups of an anchor and its neighbors.
 
-    Args:
-        neighbours: (n, k) row ids of the k rows nearest to each row of the corpus, nearest first, without itself; -1 where
-            there are fewer.
-        companions: Neighbours that an anchor takes with it, at most.
-        share: Share of the anchors that take any.
+    Attributes:
+        neighbors: (n, k) row ids of the k nearest neighbors of each row of the corpus, nearest first, without the row
+            itself; -1 where there are fewer.
+        per_anchor: Maximum number of neighbors in an anchor's group.
+        anchor_fraction: Fraction of the anchors that bring neighbors, in (0, 1]. Default: 1.
     """
 
-    neighbours: NDArray[np.int32]
-    companions: int
-    share: float = 1.0
+    neighbors: NDArray[np.int32]
+    per_anchor: int
+    anchor_fraction: float = 1.0
 
     def order(self, rows: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-        """(m,) row ids in an order of their own -> the same rows, groups of neighbours side by side, groups in random order.
+        """Reorder (m,) row ids: neighbors of a group are adjacent, and the groups are in random order.
 
-        Rows become anchors in the order given. An anchor looks through its neighbours from a random place on, round to where it
-        began, and takes those who are among `rows` and not yet in a group.
+        Rows become anchors in the given order. An anchor scans its neighbors cyclically from a random start, and takes
+        those that are among `rows` and not yet in a group.
         """
-        width = self.neighbours.shape[1]
-        free = np.zeros(len(self.neighbours) + 1, dtype=bool)  # the last place is that of nobody, -1
-        free[rows] = True
-        waiting = bytearray(free.tobytes())
-        begins = generator.integers(0, width, size=len(rows)).tolist()
-        alone = (generator.random(len(rows)) >= self.share).tolist()
+        width = self.neighbors.shape[1]
+        available = np.zeros(len(self.neighbors) + 1, dtype=bool)  # the last element is for -1, "no neighbor"
+        available[rows] = True
+        ungrouped = bytearray(available.tobytes())
+        starts = generator.integers(0, width, size=len(rows)).tolist()
+        alone = (generator.random(len(rows)) >= self.anchor_fraction).tolist()
         groups: list[list[int]] = []
-        for anchor, begin, is_alone in zip(rows.tolist(), begins, alone, strict=True):
-            if not waiting[anchor]:
+        for anchor, start, is_alone in zip(rows.tolist(), starts, alone, strict=True):
+            if not ungrouped[anchor]:
                 continue
-            waiting[anchor] = False
+            ungrouped[anchor] = False
             group = [anchor]
             if not is_alone:
-                candidates = self.neighbours[anchor].tolist()
-                for row in candidates[begin:] + candidates[:begin]:
-                    if waiting[row]:
-                        waiting[row] = False
+                candidates = self.neighbors[anchor].tolist()
+                for row in candidates[start:] + candidates[:start]:
+                    if ungrouped[row]:
+                        ungrouped[row] = False
                         group.append(row)
-                        if len(group) > self.companions:
+                        if len(group) > self.per_anchor:
                             break
             groups.append(group)
-        return np.concatenate([np.array(groups[place], dtype=np.int64) for place in generator.permutation(len(groups))])
+        return np.concatenate([np.array(groups[index], dtype=np.int64) for index in generator.permutation(len(groups))])

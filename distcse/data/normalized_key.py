@@ -1,4 +1,4 @@
-"""When two sentences count as the same: without case, punctuation or spacing."""
+"""Equality of sentences up to case, punctuation and spacing."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ _NOT_WORDS = re.compile(r"[\W_]+")
 
 
 def normalized_key(sentence: str) -> str:
-    """What sentences that count as the same have in common; empty where a sentence holds no letter or digit."""
+    """Return the key that equal sentences share; empty for a sentence without a letter or digit."""
     return _NOT_WORDS.sub(" ", sentence.casefold()).strip()
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """Sentences that a corpus shall not hold."""
+    """Sentences that are left out of a corpus, such as those of the evaluation.
+
+    Attributes:
+        keys: The sentences' normalized keys.
+    """
 
     keys: frozenset[str]
 
     @classmethod
     def of(cls, sentences: Iterable[str]) -> Excluded:
-        """These, and whatever counts as the same."""
+        """Exclude these sentences, and all with the same normalized key."""
         return cls(frozenset(key for sentence in sentences if (key := normalized_key(sentence))))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the sentences, whatever their order."""
+        """Hash of the keys, independent of their order."""
         return text_checksum("\n".join(sorted(self.keys)))
 
     def holds(self, sentence: str) -> bool:
-        """Whether a sentence is one of them."""
+        """Return whether the sentence is excluded."""
         return normalized_key(sentence) in self.keys

@@ -1,4 +1,4 @@
-"""Rows of different length in two files: values one after the other, and where each row begins. Read by memory map."""
+"""Memory-mapped rows of different lengths: one file of concatenated values, one of offsets. Also the cache folder around them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RowIds = Iterable[int] | NDArray[np.int64]
 
 
 class RaggedWriter:
-    """Appends rows to a folder; nothing is kept in memory but row lengths."""
+    """Streams rows into a folder; holds only the row lengths in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,19 +30,24 @@ class RaggedWriter:
         self._lengths: list[NDArray[np.int64]] = []
 
     def append(self, values: bytes, lengths: Sequence[int]) -> None:
-        """Add rows: their values' bytes, and the length of each row in values."""
+        """Add rows.
+
+        Args:
+            values: Bytes of the concatenated values.
+            lengths: Number of values (not bytes) in each row.
+        """
         self._values.write(values)
         self._lengths.append(np.asarray(lengths, dtype=np.int64))
 
     def finish(self) -> int:
-        """Write the offsets; returns the number of rows."""
+        """Write the offsets and return the number of rows."""
         self.close()
         lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
         np.save(self._folder / OFFSETS, np.cumsum(lengths))
         return len(lengths) - 1
 
     def close(self) -> None:
-        """Close the values' file, finished or not."""
+        """Close the file of values, whether finished or not."""
         self._values.close()
 
     def __enter__(self) -> RaggedWriter:
@@ -53,10 +58,10 @@ class RaggedWriter:
 
 
 class RaggedRows:
-    """Rows written by `RaggedWriter`, mapped: the kernel holds what is read, and all processes share it."""
+    """Memory map of the rows that `RaggedWriter` wrote; all processes share the kernel's page cache."""
 
     def __init__(self, folder: Path, dtype: DTypeLike) -> None:
-        # Plain arrays over the maps: slicing a np.memmap costs ten times as much as slicing an array.
+        # Plain arrays over the maps: slicing an np.memmap costs ten times as much as slicing an array.
         self._offsets: NDArray[np.int64] = np.asarray(np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False))
         count = int(self._offsets[-1])
         self._values: NDArray[Any] = np.asarray(
@@ -67,84 +72,109 @@ class RaggedRows:
         return len(self._offsets) - 1
 
     def rows(self, ids: RowIds) -> list[NDArray[Any]]:
-        """Values of rows, in the order of the ids; views into the map. `IndexError` for an id that is no row's."""
+        """Return the values of rows, in the order of the ids, as views into the map.
+
+        Raises:
+            IndexError: An id is negative, or not less than the number of rows.
+        """
         first, last = self._bounds(ids)
         return [self._values[start:stop] for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
 
     def lengths(self, ids: RowIds) -> NDArray[np.int64]:
-        """Number of values in each of the rows, without reading them."""
+        """Return the number of values in each row, without reading the values."""
         first, last = self._bounds(ids)
         return last - first
 
     def _bounds(self, ids: RowIds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        wanted = np.asarray(ids if isinstance(ids, np.ndarray | Sequence) else list(ids))
-        if not wanted.size:
-            wanted = wanted.astype(np.int64)
-        elif wanted.min() < 0 or wanted.max() >= len(self):  # numpy would count a negative id from the end
-            raise IndexError(f"row ids {wanted.min()} to {wanted.max()}; there are rows 0 to {len(self) - 1}")
-        return self._offsets[wanted], self._offsets[wanted + 1]
+        indices = np.asarray(ids if isinstance(ids, np.ndarray | Sequence) else list(ids))
+        if not indices.size:
+            indices = indices.astype(np.int64)
+        elif indices.min() < 0 or indices.max() >= len(self):  # numpy would count a negative id from the end
+            raise IndexError(f"row ids {indices.min()} to {indices.max()}; allowed: 0 to {len(self) - 1}")
+        return self._offsets[indices], self._offsets[indices + 1]
 
 
-def is_whole(folder: Path, label: str) -> dict[str, Any] | None:
-    """The label of a cached folder whose files are those that were written, to the last bit; else None: make it again.
+def load_verified_label(folder: Path, label: str) -> dict[str, Any] | None:
+    """Load the label of a cached folder and verify the checksums of all its files.
 
-    All files are read, so ask it once a run; a worker that opens what the driver has checked asks `labelled`.
+    Reads every file, so call it once per run, on the driver. Workers call `load_label`.
+
+    Returns:
+        The label; None where a file is missing or changed, and the folder must be written again.
     """
-    described = labelled(folder, label)
+    content = load_label(folder, label)
     try:
-        intact = described is not None and all(
-            checksum(folder / name) == digest for name, digest in described["digests"].items()
+        intact = content is not None and all(
+            checksum(folder / name) == digest for name, digest in content["digests"].items()
         )
-    except OSError:  # gone, or on a disk that fails
+    except OSError:  # a file is missing, or the disk fails
         return None
-    return described if intact else None
+    return content if intact else None
 
 
-def is_kept(folder: Path, label: str) -> dict[str, Any] | None:
-    """As `is_whole`, of what is stored; what only this machine has whole is stored."""
+def find_cached(folder: Path, label: str) -> dict[str, Any] | None:
+    """Fetch a cached folder from object storage, or upload it there if only this machine has it.
+
+    Returns:
+        The verified label; None where the folder must be written.
+    """
     stored = fetch_folder(folder)
-    described = is_whole(folder, label)
-    if described is not None and not stored:
+    content = load_verified_label(folder, label)
+    if content is not None and not stored:
         upload_dir(folder)
-    return described
+    return content
 
 
-def labelled(folder: Path, label: str) -> dict[str, Any] | None:
-    """The label of a cached folder whose files have the sizes it states; None where it is absent, damaged or another."""
+def load_label(folder: Path, label: str) -> dict[str, Any] | None:
+    """Load the label of a cached folder and verify the sizes of its files.
+
+    Returns:
+        The label; None where it is missing or damaged, or the sizes differ.
+    """
     try:
-        described = load_checked_json(folder / label)
+        content = load_checked_json(folder / label)
         sizes = _sizes(folder)
     except (OSError, ValueError):
         return None
-    return described if described.get("sizes") == sizes and "digests" in described else None
+    return content if content.get("sizes") == sizes and "digests" in content else None
 
 
 @contextmanager
-def making(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A folder to write beside `target` and a label to fill; both move into place together when all went well.
+def write_cache_folder(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Create a cache folder atomically: it is written under a temporary name and renamed to `target` at the end.
 
-    Two processes may make the same target, on one machine or on two that share storage: the first to finish wins, and
-    the other's work is dropped. Raises `CorpusError` when the cache cannot be written.
+    Several processes may write the same target, also from machines that share storage. The first to finish wins, and the
+    folders of the others are deleted.
+
+    Args:
+        target: Final path of the folder.
+        label: Name of the label file in it.
+
+    Yields:
+        The temporary folder, and the label's content, to be filled.
+
+    Raises:
+        CorpusCacheError: The cache folder cannot be written.
     """
-    # Not named by process id: containers that share storage often all run as process 1.
-    beside = target.with_name(f".{target.name}.{uuid4().hex[:12]}")
-    described: dict[str, Any] = {}
+    # A random name, because containers that share storage often all have process id 1.
+    temporary = target.with_name(f".{target.name}.{uuid4().hex[:12]}")
+    content: dict[str, Any] = {}
     try:
-        beside.mkdir(parents=True)
-        yield beside, described
-        described["sizes"] = _sizes(beside)
-        described["digests"] = {file.name: checksum(file) for file in sorted(beside.iterdir())}
-        (beside / label).write_text(dump_checked_json(described), encoding="utf-8")
-        fsync_all(beside)
-        move_into_place(beside, target, lambda: is_whole(target, label) is not None)
+        temporary.mkdir(parents=True)
+        yield temporary, content
+        content["sizes"] = _sizes(temporary)
+        content["digests"] = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+        (temporary / label).write_text(dump_checked_json(content), encoding="utf-8")
+        fsync_all(temporary)
+        move_into_place(temporary, target, lambda: load_verified_label(target, label) is not None)
         upload_dir(target)
-    except OSError as refused:
-        reason = refused.strerror or refused
+    except OSError as error:
+        reason = error.strerror or error
         raise CorpusCacheError(
-            f"cache folder {target.parent} cannot be written: {reason}; set storage.cache"
-        ) from refused
+            f"cache folder {target.parent} cannot be written: {reason}; set storage.cache to another folder"
+        ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

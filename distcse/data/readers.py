@@ -1,6 +1,6 @@
-"""Sentences from files, one at a time; every mistake in a file is told with its line.
+"""Stream sentences from text, JSON Lines, CSV and Parquet files; errors name the file and line.
 
-A reader yields one value a row: the text, stripped and on one line, or None for a blank row.
+A reader yields one value per row: the text, stripped and on one line, or None for a blank row.
 """
 
 from __future__ import annotations
@@ -26,72 +26,79 @@ Row = str | None
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-csv.field_size_limit(2**27)  # the module's own limit, 128 KiB, is smaller than many a web page
+csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web pages
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files that paths and globs name, in order; the matches of a glob sorted by name.
+    """Return the files that paths and globs match, in order; the matches of a glob are sorted by name.
 
     Raises:
-        CorpusError: A file is missing, a glob matches nothing, or an extension is unknown.
+        CorpusNotFoundError: A file is missing or is a folder, or a glob matches nothing.
+        CorpusFormatError: A file's extension is unknown.
     """
     found: list[Path] = []
     for path in paths:
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         matches = sorted(glob.glob(path, recursive=True)) if is_glob else [path]
         if not matches:
-            raise CorpusNotFoundError(f"corpus.path {path!r} matches no file")
+            raise CorpusNotFoundError(f"corpus.path {path!r} matches no file; correct the pattern")
         found.extend(Path(match) for match in matches)
     for file in found:
         if os.path.isdir(file):
             raise CorpusNotFoundError(
-                f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or whatever it holds"
+                f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or the extension of its files"
             )
         if not os.path.isfile(file):
-            raise CorpusNotFoundError(f"corpus file {file} does not exist")
+            raise CorpusNotFoundError(f"corpus file {file} does not exist; correct corpus.path")
         file_kind(file)
     return found
 
 
 def file_kind(file: Path) -> str:
-    """The ending that decides how a file is read, such as `.jsonl.gz`; `CorpusError` for any other."""
-    for ending in _READERS:
-        if file.name.lower().endswith(ending):
-            return ending
-    raise CorpusFormatError(f"{file}: unknown kind of file; known: {', '.join(_READERS)}")
+    """Return the extension that selects a file's reader, such as `.jsonl.gz`.
+
+    Raises:
+        CorpusFormatError: The extension is unknown.
+    """
+    for extension in _READERS:
+        if file.name.lower().endswith(extension):
+            return extension
+    raise CorpusFormatError(f"{file}: unknown file extension; allowed: {', '.join(_READERS)}")
 
 
 def has_columns(file: Path) -> bool:
-    """Whether a file's rows are more than one text."""
+    """Return whether a file's rows have named columns."""
     return not file_kind(file).startswith(".txt")
 
 
 def read_sentences(file: Path, column: str) -> Iterator[Row]:
-    """Rows of one file, streamed.
+    """Stream the rows of one file; errors name the file, and the line or row.
 
     Args:
-        file: .txt, .jsonl, .csv (each also .gz) or .parquet.
-        column: Column or key that holds the text, where the format has any.
+        file: A .txt, .jsonl, .csv (each also .gz) or .parquet file.
+        column: Column or key with the text; ignored for .txt.
 
     Raises:
-        CorpusError: With file and line or row.
+        CorpusNotFoundError: The file cannot be opened.
+        CorpusFormatError: The file is damaged, malformed or not UTF-8.
+        MissingColumnError: The file lacks the column.
     """
     for text in _READERS[file_kind(file)](file, column):
         yield clean(text)
 
 
 def clean(text: str | None) -> Row:
-    """The text on one line, runs of blanks made one, none at its ends; None for nothing."""
+    """Return the stripped text on one line, with single spaces; None for a blank text."""
     if text is None:
         return None
     return " ".join(text.replace("\0", " ").split()) or None
 
 
-def no_column(column: str, there: Sequence[str]) -> str:
-    """What to say of a column that is missing: those there are, and the nearest."""
-    close = difflib.get_close_matches(column, there, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "; corpus.column (and corpus.domain) name columns"
-    return f"no column {column!r}; columns there: {', '.join(there) or 'none'}{hint}"
+def describe_missing_column(column: str, columns: Sequence[str]) -> str:
+    """Format the message for a missing column: the existing columns, and the closest match."""
+    close = difflib.get_close_matches(column, columns, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "; set corpus.column (and corpus.domain) to one of them"
+    return f"no column {column!r}; columns: {', '.join(columns) or 'none'}{hint}"
 
 
 def _text(file: Path, column: str) -> Iterator[str]:
@@ -104,28 +111,30 @@ def _jsonl(file: Path, column: str) -> Iterator[str | None]:
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
 
 
-def _json_text(line: str, column: str, place: str) -> str | None:
+def _json_text(line: str, column: str, location: str) -> str | None:
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError) as broken:
-        raise CorpusFormatError(f"{place}: not JSON ({broken})") from None
+    except (ValueError, RecursionError) as error:
+        raise CorpusFormatError(f"{location}: not JSON ({error})") from None
     if not isinstance(entry, dict):
-        raise CorpusFormatError(f"{place}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
+        raise CorpusFormatError(f"{location}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
     if column not in entry:
-        raise MissingColumnError(f"{place}: {no_column(column, list(entry))}")
-    return _require_text(entry[column], f"{place}, key {column!r}")
+        raise MissingColumnError(f"{location}: {describe_missing_column(column, list(entry))}")
+    return _require_text(entry[column], f"{location}, key {column!r}")
 
 
-def _require_text(value: Any, place: str) -> str | None:
-    """The value if it is text or null; `CorpusError` that names the place for anything else."""
+def _require_text(value: Any, location: str) -> str | None:
+    """Return the value if it is text or null, or raise `CorpusFormatError` that names the location."""
     if value is None:
         return None
     if not isinstance(value, str):
-        raise CorpusFormatError(f"{place}: expected text, found {type(value).__name__} {value!r:.60}")
+        raise CorpusFormatError(f"{location}: expected text, found {type(value).__name__} {value!r:.60}")
     try:
         value.encode()
-    except UnicodeEncodeError as bad:  # JSON can spell half of a surrogate pair, which no encoding can store
-        raise CorpusFormatError(f"{place}: half of a surrogate pair, {value[bad.start]!a}, is no character") from None
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which UTF-8 cannot encode
+        raise CorpusFormatError(
+            f"{location}: {value[error.start]!a} is half of a surrogate pair, not a character; remove it"
+        ) from None
     return value
 
 
@@ -136,16 +145,16 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         if header is None:
             return
         if column not in header:
-            raise MissingColumnError(f"{file}, line 1: {no_column(column, header)}")
-        place = header.index(column)
+            raise MissingColumnError(f"{file}, line 1: {describe_missing_column(column, header)}")
+        index = header.index(column)
         for row in rows:
             if row and len(row) != len(header):
                 raise CorpusFormatError(
-                    f"{file}, line {rows.line_num}: {len(row)} fields, the header has {len(header)}"
+                    f"{file}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
                 )
-            yield row[place] if row else None
-    except csv.Error as broken:
-        raise CorpusFormatError(f"{file}, line {rows.line_num}: {broken}") from None
+            yield row[index] if row else None
+    except csv.Error as error:
+        raise CorpusFormatError(f"{file}, line {rows.line_num}: {error}") from None
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
@@ -153,30 +162,30 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
         with pq.ParquetFile(file) as table:
             schema = table.schema_arrow
             if column not in schema.names:
-                raise MissingColumnError(f"{file}: {no_column(column, schema.names)}")
-            kind = schema.field(column).type
-            if not _is_text(kind):
-                raise CorpusFormatError(f"{file}, column {column!r} holds {kind}, expected text")
+                raise MissingColumnError(f"{file}: {describe_missing_column(column, schema.names)}")
+            data_type = schema.field(column).type
+            if not _is_text(data_type):
+                raise CorpusFormatError(f"{file}, column {column!r}: expected text, found {data_type}")
             row = 1
             for batch in table.iter_batches(batch_size=8192, columns=[column]):
                 yield from _batch_texts(batch.column(0), file, row)
                 row += batch.num_rows
-    except (pa.ArrowException, OSError) as broken:
-        raise CorpusFormatError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise CorpusFormatError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):  # how pandas writes a column of categories
-        kind = kind.value_type
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
+def _is_text(data_type: pa.DataType) -> bool:
+    if pa.types.is_dictionary(data_type):  # pandas writes a categorical column as a dictionary
+        data_type = data_type.value_type
+    return any(test(data_type) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
 
 
 def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None]:
     for row, value in enumerate(values, start=first_row):
         try:
             yield value.as_py()
-        except UnicodeDecodeError as bad:
-            raise CorpusFormatError(f"{file}, row {row}: {_bad_byte(bad)}") from None
+        except UnicodeDecodeError as error:
+            raise CorpusFormatError(f"{file}, row {row}: {_describe_bad_byte(error)}") from None
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -185,10 +194,10 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         with _open(file) as opened:
             for number, raw in enumerate(opened, start=1):
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as broken:
-        raise CorpusFormatError(f"{file} is damaged after line {number}: {broken}; copy it again") from None
-    except OSError as refused:
-        raise CorpusNotFoundError(f"{file} cannot be read: {refused.strerror or refused}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
+    except OSError as error:
+        raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _open(file: Path) -> BufferedIOBase:
@@ -198,12 +207,12 @@ def _open(file: Path) -> BufferedIOBase:
 def _decode(raw: bytes, file: Path, number: int) -> str:
     try:
         return raw.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as bad:
-        raise CorpusFormatError(f"{file}, line {number}: {_bad_byte(bad)}") from None
+    except UnicodeDecodeError as error:
+        raise CorpusFormatError(f"{file}, line {number}: {_describe_bad_byte(error)}") from None
 
 
-def _bad_byte(bad: UnicodeDecodeError) -> str:
-    byte, column = bad.object[bad.start], bad.start + 1
+def _describe_bad_byte(error: UnicodeDecodeError) -> str:
+    byte, column = error.object[error.start], error.start + 1
     return f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8"
 
 

@@ -1,4 +1,4 @@
-"""Which rows make the batch of a step: a pure function of (seed, step), so that teachers can be asked ahead."""
+"""Sample batches as a pure function of (seed, step), so that teachers can prefetch and a resumed run repeats nothing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _HELD_OUT_STREAM = 2**32 - 1
 
 
 class BatchSampler:
-    """Random batches without replacement, a new permutation every epoch.
+    """Samples batches without replacement, with a new permutation every epoch.
 
-    The short batch at an epoch's end is dropped: lists keep one length on every worker and step, and the dropped rows
-    are others in the next epoch.
+    The incomplete last batch of an epoch is dropped, so that similarity lists have one length on all workers and steps.
+    Different rows are dropped in each epoch.
 
     Args:
-        rows: (n,) row ids to learn from, or n for the rows 0 to n - 1.
-        batch_size: Rows of a batch.
-        seed: Of the permutations.
-        grouping: Who follows whom into a batch; None leaves it to chance.
+        rows: (n,) row ids of the training rows, or n for the rows 0 to n - 1.
+        batch_size: Rows per global batch.
+        seed: Seed of the permutations.
+        grouping: Neighbor batching. Default: none, batches are random.
 
     Raises:
-        CorpusError: Fewer rows than one batch.
+        CorpusTooSmallError: There are fewer rows than one batch.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class BatchSampler:
         ids = np.arange(rows) if isinstance(rows, int) else np.asarray(rows, dtype=np.int64)
         if len(ids) < batch_size:
             raise CorpusTooSmallError(
-                f"the corpus has {len(ids)} rows to learn from, one batch wants {batch_size}; "
-                f"give more text, or lower training.batch_size (or evaluation.num_heldout)"
+                f"the corpus has {len(ids)} training rows, but one batch needs {batch_size}; "
+                f"add text, or lower training.batch_size (or evaluation.num_heldout)"
             )
         self._rows = ids
         self._batch_size = batch_size
@@ -44,19 +44,19 @@ class BatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in one pass."""
+        """Number of complete batches in one epoch."""
         return len(self._rows) // self._batch_size
 
     def batch(self, step: int) -> NDArray[np.int64]:
-        """(batch_size,) row ids of a step, counted from 0 over all epochs."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        """Return the (batch_size,) row ids of a step; steps count from 0 over all epochs."""
+        epoch, index = divmod(step, self.steps_per_epoch)
         if epoch not in self._orders:
-            # Two are kept: what looks back or ahead over an epoch's end asks for both by turns.
+            # Cache two epochs: prefetching across an epoch's end alternates between them.
             self._orders = {**dict(list(self._orders.items())[-1:]), epoch: self._order(epoch)}
-        return self._orders[epoch][place * self._batch_size : (place + 1) * self._batch_size]
+        return self._orders[epoch][index * self._batch_size : (index + 1) * self._batch_size]
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
-        """(count, batch_size) row ids of the steps from `first` on."""
+        """Return the (count, batch_size) row ids of `count` steps, beginning with step `first`."""
         return np.stack([self.batch(step) for step in range(first, first + count)])
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
@@ -65,24 +65,37 @@ class BatchSampler:
         return self._grouping.order(order, generator) if self._grouping else order
 
 
-def duplicate_mask(columns: NDArray[np.int64], places: slice) -> NDArray[np.bool_]:
-    """(L,) row ids of a step's lists -> (R, L) whether a row of `places` stands in another place than its own."""
-    again: NDArray[np.bool_] = columns[places, None] == columns[None, :]
-    again[:, places] &= ~np.eye(len(again), dtype=bool)
-    return again
+def duplicate_mask(columns: NDArray[np.int64], own: slice) -> NDArray[np.bool_]:
+    """Return a (R, L) mask of duplicates of a worker's R rows in its similarity lists.
+
+    Args:
+        columns: (L,) row ids of the lists' columns.
+        own: Columns of this worker's R rows.
+
+    Returns:
+        True where the column has the row's id, but is not the row's own column.
+    """
+    is_duplicate: NDArray[np.bool_] = columns[own, None] == columns[None, :]
+    is_duplicate[:, own] &= ~np.eye(len(is_duplicate), dtype=bool)
+    return is_duplicate
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(ids to learn from, ids kept away), both ascending; the same for the same numbers, always.
+    """Split n row ids into (training ids, held-out ids), both ascending; deterministic for equal arguments.
+
+    Args:
+        rows: Number of rows n.
+        held_out: Number of held-out rows.
+        seed: Seed of the selection.
 
     Raises:
-        CorpusError: Nothing would be left to learn from.
+        CorpusTooSmallError: No training row would remain.
     """
     if held_out >= rows:
         raise CorpusTooSmallError(
-            f"evaluation.num_heldout is {held_out}, but the corpus has {rows} rows; write less than {rows}"
+            f"evaluation.num_heldout is {held_out}, but the corpus has {rows} rows; set it below {rows}"
         )
     chosen = np.random.Generator(np.random.PCG64([seed, _HELD_OUT_STREAM])).permutation(rows)[:held_out]
-    kept_away = np.zeros(rows, dtype=bool)
-    kept_away[chosen] = True
-    return np.flatnonzero(~kept_away), np.flatnonzero(kept_away)
+    is_held_out = np.zeros(rows, dtype=bool)
+    is_held_out[chosen] = True
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)

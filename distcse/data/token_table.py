@@ -1,4 +1,4 @@
-"""The token table: a corpus tokenised once by one tokenizer, memory-mapped by every worker."""
+"""The token table: a corpus tokenized once, and memory-mapped by every worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.corpus import Corpus
-from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, is_kept, labelled, making
+from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, find_cached, load_label, write_cache_folder
 from distcse.errors import CorpusCacheError, TokenizationError
 from distcse.files import text_checksum
 from distcse.storage import fetch_folder
@@ -23,14 +23,19 @@ _CHUNK = 8192
 
 
 class TokenTable:
-    """Token ids of every row, special tokens included, cut to a maximum length."""
+    """Memory-mapped token ids of every row of a corpus, with special tokens, truncated to a maximum length.
 
-    def __init__(self, directory: Path, described: dict[str, Any], reused: bool) -> None:
+    Args:
+        directory: Folder that `prepare` wrote.
+        label: Content of its label file.
+        reused: Whether an earlier call tokenized the corpus.
+    """
+
+    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
         self.directory = directory
-        self.pad_id: int = described["pad_id"]
+        self.pad_id: int = label["pad_id"]
         self.reused = reused
-        """Whether an earlier call had tokenised the corpus."""
-        self._rows = RaggedRows(directory, described["dtype"])
+        self._rows = RaggedRows(directory, label["dtype"])
 
     @classmethod
     def prepare(
@@ -42,29 +47,30 @@ class TokenTable:
         on_progress: Callable[[int], None] | None = None,
         prompt: str = "",
     ) -> TokenTable:
-        """Tokenise the corpus, or reuse the table of an earlier call.
+        """Tokenize the corpus, or reuse a table of the same corpus, tokenizer, length and prompt.
 
         Args:
             corpus: The sentences.
-            tokenizer: A fast Hugging Face tokenizer; left as it was found.
-            max_length: Tokens kept of a sentence, special tokens included.
-            cache: Folder of token tables.
-            on_progress: Told the number of sentences done.
-            prompt: Text put before every sentence.
+            tokenizer: A fast Hugging Face tokenizer; its truncation and padding settings are restored.
+            max_length: Maximum number of tokens per sentence, with special tokens.
+            cache: Folder of the caches.
+            on_progress: Called with the number of sentences tokenized so far.
+            prompt: Prefix of every sentence. Default: none.
 
         Raises:
-            CorpusError: The tokenizer is not a fast one, or makes no token of some sentence.
+            TokenizationError: The tokenizer is slow, or returns no token for a sentence.
+            CorpusCacheError: The cache cannot be written.
         """
-        described = [FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), _side(tokenizer), max_length, prompt]
-        key = text_checksum(json.dumps(described))
+        identity = [FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), _side(tokenizer), max_length, prompt]
+        key = text_checksum(json.dumps(identity))
         directory = cache / "tokens" / key
-        if (label := is_kept(directory, _LABEL)) is not None:
+        if (label := find_cached(directory, _LABEL)) is not None:
             return cls(directory, label, reused=True)
-        with making(directory, _LABEL) as (beside, label):
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
             dtype = _dtype(tokenizer)
-            # A tokenizer without a padding token gets 0 there: the mask hides it, so any valid id will do.
+            # Without a padding token, any valid id serves: the attention mask hides it.
             label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, rows=len(corpus))
-            with RaggedWriter(beside) as writer, _truncating(tokenizer, max_length) as backend:
+            with RaggedWriter(temporary) as writer, _truncating(tokenizer, max_length) as backend:
                 for first in range(0, len(corpus), _CHUNK):
                     texts = corpus.texts(range(first, min(first + _CHUNK, len(corpus))))
                     ids = _ids(backend, [prompt + text for text in texts] if prompt else texts)
@@ -78,38 +84,46 @@ class TokenTable:
 
     @classmethod
     def open(cls, directory: Path) -> TokenTable:
-        """A table prepared before."""
+        """Open a table that `prepare` wrote.
+
+        Raises:
+            CorpusCacheError: The folder is incomplete or damaged.
+        """
         fetch_folder(directory)
-        described = labelled(directory, _LABEL)
-        if described is None:
-            raise CorpusCacheError(f"{directory} holds no whole token table; start the run again to prepare it")
-        return cls(directory, described, reused=True)
+        label = load_label(directory, _LABEL)
+        if label is None:
+            raise CorpusCacheError(f"{directory} contains no complete token table; restart the run to prepare it")
+        return cls(directory, label, reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def rows(self, ids: RowIds) -> list[NDArray[np.integer]]:
-        """Token ids of rows, views into the map."""
+        """Return the token ids of rows, as views into the memory map."""
         return self._rows.rows(ids)
 
     def lengths(self, ids: RowIds) -> NDArray[np.int64]:
-        """Tokens in each of the rows, special tokens included."""
+        """Return the number of tokens in each row, with special tokens."""
         return self._rows.lengths(ids)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of all that decides a tokenizer's output, its truncation and padding settings apart."""
-    described = json.loads(_backend(tokenizer).to_str())
-    described.pop("truncation", None)
-    described.pop("padding", None)
-    return text_checksum(json.dumps(described, sort_keys=True))
+    """Return a hash of everything that determines a tokenizer's output, except truncation and padding.
+
+    Raises:
+        TokenizationError: The tokenizer is slow.
+    """
+    content = json.loads(_backend(tokenizer).to_str())
+    content.pop("truncation", None)
+    content.pop("padding", None)
+    return text_checksum(json.dumps(content, sort_keys=True))
 
 
 def _backend(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TokenizationError(
-            f"tokenizer {type(tokenizer).__name__} is not a fast one; save it with a tokenizer.json beside the model"
+            f"tokenizer {type(tokenizer).__name__} is slow; save the fast one (tokenizer.json) in the model's folder"
         )
     return backend
 
@@ -119,14 +133,14 @@ def _side(tokenizer: Any) -> str:
 
 
 def _dtype(tokenizer: Any) -> np.dtype[Any]:
-    # The largest id, not the number of tokens: a vocabulary may have holes.
+    # The largest id, not the number of tokens, because ids may have gaps.
     largest = max(_backend(tokenizer).get_vocab(with_added_tokens=True).values(), default=0)
     return np.dtype(np.uint16 if largest < 2**16 else np.int32)
 
 
 @contextmanager
 def _truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
-    """The Rust tokenizer, set to cut and not to pad; its own settings come back afterwards."""
+    """Yield the Rust tokenizer with truncation and without padding; restore its settings afterwards."""
     backend = _backend(tokenizer)
     truncation, padding = backend.truncation, backend.padding
     backend.enable_truncation(max_length, direction=_side(tokenizer))
@@ -142,14 +156,14 @@ def _truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
 
 
 def _ids(backend: Any, texts: list[str]) -> list[list[int]]:
-    """Straight from the Rust tokenizer: the wrapper around it builds five lists a sentence that nobody reads."""
+    """Tokenize with the Rust tokenizer directly, because its Python wrapper builds five unused lists per sentence."""
     return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 
 
 def _require_tokens(ids: list[list[int]], texts: list[str], first: int) -> None:
-    """Attention over no token is not a number, and one such row would spoil every list it is in."""
+    """Raise for a sentence without tokens: its attention is NaN, as is every similarity list with it."""
     for number, row in enumerate(ids):
         if not row:
             raise TokenizationError(
-                f"corpus row {first + number}, {texts[number][:60]!r}: the tokenizer makes no token of it; remove it"
+                f"corpus row {first + number}, {texts[number][:60]!r}: the tokenizer returns no token; remove the row"
             )

@@ -1,4 +1,4 @@
-"""Replaced token detection (DiffCSE): told a sentence's vector, a discriminator finds what was edited in the sentence.
+"""Replaced token detection (DiffCSE): given a sentence's vector, a discriminator finds the edited tokens of the sentence.
 
 The discriminator is a second encoder from the same start as the student. The sentence's vector takes the place of its
 [CLS] embedding (after position, layer norm and dropout), by a hook on the embedding module: no patched transformers. The
@@ -27,7 +27,7 @@ from distcse.models.st_format import refuse_pickled_weights
 from distcse.recipe import DetectionSection
 
 _LOGITS = 64_000_000
-"""Bytes of the generator's logits at a time: at all positions of a batch they would be hundreds of MB."""
+"""Bytes of the generator's logits that are computed at once: those of all positions of a batch are hundreds of MB."""
 
 
 class EditDetector(nn.Module):
@@ -107,7 +107,7 @@ class EditDetector(nn.Module):
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
             return torch.cat([vectors[:, None].to(embedded.dtype), embedded[:, 1:]], dim=1)
 
-        # An ELECTRA widens its embeddings to the width of the layers, and of the vectors, by a module of its own.
+        # An ELECTRA widens its embeddings to the width of the layers, and of the vectors, by a separate module.
         embeddings = getattr(self.backbone, "embeddings_project", self.backbone.embeddings)
         hook = embeddings.register_forward_hook(put)  # type: ignore[union-attr]
         try:

@@ -1,4 +1,4 @@
-"""Edits of token rows that a discriminator shall find: replaced, inserted or deleted tokens (DiffCSE §3, Table 4)."""
+"""Edits of token rows that a discriminator must find: replaced, inserted or deleted tokens (DiffCSE §3, Table 4)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Measures of a sentence encoder by the protocols of the papers, one protocol a file."""
+"""Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
 from distcse.evaluation.agreement import AgreementTask, agreement
-from distcse.evaluation.candidates import LoadOptions, candidate_of, named, open_candidate, scorer_of
-from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, suites_named
+from distcse.evaluation.candidates import LoadOptions, make_candidate, make_pair_candidate, open_candidate, parse_models
+from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, Evaluation, ModelInfo, Score, evaluate
-from distcse.evaluation.leakage import excluded_from, refuse_test_as_dev
+from distcse.evaluation.leakage import evaluation_sentences, refuse_test_as_dev
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, VectorModel
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
@@ -38,16 +38,16 @@ __all__ = [
     "Tasks",
     "VectorModel",
     "agreement",
-    "candidate_of",
     "collect",
     "evaluate",
-    "excluded_from",
+    "evaluation_sentences",
     "labelled_dev",
-    "named",
+    "make_candidate",
+    "make_pair_candidate",
     "open_candidate",
+    "parse_models",
+    "parse_suites",
     "read_table",
     "refuse_test_as_dev",
-    "scorer_of",
     "sts_score",
-    "suites_named",
 ]

@@ -1,4 +1,4 @@
-"""Does the student order sentences as its teachers do? The score where nothing is labelled."""
+"""Agreement between student and teachers, a score that needs no labels: do they rank sentences alike?"""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tasks import TaskResult
 
 
-def agreement(student: NDArray[np.floating], lists: NDArray[np.floating]) -> float:
-    """Mean Spearman correlation, times 100, between the student's and the teachers' similarity lists.
+def agreement(student: NDArray[np.floating], similarities: NDArray[np.floating]) -> float:
+    """Compute the mean Spearman correlation, times 100, between the student's and the teachers' similarity rows.
 
     Args:
-        student: (n, d) unit vectors of n sentences.
-        lists: (n, n) cosines of the teachers for the same sentences.
+        student: (n, d) unit vectors of n sentences, n ≥ 3.
+        similarities: (n, n) the teachers' cosines of the same sentences.
     """
-    return float(100 * agreements(student, lists).mean())
+    return float(100 * agreement_per_sentence(student, similarities).mean())
 
 
-def agreements(student: NDArray[np.floating], lists: NDArray[np.floating]) -> NDArray[np.float64]:
-    """(n,) Spearman correlation of each sentence's list, which is its row without itself; n ≥ 3.
+def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Compute the (n,) Spearman correlations of the student's and the teachers' rows, without the diagonal; n ≥ 3.
 
-    A constant list has no order and counts as 0.
+    A constant row has no order; its correlation counts as 0.
     """
-    others = ~np.eye(len(lists), dtype=bool)
-    ours = _centred_ranks((student @ student.T)[others].reshape(len(lists), -1))
-    theirs = _centred_ranks(np.asarray(lists)[others].reshape(len(lists), -1))
-    scale = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
-    products = (ours * theirs).sum(axis=1)
+    off_diagonal = ~np.eye(len(similarities), dtype=bool)
+    student_ranks = _centred_ranks((student @ student.T)[off_diagonal].reshape(len(similarities), -1))
+    teacher_ranks = _centred_ranks(np.asarray(similarities)[off_diagonal].reshape(len(similarities), -1))
+    scale = np.linalg.norm(student_ranks, axis=1) * np.linalg.norm(teacher_ranks, axis=1)
+    products = (student_ranks * teacher_ranks).sum(axis=1)
     return np.asarray(np.divide(products, scale, out=np.zeros_like(products), where=scale > 0))
 
 
 @dataclass(frozen=True)
 class AgreementTask:
-    """Agreement with the teachers' mixed lists on sentences nobody was trained on."""
+    """Agreement with the teachers' mixed similarities, on sentences held out from training."""
 
     texts: list[str]
-    lists: NDArray[np.floating]
+    similarities: NDArray[np.floating]
     """(n, n) mixed cosines of the teachers."""
     name: str = "held-out rows"
     suite: str = "agreement"
@@ -51,14 +51,14 @@ class AgreementTask:
         return self.texts
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Figure agreement."""
-        each = agreements(model.unit_vectors(self.texts), self.lists)
-        return TaskResult({"agreement": MeanOf(each, f"agreement/{self.name}")}, {"sentences": len(self.texts)})
+        """Measure the score `agreement`."""
+        correlations = agreement_per_sentence(model.unit_vectors(self.texts), self.similarities)
+        return TaskResult({"agreement": MeanOf(correlations, f"agreement/{self.name}")}, {"sentences": len(self.texts)})
 
 
-def _centred_ranks(lists: NDArray[np.floating]) -> NDArray[np.float64]:
-    from scipy.stats import rankdata  # half a second, which a run's first step need not wait for
+def _centred_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:
+    from scipy.stats import rankdata  # imported late, so that a run's first step does not wait 0.5 s for it
 
-    ranks: NDArray[np.float64] = rankdata(lists, axis=1)
+    ranks: NDArray[np.float64] = rankdata(similarities, axis=1)
     ranks -= ranks.mean(axis=1, keepdims=True)
     return ranks

@@ -1,4 +1,4 @@
-"""Models to measure, opened from what a user names: a folder, a run, a name on the hub."""
+"""Open the models to evaluate: a model folder, a run directory, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from distcse.device import speed_of
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
-from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, encoding
-from distcse.evaluation.runs import numbered
+from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
+from distcse.evaluation.runs import number_runs
 from distcse.models import CrossEncoder, Encoder, is_cross_encoder, resolve_model
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
-from distcse.storage import model_of
+from distcse.storage import find_model
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How models are loaded and run.
+    """Options for loading and running models.
 
     Args:
-        pooling: Of folders that do not say how they pool; those that do are read as they say.
-        max_length: Tokens kept of a sentence; None follows the folder.
-        device: Where models run.
+        pooling: Pooling of folders that do not store theirs; a stored pooling takes precedence.
+        max_length: Maximum number of tokens per sentence; None takes the folder's.
+        device: Device to run on, such as `cpu` or `cuda:1`.
         precision: `fp32`, or `bf16` / `fp16` autocast; `auto` is bf16 where the device is fast at it, else fp32.
-        trust_remote_code: Run code that a model folder brings.
-        prompt: Text before every sentence, or a template with `{sentence}` in it; empty follows the folder.
-            A cross-encoder takes none.
+        trust_remote_code: Run Python code from the model's folder.
+        prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
+            Cross-encoders ignore it.
     """
 
     pooling: str | None = None
@@ -43,113 +43,123 @@ class LoadOptions:
     prompt: str = ""
 
     @property
-    def decided_precision(self) -> str:
-        """`precision`, where it is `auto` what the device is fast at."""
+    def resolved_precision(self) -> str:
+        """`precision`, with `auto` replaced by the precision that the device is fast at."""
         return speed_of(self.device).precision if self.precision == "auto" else self.precision
 
 
-def named(models: Sequence[str]) -> dict[str, str]:
-    """Models by name: `NAME=MODEL`, or the name of the folder; a folder called `model` has its parent's name.
+def parse_models(models: Sequence[str]) -> dict[str, str]:
+    """Parse `NAME=MODEL` or `MODEL` into a mapping from names to models.
 
-    A NAME that is given to several models makes them its runs: `NAME, run 1` and so on.
+    Without a NAME, the folder's name is taken; for a folder called `model`, its parent's. Several models with the same
+    explicit NAME are its runs: `NAME, run 1`, `NAME, run 2`, …
 
     Raises:
-        EvaluationError: Two models of one name that nobody gave them, or one model twice.
+        EvaluationOptionError: A model or name is empty, two models have the same default name, or a model is given twice.
     """
     found: dict[str, list[str]] = {}
     for text in models:
         name, equals, path = text.partition("=")
         if not path if equals else not name:
-            raise EvaluationOptionError(f"{text!r} names no model; write MODEL or NAME=MODEL")
+            raise EvaluationOptionError(f"{text!r} has no model or an empty name; write MODEL or NAME=MODEL")
         if not equals or os.path.isdir(text):  # runs/lr=3e-5/model is a path
-            name, equals, path = _name_of(text), "", text
+            name, equals, path = _default_name(text), "", text
         others = found.setdefault(name, [])
         if path in others or (others and not equals):
-            raise EvaluationOptionError(f"two models are called {name}; name one: NAME={path}")
+            raise EvaluationOptionError(f"two models have the name {name}; give one another name: NAME={path}")
         others.append(path)
-    return numbered(found)
+    return number_runs(found)
 
 
-def open_candidate(name: str, source: str, reading: LoadOptions, on_progress: Progress | None = None) -> Candidate:
-    """Load a model; a run directory stands for the student in it.
+def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Progress | None = None) -> Candidate:
+    """Load a model to evaluate; a run directory represents its student.
+
+    Args:
+        name: Name in tables.
+        source: Folder, run directory, address in object storage, or name on the hub.
+        options: How to load and run it.
+        on_progress: Called with the number of encoded texts and their total.
 
     Raises:
-        EncoderError: It does not load, or is a run with several models or with none yet.
-        EvaluationError: A rank space that shall be read otherwise than it was made.
+        ModelNotFoundError: There is no such model, or the run has several models or none yet.
+        EncoderError: The model cannot be loaded.
+        EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
     """
-    folder = resolve_model(model_of(source), reading.trust_remote_code)
+    folder = resolve_model(find_model(source), options.trust_remote_code)
     if is_cross_encoder(folder):
-        scorer = CrossEncoder.load(folder, reading.max_length, reading.trust_remote_code).to(reading.device)
-        pairs = scorer_of(name, source, scorer, Contamination.read(folder), reading.decided_precision, on_progress)
-        use_mkldnn_linear(scorer, reading.decided_precision)
+        scorer = CrossEncoder.load(folder, options.max_length, options.trust_remote_code).to(options.device)
+        pairs = make_pair_candidate(
+            name, source, scorer, Contamination.read(folder), options.resolved_precision, on_progress
+        )
+        use_mkldnn_linear(scorer, options.resolved_precision)
         return pairs
     if is_rank_space(folder):
-        ranker = _ranker(folder, source, reading)
-        about = ModelInfo(
+        ranker = _load_rank_space(folder, source, options)
+        info = ModelInfo(
             name,
             source,
             f"rank space, λ = {ranker.weight:g}",
             ranker.encoder.pooling,
             ranker.encoder.max_length,
-            _parameters(ranker.encoder),
+            _count_parameters(ranker.encoder),
         )
-        use_mkldnn_linear(ranker.encoder, reading.decided_precision)
-        model = RankSpaceModel(ranker, encoding(ranker.encoder, reading.decided_precision, on_progress))
-        return Candidate(about, model, Contamination.read(folder))
-    knobs: dict[str, Any] = {
-        "max_length": reading.max_length,
-        "trust_remote_code": reading.trust_remote_code,
-        "prompt": reading.prompt,
+        use_mkldnn_linear(ranker.encoder, options.resolved_precision)
+        model = RankSpaceModel(ranker, make_encode(ranker.encoder, options.resolved_precision, on_progress))
+        return Candidate(info, model, Contamination.read(folder))
+    load_kwargs: dict[str, Any] = {
+        "max_length": options.max_length,
+        "trust_remote_code": options.trust_remote_code,
+        "prompt": options.prompt,
     }
-    pooling = default_pooling(folder, reading.pooling)
-    encoder = Encoder.load(folder, pooling=pooling, **knobs).to(reading.device)
-    vectors = candidate_of(name, source, encoder, Contamination.read(folder), reading.decided_precision, on_progress)
-    use_mkldnn_linear(encoder, reading.decided_precision)
+    pooling = default_pooling(folder, options.pooling)
+    encoder = Encoder.load(folder, pooling=pooling, **load_kwargs).to(options.device)
+    vectors = make_candidate(name, source, encoder, Contamination.read(folder), options.resolved_precision, on_progress)
+    use_mkldnn_linear(encoder, options.resolved_precision)
     return vectors
 
 
-def candidate_of(
+def make_candidate(
     name: str,
     source: str,
     encoder: Encoder,
-    exposure: Contamination,
+    contamination: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
-    """A candidate of an encoder that is loaded already."""
-    about = ModelInfo(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _parameters(encoder))
-    return Candidate(about, VectorModel.of(encoder, precision, on_progress), exposure)
+    """Wrap a loaded bi-encoder as a candidate."""
+    info = ModelInfo(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _count_parameters(encoder))
+    return Candidate(info, VectorModel.of(encoder, precision, on_progress), contamination)
 
 
-def scorer_of(
+def make_pair_candidate(
     name: str,
     source: str,
     encoder: CrossEncoder,
-    exposure: Contamination,
+    contamination: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
-    """A candidate of a cross-encoder that is loaded already."""
-    about = ModelInfo(name, source, "cross-encoder", "pair", encoder.max_length, _parameters(encoder))
-    return Candidate(about, PairScores(encoder, on_progress, precision), exposure)
+    """Wrap a loaded cross-encoder as a candidate."""
+    info = ModelInfo(name, source, "cross-encoder", "pair", encoder.max_length, _count_parameters(encoder))
+    return Candidate(info, PairScores(encoder, on_progress, precision), contamination)
 
 
-def _ranker(folder: Path, source: str, reading: LoadOptions) -> RankSpaceEncoder:
-    """A rank space, whose references were encoded by what its folder says."""
-    ranker = RankSpaceEncoder.load(folder, reading.trust_remote_code).to(reading.device)
+def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpaceEncoder:
+    """Load a rank space, whose reference vectors depend on the maximum length and prompt stored in its folder."""
+    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code).to(options.device)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
-    if (reading.max_length or saved[0], reading.prompt or saved[1]) != saved:
+    if (options.max_length or saved[0], options.prompt or saved[1]) != saved:
         raise EvaluationOptionError(
-            f"{source} ranks among references that were encoded with max_length {saved[0]} and prompt {saved[1]!r}, and "
-            "sentences are read as they were; leave out --max-length and --prompt, or make it anew of another encoder"
+            f"{source}: the rank space's references were encoded with max_length {saved[0]} and prompt {saved[1]!r}; "
+            "sentences must be encoded the same way. Leave out --max-length and --prompt, or build another rank space"
         )
     return ranker
 
 
-def _parameters(model: Any) -> int:
+def _count_parameters(model: Any) -> int:
     return sum(weights.numel() for weights in model.parameters())
 
 
-def _name_of(path: str) -> str:
+def _default_name(path: str) -> str:
     parts = Path(path).absolute().parts if os.path.exists(path) else Path(path.rstrip("/")).parts
     return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]

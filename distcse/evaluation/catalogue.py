@@ -1,6 +1,7 @@
-"""The sets of the papers: where they lie in a data folder, and how many rows they have when they are whole.
+"""The published datasets: their location in a data folder, and the number of rows of each complete split.
 
-A data folder holds `<suite>/<set>/<split>.tsv.gz` (or .tsv, .parquet), with the columns that each suite names.
+A data folder contains `<suite>/<dataset>/<split>.tsv.gz` (or .tsv, .jsonl, .jsonl.gz, .parquet), with the columns that
+the suite's task reads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from distcse.errors import EvaluationDataError, EvaluationOptionError
-from distcse.evaluation.tables import Table, file_of, read_table
+from distcse.evaluation.tables import Table, find_table, read_table
 
 Suite = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"]
 SUITES: tuple[Suite, ...] = ("sts", "transfer", "pairs", "ranking", "geometry", "retrieval")
@@ -20,7 +21,7 @@ SUITES: tuple[Suite, ...] = ("sts", "transfer", "pairs", "ranking", "geometry", 
 
 @dataclass(frozen=True)
 class KnownSet:
-    """A published set: its name in tables, its folder, and the rows of each split."""
+    """A published dataset: its name in tables, its folder, and the number of rows of each split."""
 
     name: str
     folder: str
@@ -55,12 +56,12 @@ PAIRS = (
 
 
 PUBLISHED = {"sts": STS, "transfer": TRANSFER, "pairs": PAIRS, "ranking": STS}
-"""The sets that the average of a suite is over."""
+"""Datasets that are part of a suite's average."""
 
 
 @dataclass
 class DatasetFolder:
-    """What of a data folder was found, and what was not: nothing is left out in silence."""
+    """A data folder; records the datasets that are missing or incomplete, so that they can be reported."""
 
     data: Path
     missing: list[str]
@@ -68,16 +69,26 @@ class DatasetFolder:
 
     @classmethod
     def of(cls, data: Path) -> DatasetFolder:
-        """A shelf over a data folder; `EvaluationError` where there is no such folder."""
+        """Open a data folder.
+
+        Raises:
+            EvaluationDataError: The folder does not exist.
+        """
         if not os.path.isdir(data):
             raise EvaluationDataError(
-                f"{data} is no folder; it must hold {STSB_DEV.folder}/dev.tsv.gz and the like (see docs/evaluation.md)"
+                f"{data} is not a folder; create it with {STSB_DEV.folder}/dev.tsv.gz and others (see docs/how-to/evaluate.md)"
             )
         return cls(data, [], [])
 
     def load(self, known: KnownSet) -> dict[str, Table] | None:
-        """All splits of a set; None, and a note, where one of them is missing. Odd row counts are warned of."""
-        files = {split: file_of(self.data / known.folder, split) for split in known.rows}
+        """Read all splits of a dataset; None, and an entry in `missing`, if a split is missing.
+
+        A number of rows other than the published one adds a warning.
+
+        Raises:
+            EvaluationFormatError: A file is malformed.
+        """
+        files = {split: find_table(self.data / known.folder, split) for split in known.rows}
         if absent := [split for split, file in files.items() if file is None]:
             self.missing.append(f"{known.name}: no {self.data / known.folder / absent[0]}.tsv.gz")
             return None
@@ -86,14 +97,18 @@ class DatasetFolder:
             if len(table) != known.rows[split]:
                 self.warnings.append(
                     f"{known.name}: {table.file} has {len(table):,} rows, the published set {known.rows[split]:,}; "
-                    "its figures do not compare with the papers'"
+                    "the scores are not comparable with the papers'"
                 )
         return tables
 
 
-def suites_named(names: Iterable[str]) -> list[Suite]:
-    """Suites in their usual order; `EvaluationError` for a name that is none."""
+def parse_suites(names: Iterable[str]) -> list[Suite]:
+    """Return the named suites in their standard order.
+
+    Raises:
+        EvaluationOptionError: A name is no suite.
+    """
     wanted = set(names)
     if unknown := sorted(wanted - set(SUITES)):
-        raise EvaluationOptionError(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+        raise EvaluationOptionError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}")
     return [suite for suite in SUITES if suite in wanted]

@@ -1,7 +1,8 @@
-"""Was the test in the training text? A figure on sentences that a model was trained on is transductive, and is marked.
+"""Contamination: the share of a test set's sentences that the training text contained.
 
-Sentences are compared word for word, and without case, punctuation or spacing; shares are of the latter. What a run finds
-is written into the model's folder, so that a later evaluation knows it too.
+Scores on such sentences are transductive and are marked in tables. Sentences are compared exactly, and without case,
+punctuation and spacing; shares are of the second kind. A run stores its result in the model's folder, so that later
+evaluations know it too.
 """
 
 from __future__ import annotations
@@ -24,79 +25,80 @@ NOTICED_FROM = 0.01
 
 @dataclass(frozen=True)
 class OverlapCounts:
-    """How many of a set's different sentences were in a training corpus."""
+    """Number of a test set's distinct sentences that a training corpus contains."""
 
     sentences: int
-    """Of the set, those apart that hold no letter or digit."""
+    """Distinct sentences of the set, without those that contain no letter or digit."""
     exact: int
-    """In the corpus word for word."""
+    """Sentences that the corpus contains exactly."""
     alike: int
-    """In the corpus but for case, punctuation and spacing; the exact ones included."""
+    """Sentences that the corpus contains, ignoring case, punctuation and spacing; includes the exact ones."""
 
 
 @dataclass(frozen=True)
 class Contamination:
-    """Share of each set's sentences that were in a training corpus, by fingerprint of the set."""
+    """Share of each test set's sentences that a training corpus contains, by fingerprint of the set."""
 
     overlap: Mapping[str, float]
     overlap_counts: Mapping[str, OverlapCounts] = field(default_factory=dict)
-    """The counts behind the shares; models of earlier versions have none."""
+    """The counts behind the shares; empty for models of earlier versions."""
 
-    def of(self, sentences: Iterable[str]) -> float | None:
-        """The share for a set; None where the run did not look at this set."""
+    def overlap_of(self, sentences: Iterable[str]) -> float | None:
+        """Return the share of a set; None if the run did not check this set."""
         return self.overlap.get(fingerprint(sentences))
 
     @property
     def describe(self) -> str:
-        """All sets together, in words."""
+        """Summary over all sets."""
         total, exact, alike = (
-            sum(getattr(met, name) for met in self.overlap_counts.values()) for name in ("sentences", "exact", "alike")
+            sum(getattr(counts, name) for counts in self.overlap_counts.values())
+            for name in ("sentences", "exact", "alike")
         )
         if not alike:
-            return f"none of {total:,} test sentences was in the training text"
+            return f"the training text contains none of {total:,} test sentences"
         return (
-            f"of {total:,} test sentences {exact:,} were in the training text word for word, {alike:,} but for case and "
-            "punctuation; corpus.exclude_evaluation: true leaves them out"
+            f"of {total:,} test sentences the training text contains {exact:,} exactly, {alike:,} ignoring case and "
+            "punctuation; set corpus.exclude_evaluation: true to leave them out"
         )
 
     def write(self, model: Path) -> None:
-        """Put it into a model's folder."""
+        """Write the result into a model's folder."""
         file = model / _FILE
         with storage_errors(file):
             file.parent.mkdir(exist_ok=True)
         found = {
-            mark: {"share": share, **(asdict(self.overlap_counts[mark]) if mark in self.overlap_counts else {})}
-            for mark, share in self.overlap.items()
+            key: {"share": share, **(asdict(self.overlap_counts[key]) if key in self.overlap_counts else {})}
+            for key, share in self.overlap.items()
         }
         write_text_atomic(file, json.dumps(found, indent=2))
         upload_dir(model)
 
     @classmethod
     def read(cls, model: Path) -> Contamination:
-        """From a model's folder; empty where distcse did not train it.
+        """Read the result from a model's folder; empty if distcse did not train the model.
 
         Raises:
-            EvaluationError: The file there is damaged.
+            EvaluationResultError: The file is damaged.
         """
         file = model / _FILE
         if not file.is_file():
             return cls({})
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-            entries = {mark: told if isinstance(told, dict) else {"share": told} for mark, told in found.items()}
-            shares = {mark: float(told.pop("share")) for mark, told in entries.items()}
-            return cls(shares, {mark: OverlapCounts(**told) for mark, told in entries.items() if told})
+            entries = {key: entry if isinstance(entry, dict) else {"share": entry} for key, entry in found.items()}
+            shares = {key: float(entry.pop("share")) for key, entry in entries.items()}
+            return cls(shares, {key: OverlapCounts(**entry) for key, entry in entries.items() if entry})
         except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError) as broken:
             raise EvaluationResultError(
-                f"{file} cannot be read ({broken}): which test sentences the model was trained on is not known; restore it, or "
-                "remove it"
+                f"{file} cannot be read ({broken}), so the test sentences in the training text are unknown; restore the file, "
+                "or remove it"
             ) from None
 
     @classmethod
     def measure(cls, corpus: Iterable[str], sets: Iterable[Iterable[str]]) -> Contamination:
-        """Read a corpus once and find the share of each set's different sentences that are in it."""
+        """Measure which of the sets' distinct sentences a corpus contains, in one pass over the corpus."""
         texts = [{_one_line(sentence): normalized_key(sentence) for sentence in sentences} for sentences in sets]
-        keys = [{key for key in mine.values() if key} for mine in texts]
+        keys = [{key for key in key_of.values() if key} for key_of in texts]
         wanted: set[str] = set().union(*keys)
         exactly: set[str] = set().union(*texts)
         alike: set[str] = set()
@@ -106,22 +108,23 @@ class Contamination:
                 alike.add(key)
                 if (text := _one_line(sentence)) in exactly:
                     exact.add(text)
-        shares, met = {}, {}
-        for mine, known in zip(texts, keys, strict=True):
-            if known:
-                mark, seen = _digest(known), known & alike
-                shares[mark] = len(seen) / len(known)
-                met[mark] = OverlapCounts(len(known), len({mine[text] for text in mine.keys() & exact}), len(seen))
-        return cls(shares, met)
+        shares, counts = {}, {}
+        for key_of, set_keys in zip(texts, keys, strict=True):
+            if set_keys:
+                digest, overlap = _digest(set_keys), set_keys & alike
+                shares[digest] = len(overlap) / len(set_keys)
+                exact_keys = {key_of[text] for text in key_of.keys() & exact}
+                counts[digest] = OverlapCounts(len(set_keys), len(exact_keys), len(overlap))
+        return cls(shares, counts)
 
 
 def fingerprint(sentences: Iterable[str]) -> str:
-    """What tells one set of sentences from another, whatever their order."""
+    """Hash the set of normalized sentences, independent of their order."""
     return _digest({key for sentence in sentences if (key := normalized_key(sentence))})
 
 
 def _one_line(sentence: str) -> str:
-    """As a corpus holds it."""
+    """Normalize spacing as the corpus does."""
     return " ".join(sentence.split())
 
 

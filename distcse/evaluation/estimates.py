@@ -1,8 +1,8 @@
-"""A figure together with what it was computed from, so that it can be computed again on resampled items.
+"""Estimates: a score together with the items that it was computed from, so that it can be computed on resampled items.
 
 The paired bootstrap draws items (sentence pairs, test examples, queries) with replacement, the same for both models, and
-looks at how their difference varies (Efron and Tibshirani 1993, ch. 13; Koehn 2004).
-A resample is a row of weights: how often each item was drawn. So no item is copied, and a thousand resamples of a rank
+measures how their difference varies (Efron and Tibshirani 1993, ch. 13; Koehn 2004).
+A resample is a row of weights: how often each item was drawn. No item is copied, so a thousand resamples of a rank
 correlation are a few matrix operations instead of a thousand sorts.
 """
 
@@ -21,27 +21,27 @@ Weights = NDArray[np.float64]
 """(R, n): how often each of n items was drawn in each of R resamples."""
 
 RESAMPLES = 1000
-_WEIGHTS_AT_A_TIME = 4_000_000
-"""32 MB, of which a rank correlation has half a dozen."""
+_WEIGHTS_PER_BLOCK = 4_000_000
+"""32 MB; computing a rank correlation keeps about six arrays of this size."""
 
 
 class Estimate(Protocol):
-    """One figure of one model."""
+    """One score of one model."""
 
     @property
     def value(self) -> float:
-        """The figure on all items."""
+        """The score on all items."""
         ...
 
     @property
     def resampled(self) -> NDArray[np.float64] | None:
-        """(RESAMPLES,) the figure on resampled items, the same items for every model; None where it has none."""
+        """(RESAMPLES,) scores on resampled items, the same items for every model; None if the score has no items."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A figure that has no items to draw from, such as uniformity."""
+    """A score without items to resample, such as uniformity."""
 
     value: float
 
@@ -52,11 +52,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class MeanOf:
-    """Mean of a value an item, times `scale`: accuracy, recall, mean τ over lists."""
+    """Mean of one value per item, times `scale`: accuracy, recall, mean τ over lists."""
 
     values: NDArray[np.float64]
     items: str
-    """Name of the set of items: what makes two models' resamples the same."""
+    """Name of the set of items; equal names get equal resamples."""
     scale: float = 100.0
 
     @property
@@ -70,7 +70,7 @@ class MeanOf:
 
 @dataclass(frozen=True)
 class SpearmanOf:
-    """Spearman's correlation, times 100, of predictions and gold scores."""
+    """Spearman correlation, times 100, of predictions and gold scores."""
 
     predicted: NDArray[np.floating]
     gold: NDArray[np.float64]
@@ -82,9 +82,9 @@ class SpearmanOf:
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
-        return resample(self.items, len(self.gold), self._figures)
+        return resample(self.items, len(self.gold), self._compute)
 
-    def _figures(self, weights: Weights) -> NDArray[np.float64]:
+    def _compute(self, weights: Weights) -> NDArray[np.float64]:
         ours, theirs = weighted_ranks(self.predicted, weights), weighted_ranks(self.gold, weights)
         return 100 * _weighted_pearson(ours, theirs, weights)
 
@@ -105,20 +105,20 @@ class AucOf:
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
-        return resample(self.items, len(self.labels), self._figures)
+        return resample(self.items, len(self.labels), self._compute)
 
-    def _figures(self, weights: Weights) -> NDArray[np.float64]:
-        """By the Mann-Whitney statistic: the mean rank of the positives says how many negatives they beat."""
+    def _compute(self, weights: Weights) -> NDArray[np.float64]:
+        """Compute the Mann-Whitney statistic: the mean rank of the positives gives the number of negatives below them."""
         ranks, positive = weighted_ranks(self.predicted, weights), weights * (self.labels == 1)
         count = positive.sum(axis=1)
-        beaten = (positive * ranks).sum(axis=1) - count * (count + 1) / 2
-        pairs = count * (weights.sum(axis=1) - count)  # 0 where a resample holds one label alone: no figure
-        return np.asarray(100 * np.divide(beaten, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0))
+        wins = (positive * ranks).sum(axis=1) - count * (count + 1) / 2
+        pairs = count * (weights.sum(axis=1) - count)  # 0 where a resample has one label only: NaN
+        return np.asarray(100 * np.divide(wins, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0))
 
 
 @dataclass(frozen=True)
 class ReportedEstimate:
-    """A figure as its protocol rounds it; resampled as what it was rounded from."""
+    """A score rounded by its protocol, resampled as the exact estimate."""
 
     value: float
     exact: Estimate
@@ -130,7 +130,7 @@ class ReportedEstimate:
 
 @dataclass(frozen=True)
 class AverageOf:
-    """Unweighted mean of figures over sets, each rounded to two decimals first as the papers' tables do."""
+    """Unweighted mean of scores over sets, each rounded to two decimals first, as in the papers' tables."""
 
     parts: Sequence[Estimate]
 
@@ -147,20 +147,20 @@ class AverageOf:
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much one model's figure is above another's, and where 95 % of the paired resamples lie."""
+    """One model's score minus another's, with the 95 % interval of the paired bootstrap."""
 
     value: float
     low: float
     high: float
 
     @property
-    def clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+    def is_significant(self) -> bool:
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 def difference(ours: Estimate, theirs: Estimate) -> Difference | None:
-    """The paired bootstrap's percentile interval of ours minus theirs; None where a figure cannot be resampled."""
+    """Compute ours minus theirs with the paired bootstrap's percentile interval; None if a score cannot be resampled."""
     a, b = ours.resampled, theirs.resampled
     if a is None or b is None:
         return None
@@ -169,35 +169,37 @@ def difference(ours: Estimate, theirs: Estimate) -> Difference | None:
 
 
 def spearman(predicted: NDArray[np.floating], gold: NDArray[np.float64]) -> float:
-    """Spearman's correlation, times 100; 0 where either side has no order."""
-    from scipy.stats import spearmanr  # half a second, which a run's first step need not wait for
+    """Compute the Spearman correlation, times 100; 0 if a side is constant."""
+    from scipy.stats import spearmanr  # imported late, so that a run's first step does not wait 0.5 s for it
 
     if len(gold) < 2 or np.ptp(predicted) == 0 or np.ptp(gold) == 0:
         return 0.0
     return float(100 * spearmanr(predicted, gold).statistic)
 
 
-def resample(items: str, count: int, figures: Callable[[Weights], NDArray[np.float64]]) -> NDArray[np.float64]:
-    """(RESAMPLES,) a figure on resamples of so many items, always the same for the same items.
+def resample(items: str, count: int, compute: Callable[[Weights], NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Compute the (RESAMPLES,) scores on resamples of n items, always the same resamples for the same name.
 
     Args:
         items: Name of the set of items.
         count: n.
-        figures: (R, n) weights -> (R,) figures. It is given a few resamples at a time where there are many items.
+        compute: Maps (R, n) weights to (R,) scores; called with blocks of resamples to limit memory.
     """
-    generator, found = np.random.default_rng(zlib.crc32(items.encode())), []
-    at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, count))
-    for begin in range(0, RESAMPLES, at_a_time):
-        drawn = [generator.integers(0, count, count) for _ in range(min(at_a_time, RESAMPLES - begin))]
-        found.append(figures(np.stack([np.bincount(places, minlength=count) for places in drawn]).astype(np.float64)))
-    return np.concatenate(found)
+    generator, blocks = np.random.default_rng(zlib.crc32(items.encode())), []
+    block_size = max(1, _WEIGHTS_PER_BLOCK // max(1, count))
+    for start in range(0, RESAMPLES, block_size):
+        drawn = [generator.integers(0, count, count) for _ in range(min(block_size, RESAMPLES - start))]
+        blocks.append(
+            compute(np.stack([np.bincount(indices, minlength=count) for indices in drawn]).astype(np.float64))
+        )
+    return np.concatenate(blocks)
 
 
 def weighted_ranks(values: NDArray[np.floating], weights: Weights) -> NDArray[np.float64]:
-    """(R, n) the ranks, counted from 1, that each of n values has among R resamples of them.
+    """Compute the (R, n) ranks, from 1, of n values within each of R resamples.
 
-    Equal values share the mean of their places, as in scipy's rankdata. An item that was not drawn gets a rank that no
-    weight multiplies.
+    Equal values share their mean rank, as in `scipy.stats.rankdata`. The rank of an item that was not drawn is arbitrary:
+    its weight is 0.
     """
     order = np.argsort(values, kind="stable")
     in_order = weights[:, order]
@@ -214,5 +216,5 @@ def _weighted_pearson(x: NDArray[np.float64], y: NDArray[np.float64], weights: W
     total = weights.sum(axis=1, keepdims=True)
     x = x - (weights * x).sum(axis=1, keepdims=True) / total
     y = y - (weights * y).sum(axis=1, keepdims=True) / total
-    spread = np.sqrt((weights * x * x).sum(axis=1) * (weights * y * y).sum(axis=1))
-    return np.asarray(np.divide((weights * x * y).sum(axis=1), spread, out=np.zeros(len(x)), where=spread > 0))
+    scale = np.sqrt((weights * x * x).sum(axis=1) * (weights * y * y).sum(axis=1))
+    return np.asarray(np.divide((weights * x * y).sum(axis=1), scale, out=np.zeros(len(x)), where=scale > 0))

@@ -1,4 +1,4 @@
-"""One evaluation: models times tasks, figures with the paired bootstrap of their differences, as plain data."""
+"""Evaluate models on tasks: scores with paired bootstrap intervals of their differences, as plain data."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from distcse.evaluation.estimates import AverageOf, Difference, Estimate, differ
 from distcse.evaluation.models import Model, VectorModel
 from distcse.evaluation.neighbours import Changed, Changes, Neighbourhoods
 from distcse.evaluation.suites import Tasks
-from distcse.evaluation.tasks import EvalTask, can_do
+from distcse.evaluation.tasks import EvalTask, supports
 from distcse.events import Listener, StageProgress, ignore
 from distcse.storage import write_text_atomic
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a reader wants to know of a model that was measured."""
+    """Description of an evaluated model."""
 
     name: str
     source: str
     kind: str
-    """bi-encoder or cross-encoder."""
+    """`bi-encoder`, `cross-encoder` or similar."""
     pooling: str
     max_length: int
     parameters: int
     seconds: float = 0.0
-    """Spent in the model itself, all suites together."""
+    """Time in the model's forward passes, over all suites."""
     contamination: Mapping[str, float] = field(default_factory=dict)
-    """Share of the sentences of each `suite/set` that it was trained on, where that is known."""
+    """Share of each `suite/set`'s sentences in the model's training text, where it is known."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to measure."""
+    """A model to evaluate."""
 
-    about: ModelInfo
+    info: ModelInfo
     model: Model
     contamination: Contamination = field(default_factory=lambda: Contamination({}))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a model is above another on one score, and where 95 % of paired bootstrap resamples lie."""
+    """Difference of one score between two models, with the 95 % interval of the paired bootstrap."""
 
     model: str
     against: str
@@ -64,26 +64,26 @@ class Score:
     set: str
     measure: str
     values: Mapping[str, float]
-    """By model; a model that cannot be measured so is not there."""
+    """Values by model, without the models that the measure does not apply to."""
     comparisons: Sequence[Comparison] = ()
     average: bool = False
 
     def against(self, model: str, other: str) -> Difference | None:
-        """How a model compares with another; None where nothing can be resampled."""
+        """Return the difference to another model; None if the score cannot be resampled."""
         found = (c.difference for c in self.comparisons if (c.model, c.against) == (model, other))
         return next(found, None)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything measured, as it is stored in evaluation.json."""
+    """All results, as stored in evaluation.json."""
 
     models: Sequence[ModelInfo]
     base: str
-    """The model that tables compare the others with."""
+    """Name of the model that tables compare the others with."""
     scores: Sequence[Score]
     details: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """By suite, set and model: what pictures are drawn from."""
+    """By suite, set and model: data for plots."""
     missing: Sequence[str]
     warnings: Sequence[str]
     settings: Mapping[str, str]
@@ -91,44 +91,56 @@ class Evaluation:
     """By model: how its nearest neighbours differ from the base's."""
     seconds: float
 
-    def figure(self, suite: str, of: str, measure: str, model: str) -> float:
-        """One figure. Raises `EvaluationError` where it was not measured."""
-        found = next((s for s in self.scores if (s.suite, s.set, s.measure) == (suite, of, measure)), None)
+    def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
+        """Return one score.
+
+        Args:
+            suite: Name of the suite, such as `sts`.
+            dataset: Name of the set, such as `STS-B`.
+            measure: Name of the measure, such as `all`.
+            model: Name of the model.
+
+        Raises:
+            EvaluationResultError: It was not measured.
+        """
+        found = next((s for s in self.scores if (s.suite, s.set, s.measure) == (suite, dataset, measure)), None)
         if found is None or model not in found.values:
-            there = ", ".join(sorted({f"{s.suite}/{s.set}/{s.measure}" for s in self.scores}))
-            raise EvaluationResultError(f"{suite}/{of}/{measure} of {model} was not measured; there are: {there}")
+            measured = ", ".join(sorted({f"{s.suite}/{s.set}/{s.measure}" for s in self.scores}))
+            raise EvaluationResultError(
+                f"{suite}/{dataset}/{measure} of {model} was not measured; choose from: {measured}"
+            )
         return found.values[model]
 
     def overlap_fraction(self, score: Score, model: str) -> float:
-        """Share of a set's sentences that were in a model's training text; for an average the largest of its sets'."""
-        exposure = next(about.contamination for about in self.models if about.name == model)
+        """Return the share of a set's sentences in a model's training text; for an average, the maximum over its sets."""
+        contamination = next(info.contamination for info in self.models if info.name == model)
         measured = {s.set for s in self.scores if s.suite == score.suite and not s.average}
-        sets = _averaged(score.suite, measured) if score.average else [score.set]
-        return max((exposure.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
+        sets = _averaged_sets(score.suite, measured) if score.average else [score.set]
+        return max((contamination.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
 
     def write(self, file: Path) -> None:
-        """Store as JSON."""
+        """Write the results as JSON."""
         write_text_atomic(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
-        """What `write` stored.
+        """Read a file that `write` wrote.
 
         Raises:
-            EvaluationError: The file is not there, or is none of ours.
+            EvaluationResultError: The file does not exist or contains no evaluation.
         """
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             return cls(
                 **{
                     **stored,
-                    "models": [ModelInfo(**about) for about in stored["models"]],
-                    "scores": [_score(score) for score in stored["scores"]],
-                    "neighbours": {name: _changes(entry) for name, entry in stored["neighbours"].items()},
+                    "models": [ModelInfo(**info) for info in stored["models"]],
+                    "scores": [_load_score(score) for score in stored["scores"]],
+                    "neighbours": {name: _load_changes(entry) for name, entry in stored["neighbours"].items()},
                 }
             )
-        except (OSError, ValueError, KeyError, TypeError) as bad:
-            raise EvaluationResultError(f"{file} is no evaluation: {bad}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EvaluationResultError(f"{file} contains no readable evaluation: {error}") from None
 
 
 def evaluate(
@@ -137,101 +149,103 @@ def evaluate(
     *,
     base: str | None = None,
     settings: Mapping[str, str] | None = None,
-    post: Listener = ignore,
+    emit: Listener = ignore,
 ) -> Evaluation:
-    """Measure every model on every task.
+    """Evaluate every model on every task it supports.
 
     Args:
-        candidates: Models with different names, at least one. Asked for one after the other, each when those before it are
-            measured, and none is held longer.
-        tasks: What to measure, and what was missing.
-        base: Name of the model to compare with; None takes the first.
-        settings: Noted in the result.
-        post: Told what is at work.
+        candidates: Models with distinct names, at least one. An iterator is advanced after the previous model was evaluated,
+            so that only one model is in memory.
+        tasks: The tasks, and the names of missing sets.
+        base: Name of the model to compare with. Default: the first.
+        settings: Stored in the result.
+        emit: Receives the progress.
     """
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
-    models, seen = [], Neighbourhoods.of(tasks.tasks)
+    models, neighbourhoods = [], Neighbourhoods.of(tasks.tasks)
     for candidate in candidates:
-        name, model = candidate.about.name, candidate.model
-        able = [task for task in tasks.tasks if can_do(task, model)]
+        name, model = candidate.info.name, candidate.model
+        supported = [task for task in tasks.tasks if supports(task, model)]
         if isinstance(model, VectorModel):
-            model.prepare(text for task in able for text in task.sentences())
-        for done, task in enumerate(able):
-            post(StageProgress(name, done, len(able), f"sets, now {task.suite} {task.name}"))
-            outcome = task.measure(model)
-            for measure, estimate in outcome.figures.items():
+            model.prepare(text for task in supported for text in task.sentences())
+        for done, task in enumerate(supported):
+            emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
+            result = task.measure(model)
+            for measure, estimate in result.scores.items():
                 estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
-            details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(outcome.details)
-        models.append(_about(candidate, tasks.tasks))
-        seen.look(name, model)
-        note = f"{len(able)} {'set' if len(able) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
-        post(StageProgress(name, len(able), len(able), "sets", finished=True, note=note))
-        del candidate, model  # the next one has its place
+            details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(result.details)
+        models.append(_describe_model(candidate, tasks.tasks))
+        neighbourhoods.record(name, model)
+        note = (
+            f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
+        )
+        emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
+        del candidate, model  # frees its memory before the next one is loaded
     base = base or models[0].name
     return Evaluation(
         models=models,
         base=base,
-        scores=_scores(estimates),
+        scores=_score_columns(estimates),
         details=details,
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
-        neighbours=seen.changes(base),
-        seconds=time.perf_counter() - begun,
+        neighbours=neighbourhoods.changes(base),
+        seconds=time.perf_counter() - started_at,
     )
 
 
-def _about(candidate: Candidate, tasks: Iterable[EvalTask]) -> ModelInfo:
-    exposure = {}
+def _describe_model(candidate: Candidate, tasks: Iterable[EvalTask]) -> ModelInfo:
+    contamination = {}
     if candidate.contamination.overlap:
-        shares = {f"{task.suite}/{task.name}": candidate.contamination.of(task.sentences()) for task in tasks}
-        exposure = {name: share for name, share in shares.items() if share is not None}
-    return ModelInfo(**{**asdict(candidate.about), "seconds": candidate.model.seconds, "exposure": exposure})
+        shares = {f"{task.suite}/{task.name}": candidate.contamination.overlap_of(task.sentences()) for task in tasks}
+        contamination = {name: share for name, share in shares.items() if share is not None}
+    return ModelInfo(**{**asdict(candidate.info), "seconds": candidate.model.seconds, "contamination": contamination})
 
 
-def _scores(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str, Estimate]]]) -> list[Score]:
-    """Sets in their order, the averages of a suite after its sets."""
+def _score_columns(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str, Estimate]]]) -> list[Score]:
+    """List the scores: each suite's sets in their order, followed by the suite's averages."""
     scores: list[Score] = []
     for suite in dict.fromkeys(suite for suite, _ in estimates):
-        mine = {name: measures for (of, name), measures in estimates.items() if of == suite}
+        by_set = {name: measures for (of, name), measures in estimates.items() if of == suite}
         scores += [
-            Score(suite, name, measure, _values(by_model), _compared(by_model))
-            for name, measures in mine.items()
+            Score(suite, name, measure, _point_values(by_model), _compare_all(by_model))
+            for name, measures in by_set.items()
             for measure, by_model in measures.items()
         ]
-        published = _averaged(suite, mine)
+        published = _averaged_sets(suite, by_set)
         if len(published) > 1:
-            whole = len(published) == len(PUBLISHED[suite])
-            title = "average" if whole else f"average of {len(published)} of {len(PUBLISHED[suite])}"
-            for measure in mine[published[0]]:
-                parts = [mine[name][measure] for name in published]
+            is_complete = len(published) == len(PUBLISHED[suite])
+            title = "average" if is_complete else f"average of {len(published)} of {len(PUBLISHED[suite])}"
+            for measure in by_set[published[0]]:
+                parts = [by_set[name][measure] for name in published]
                 average = {model: AverageOf([part[model] for part in parts]) for model in parts[0]}
-                scores.append(Score(suite, title, measure, _values(average), _compared(average), average=True))
+                scores.append(Score(suite, title, measure, _point_values(average), _compare_all(average), average=True))
     return scores
 
 
-def _averaged(suite: str, measured: Container[str]) -> list[str]:
-    """The sets that a suite's average is over, of those that were measured."""
+def _averaged_sets(suite: str, measured: Container[str]) -> list[str]:
+    """Return the measured sets that are part of a suite's average."""
     return [known.name for known in PUBLISHED.get(suite, ()) if known.name in measured]
 
 
-def _values(by_model: Mapping[str, Estimate]) -> dict[str, float]:
+def _point_values(by_model: Mapping[str, Estimate]) -> dict[str, float]:
     return {model: estimate.value for model, estimate in by_model.items()}
 
 
-def _compared(by_model: Mapping[str, Estimate]) -> list[Comparison]:
-    """All ordered pairs, those that can be resampled."""
+def _compare_all(by_model: Mapping[str, Estimate]) -> list[Comparison]:
+    """Compare all ordered pairs of models whose scores can be resampled."""
     found = []
     for model, ours in by_model.items():
         for other, theirs in by_model.items():
-            if model != other and (apart := difference(ours, theirs)) is not None:
-                found.append(Comparison(model, other, apart))
+            if model != other and (gap := difference(ours, theirs)) is not None:
+                found.append(Comparison(model, other, gap))
     return found
 
 
-def _score(stored: dict[str, Any]) -> Score:
+def _load_score(stored: dict[str, Any]) -> Score:
     comparisons = [
         Comparison(entry["model"], entry["against"], Difference(**entry["difference"]))
         for entry in stored["comparisons"]
@@ -239,5 +253,5 @@ def _score(stored: dict[str, Any]) -> Score:
     return Score(**{**stored, "comparisons": comparisons})
 
 
-def _changes(stored: dict[str, Any]) -> Changes:
+def _load_changes(stored: dict[str, Any]) -> Changes:
     return Changes(stored["sentences"], stored["changed"], [Changed(**entry) for entry in stored["clearest"]])

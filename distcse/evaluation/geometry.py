@@ -1,8 +1,8 @@
-"""Geometry of the sentence space: alignment, uniformity, how cosines spread, and the pairs that are hard to tell apart.
+"""Geometry of the embedding space: alignment, uniformity, the distribution of cosines, and the ranking of similar pairs.
 
-Alignment is E‖f(x) − f(x⁺)‖² over positive pairs, uniformity log E exp(−2‖f(x) − f(y)‖²) over unordered pairs of different
-sentences, both on unit vectors (Wang and Isola 2020, α = t = 2). As in SimCSE, the positive pairs are those with a gold
-score above 4, the sentences all of the set. Lower is better for both.
+Alignment is E‖f(x) − f(x⁺)‖² over positive pairs. Uniformity is log E exp(−2‖f(x) − f(y)‖²) over unordered pairs of
+different sentences. Both use unit vectors (Wang and Isola 2020, α = t = 2); lower is better. As in SimCSE, positive pairs
+have a gold score above 4, and the sentences are all of the set.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ GROUPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 SIMILAR_FROM = 10 / 3
 """RankEncoder §5.4: the top third of the scale from 0 to 5."""
 _EDGES = np.linspace(-1.0, 1.0, 81)
-_ENOUGH = 3
+_MIN_PAIRS = 3
 
 
 def alignment(first: NDArray[np.floating], second: NDArray[np.floating]) -> NDArray[np.float64]:
-    """(n,) squared distances of n pairs of unit vectors, each (n, d)."""
+    """Compute the (n,) squared distances of n pairs of unit vectors, each (n, d)."""
     return np.asarray(((first - second).astype(np.float64) ** 2).sum(axis=1))
 
 
 def uniformity(vectors: NDArray[np.floating]) -> float:
-    """Log of the mean Gaussian potential over unordered pairs of (n, d) unit vectors; no vector with itself."""
+    """Compute the log of the mean Gaussian potential over the unordered pairs of (n, d) unit vectors."""
     distances = torch.pdist(torch.from_numpy(np.ascontiguousarray(vectors)).double())
     return float(torch.logsumexp(-2 * distances.square(), dim=0) - np.log(len(distances)))
 
 
 @dataclass(frozen=True)
 class GeometryTask:
-    """Alignment, uniformity and the similar pairs of one set scored from 0 to 5."""
+    """Alignment, uniformity and ranking of similar pairs, for one set with gold scores from 0 to 5."""
 
     pairs: ScoredPairs
     suite: str = "geometry"
@@ -54,36 +54,36 @@ class GeometryTask:
         return self.pairs.unique
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Figures alignment, uniformity, similar (Spearman among similar pairs); histograms by gold group in the details."""
+        """Measure `alignment`, `uniformity` and `similar` (Spearman among similar pairs); details have histograms of cosines."""
         pairs = self.pairs
         cosines = model.similarities(pairs.first, pairs.second)
-        figures: dict[str, Estimate] = {}
+        scores: dict[str, Estimate] = {}
         positive = np.flatnonzero(pairs.gold > POSITIVE_ABOVE)
         if len(positive):
             first, second = (model.unit_vectors([side[i] for i in positive]) for side in (pairs.first, pairs.second))
-            figures["alignment"] = MeanOf(alignment(first, second), f"positive/{self.name}", scale=1.0)
-        figures["uniformity"] = Fixed(uniformity(model.unit_vectors(pairs.unique)))
+            scores["alignment"] = MeanOf(alignment(first, second), f"positive/{self.name}", scale=1.0)
+        scores["uniformity"] = Fixed(uniformity(model.unit_vectors(pairs.unique)))
         similar = pairs.gold >= SIMILAR_FROM
-        if similar.sum() >= _ENOUGH and np.ptp(pairs.gold[similar]) > 0:
-            figures["similar"] = SpearmanOf(cosines[similar], pairs.gold[similar], f"similar/{self.name}")
-        return TaskResult(figures, {"cosines": _by_group(cosines, pairs.gold)})
+        if similar.sum() >= _MIN_PAIRS and np.ptp(pairs.gold[similar]) > 0:
+            scores["similar"] = SpearmanOf(cosines[similar], pairs.gold[similar], f"similar/{self.name}")
+        return TaskResult(scores, {"cosines": _histograms(cosines, pairs.gold)})
 
 
-def _by_group(cosines: NDArray[np.floating], gold: NDArray[np.float64]) -> list[dict[str, object]]:
-    """Histogram, mean and quartiles of the cosines of each group of gold scores; the last group holds its upper end."""
+def _histograms(cosines: NDArray[np.floating], gold: NDArray[np.float64]) -> list[dict[str, object]]:
+    """Compute histogram, mean and quartiles of the cosines per interval of gold scores; the last interval is closed."""
     group = np.clip(np.searchsorted(GROUPS, gold, side="right") - 1, 0, len(GROUPS) - 2)
     found: list[dict[str, object]] = []
-    for place in range(len(GROUPS) - 1):
-        mine = cosines[group == place]
-        if not len(mine):
+    for number in range(len(GROUPS) - 1):
+        in_group = cosines[group == number]
+        if not len(in_group):
             continue
         found.append(
             {
-                "gold": [GROUPS[place], GROUPS[place + 1]],
-                "pairs": len(mine),
-                "mean": float(mine.mean()),
-                "quartiles": np.percentile(mine, [25, 50, 75]).tolist(),
-                "histogram": np.histogram(np.clip(mine, -1, 1), bins=_EDGES)[0].tolist(),
+                "gold": [GROUPS[number], GROUPS[number + 1]],
+                "pairs": len(in_group),
+                "mean": float(in_group.mean()),
+                "quartiles": np.percentile(in_group, [25, 50, 75]).tolist(),
+                "histogram": np.histogram(np.clip(in_group, -1, 1), bins=_EDGES)[0].tolist(),
             }
         )
     return found

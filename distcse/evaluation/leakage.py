@@ -1,4 +1,4 @@
-"""Keeping apart what is learned from, what chooses, and what is measured on."""
+"""Keep training data, the dev set and test sets disjoint."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from distcse.evaluation.sts import ScoredPairs, StsTask
 from distcse.evaluation.suites import EvalConfig, Tasks, published
 from distcse.recipe import CorpusSection
 
-_MOST = 0.5
-"""Share of a test set's pairs from which on a dev set that holds them is that test set. STS-B dev, which was drawn from the
-years' data, holds 8.8 % of STS12 and less of the others."""
+_MAX_SHARED_PAIRS = 0.5
+"""From this share of a test set's pairs on, a dev set counts as that test set.
+
+STS-B dev, a sample of the years' STS sets, contains 8.8 % of STS12 and less of the others.
+"""
 
 
-def excluded_from(section: CorpusSection, data: str | None, also: Iterable[str] = ()) -> Excluded | None:
-    """The sentences that a corpus shall not hold: those of all labelled sets of a folder; None where it may hold any.
+def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterable[str] = ()) -> Excluded | None:
+    """Return the sentences to exclude from a corpus: those of all labelled sets in a folder; None if the recipe excludes none.
 
     Args:
-        section: The corpus's part of a recipe.
-        data: The folder.
-        also: Sentences of a dev set that lies elsewhere.
+        section: The recipe's `corpus`.
+        data: The folder with labelled sets, `evaluation.data`.
+        extra: More sentences to exclude, such as those of a dev set in another folder.
 
     Raises:
-        EvaluationError: There is no labelled set.
+        EvaluationDataError: The folder does not exist or contains no labelled set.
+        EvaluationFormatError: A file is malformed.
     """
     if not section.exclude_evaluation:
         return None
@@ -39,22 +42,25 @@ def excluded_from(section: CorpusSection, data: str | None, also: Iterable[str] 
     ]
     if (dev := DatasetFolder.of(folder).load(STSB_DEV)) is not None:
         sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
-    sentences += also
+    sentences += extra
     if not sentences:
-        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} holds no labelled set; set evaluation.data")
+        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} contains no labelled set; set evaluation.data")
     return Excluded.of(sentences)
 
 
-def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks, is_meant: bool) -> None:
-    """Raise `RecipeError` where the dev pairs hold most of a test set's pairs: what chooses a model cannot measure it.
+def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks, is_allowed: bool) -> None:
+    """Check that the dev pairs are not a test set, whose scores would be biased by the selection of a checkpoint.
 
     Args:
         first: First sentences of the dev pairs.
         second: Second sentences.
-        tests: What is measured at the end.
-        is_meant: Whether the recipe says so in so many words.
+        tests: Tasks of the final evaluation.
+        is_allowed: The recipe's `evaluation.dev_is_test`, which skips the check.
+
+    Raises:
+        InvalidValueError: The dev pairs contain at least half of a test set's pairs.
     """
-    if is_meant:
+    if is_allowed:
         return
     dev = _pairs(first, second)
     for task in tests.tasks:
@@ -65,15 +71,15 @@ def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks
         else:
             continue
         share = len(dev & test) / max(1, len(test))
-        if share >= _MOST:
+        if share >= _MAX_SHARED_PAIRS:
             raise InvalidValueError(
-                f"the dev set holds {100 * share:.0f} % of the pairs of test set {task.name}: a figure on what chose the model "
-                "is no measurement; name another dev set (evaluation.dev), or write evaluation.dev_is_test: true"
+                f"the dev set contains {100 * share:.0f} % of the pairs of test set {task.name}, so the test score would be "
+                "biased by checkpoint selection; set evaluation.dev to another set, or evaluation.dev_is_test: true"
             )
 
 
 def _pairs(first: Sequence[str], second: Sequence[str]) -> set[tuple[str, ...]]:
-    """Pairs of sentences, whatever their order, case and punctuation."""
+    """Return the set of unordered pairs of normalized sentences."""
     return {
         tuple(sorted((normalized_key(one), normalized_key(other)))) for one, other in zip(first, second, strict=True)
     }

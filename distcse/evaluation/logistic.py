@@ -1,15 +1,15 @@
-"""SentEval's logistic regression, many fits at a time.
+"""SentEval's logistic regression, with many fits batched.
 
-SentEval (Conneau and Kiela 2018; `tools/classifier.py`) trains one linear layer with Adam, again and again: for every fold
-and every L2 strength from the same seed. So all fits over equally many rows see the same order of batches and begin with the
-same weights; here they advance together. Rows of a batch are gathered once for all strengths of a fold, logits and gradients
-of all folds are one batched product. What SentEval does is kept to the letter, its oddities too:
+SentEval (Conneau and Kiela 2018; `tools/classifier.py`) trains one linear layer with Adam, for every fold and every L2
+strength from the same seed. Therefore all fits over the same number of rows have the same initial weights and the same
+order of batches, and are trained together here: the rows of a batch are gathered once for all strengths of a fold, and
+logits and gradients of all folds are one batched product. SentEval's behaviour is reproduced exactly, including:
 
 - an epoch is `epoch_size` passes, and `max_epochs` counts passes;
-- an epoch without a new best counts as a miss, misses are never forgotten, and the one after `tenacity` misses is the last;
-- L2 is Adam's weight decay (added to the gradient), on the bias as well;
-- the loss is the mean of a batch, the last batch being smaller;
-- a fit without dev rows takes the first 5 % of a permutation of its rows for them.
+- an epoch without a new best is a miss; misses are never reset, and training ends one miss after `tenacity` misses;
+- L2 is Adam's weight decay (added to the gradient), on the bias too;
+- the loss is the mean of a batch, including a smaller last batch;
+- a fit without dev rows takes the first 5 % of a permutation of its rows as dev rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEV_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one fit is trained; SentEval's settings for published figures."""
+    """Training hyperparameters; the defaults are SentEval's settings for published scores."""
 
     batch: int = 64
     learning_rate: float = 1e-3
@@ -41,11 +41,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Problem:
-    """One training set, fitted once for each L2 strength.
+    """One training set, fitted once per L2 strength.
 
     Args:
-        train: Rows to learn from.
-        dev: Rows that decide when to stop; None takes a part of `train`.
+        train: Training rows.
+        dev: Rows for early stopping; None takes a part of `train`.
         strengths: L2 strengths.
     """
 
@@ -56,20 +56,26 @@ class Problem:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The best weights of each strength.
+    """The best weights of each of R strengths.
 
     Args:
         weights: (R, C, D).
         biases: (R, C).
-        dev_scores: R shares of dev rows that are right.
+        dev_scores: (R,) accuracies on the dev rows, from 0 to 1.
     """
 
     weights: Tensor
     biases: Tensor
     dev_scores: list[float]
 
-    def right(self, strength: int, vectors: Tensor, labels: Tensor) -> NDArray[np.bool_]:
-        """(n,) whether each of n rows, (n, D) with (n,) labels, is classified correctly by the fit with one strength."""
+    def correct(self, strength: int, vectors: Tensor, labels: Tensor) -> NDArray[np.bool_]:
+        """Return (n,) whether the fit with one strength classifies each of n rows correctly.
+
+        Args:
+            strength: Index of the strength.
+            vectors: (n, D).
+            labels: (n,).
+        """
         logits = torch.addmm(self.biases[strength], vectors, self.weights[strength].T)
         answer: NDArray[np.bool_] = (logits.argmax(dim=1) == labels).cpu().numpy()
         return answer
@@ -83,27 +89,30 @@ def fit(
     schedule: Schedule | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Fitted]:
-    """Solve problems over one set of vectors, on the device that holds them.
+    """Fit problems over one set of vectors, on the device of the vectors.
 
     Args:
         vectors: (N, D) float32.
         labels: (N,) classes as int64.
         classes: Number of classes.
-        problems: What to fit; those with equally many rows advance together.
-        schedule: Settings; None takes SentEval's.
-        on_progress: Told how many fits are done.
+        problems: What to fit; problems with the same number of rows are batched.
+        schedule: Hyperparameters. Default: SentEval's.
+        on_progress: Called with the number of finished fits.
+
+    Returns:
+        One result per problem, in their order.
     """
-    found: dict[int, Fitted] = {}
+    results: dict[int, Fitted] = {}
     done = 0
-    order = sorted(range(len(problems)), key=lambda place: _shape(problems[place]))
-    for _, places in groupby(order, key=lambda place: _shape(problems[place])):
-        mine = list(places)
-        group = _Group(vectors, labels, classes, [problems[place] for place in mine], schedule or Schedule())
-        found.update(zip(mine, group.run(), strict=True))
-        done += sum(len(problems[place].strengths) for place in mine)
+    order = sorted(range(len(problems)), key=lambda index: _shape(problems[index]))
+    for _, same_shape in groupby(order, key=lambda index: _shape(problems[index])):
+        indices = list(same_shape)
+        group = _Group(vectors, labels, classes, [problems[index] for index in indices], schedule or Schedule())
+        results.update(zip(indices, group.run(), strict=True))
+        done += sum(len(problems[index].strengths) for index in indices)
         if on_progress is not None:
             on_progress(done)
-    return [found[place] for place in range(len(problems))]
+    return [results[index] for index in range(len(problems))]
 
 
 def _shape(problem: Problem) -> tuple[int, bool, int]:
@@ -111,22 +120,26 @@ def _shape(problem: Problem) -> tuple[int, bool, int]:
 
 
 class _Group:
-    """F problems with equally many rows and R strengths each, advancing together."""
+    """F problems with the same number of rows and R strengths each, trained together."""
 
     def __init__(
         self, vectors: Tensor, labels: Tensor, classes: int, problems: Sequence[Problem], schedule: Schedule
     ) -> None:
         self._vectors, self._labels, self._schedule = vectors, labels, schedule
         self._order = np.random.RandomState(SEED)
-        splits = [self._split(problem) for problem in problems] if problems[0].dev is not None else self._own(problems)
+        splits = (
+            [self._split(problem) for problem in problems]
+            if problems[0].dev is not None
+            else self._split_off_dev(problems)
+        )
         device = vectors.device
         self._train = torch.from_numpy(np.stack([train for train, _ in splits])).to(device)
         self._dev = [torch.from_numpy(dev).to(device) for _, dev in splits]
-        self._live = list(range(len(problems)))
+        self._running_folds = list(range(len(problems)))
         folds, strengths = len(problems), len(problems[0].strengths)
         decay = torch.tensor([problem.strengths for problem in problems], dtype=torch.float32, device=device)
         self._decay = decay[:, :, None, None]
-        # The bias is one more column of the weights, met by a column of ones: one product gives logits, one the gradient.
+        # The bias is a column of the weights, multiplied by a column of ones: logits and gradient are one product each.
         start = _first_weights(vectors.shape[1], classes).to(device)
         self._weights = start.expand(folds, strengths, *start.shape).contiguous()
         self._first = torch.zeros_like(self._weights)
@@ -135,26 +148,26 @@ class _Group:
         self._best = self._weights.clone()
         self._hits = np.full((folds, strengths), -1, dtype=np.int64)
         self._misses = np.zeros((folds, strengths), dtype=np.int64)
-        self._running = np.ones((folds, strengths), dtype=bool)
+        self._is_running = np.ones((folds, strengths), dtype=bool)
 
     @staticmethod
     def _split(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         assert problem.dev is not None
         return problem.train, problem.dev
 
-    def _own(self, problems: Sequence[Problem]) -> Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Train and dev rows where dev rows are taken from the training rows: the same places for all."""
+    def _split_off_dev(self, problems: Sequence[Problem]) -> Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Split the training rows into train and dev rows, at the same positions for all problems."""
         shuffled = self._order.permutation(len(problems[0].train))
-        held = int(DEV_SHARE * len(shuffled))
-        return [(problem.train[shuffled[held:]], problem.train[shuffled[:held]]) for problem in problems]
+        num_dev = int(DEV_SHARE * len(shuffled))
+        return [(problem.train[shuffled[num_dev:]], problem.train[shuffled[:num_dev]]) for problem in problems]
 
     def run(self) -> list[Fitted]:
         passes = 0
-        while self._live and passes <= self._schedule.max_epochs:
+        while self._running_folds and passes <= self._schedule.max_epochs:
             for _ in range(self._schedule.epoch_size):
                 self._pass()
             passes += self._schedule.epoch_size
-            self._judge()
+            self._evaluate_dev()
             self._drop_finished()
         return [
             Fitted(best[..., :-1], best[..., -1], (hits / len(dev)).tolist())
@@ -164,11 +177,11 @@ class _Group:
     def _pass(self) -> None:
         rows = self._train.shape[1]
         shuffled = torch.from_numpy(self._order.permutation(rows)).to(self._train.device)
-        for begin in range(0, rows, self._schedule.batch):
-            self._step(self._train[:, shuffled[begin : begin + self._schedule.batch]])
+        for start in range(0, rows, self._schedule.batch):
+            self._step(self._train[:, shuffled[start : start + self._schedule.batch]])
 
     def _step(self, rows: Tensor) -> None:
-        """One step of Adam on the cross-entropy of (F, B) rows."""
+        """Apply one Adam step on the cross-entropy of (F, B) rows."""
         folds, strengths, classes, width = self._weights.shape
         batch = self._vectors[rows]
         batch = torch.cat([batch, batch.new_ones(*rows.shape, 1)], dim=2)
@@ -195,33 +208,33 @@ class _Group:
             maximize=False,
         )
 
-    def _judge(self) -> None:
-        """Count right answers on dev rows; keep what is better, count what is not."""
-        for place, fold in enumerate(self._live):
-            dev, weights = self._dev[fold], self._weights[place]
+    def _evaluate_dev(self) -> None:
+        """Count correct dev rows, store the weights that improved, and count misses."""
+        for slot, fold in enumerate(self._running_folds):
+            dev, weights = self._dev[fold], self._weights[slot]
             logits = torch.einsum("nd,rcd->rnc", self._vectors[dev], weights[..., :-1]) + weights[:, None, :, -1]
             hits = (logits.argmax(dim=2) == self._labels[dev]).sum(dim=1).cpu().numpy()
-            running = self._running[fold]
+            running = self._is_running[fold]
             better = running & (hits > self._hits[fold])
             worse = running & ~better
             self._hits[fold] = np.where(better, hits, self._hits[fold])
             chosen = torch.from_numpy(np.flatnonzero(better)).to(weights.device)
             self._best[fold, chosen] = weights[chosen]
-            self._running[fold] = running & ~(worse & (self._misses[fold] >= self._schedule.tenacity))
+            self._is_running[fold] = running & ~(worse & (self._misses[fold] >= self._schedule.tenacity))
             self._misses[fold] += worse
 
     def _drop_finished(self) -> None:
-        kept = [place for place, fold in enumerate(self._live) if self._running[fold].any()]
-        if len(kept) == len(self._live):
+        remaining = [slot for slot, fold in enumerate(self._running_folds) if self._is_running[fold].any()]
+        if len(remaining) == len(self._running_folds):
             return
-        self._live = [self._live[place] for place in kept]
+        self._running_folds = [self._running_folds[slot] for slot in remaining]
         self._train, self._decay, self._weights, self._first, self._second = (
-            tensor[kept] for tensor in (self._train, self._decay, self._weights, self._first, self._second)
+            tensor[remaining] for tensor in (self._train, self._decay, self._weights, self._first, self._second)
         )
 
 
 def _first_weights(width: int, classes: int) -> Tensor:
-    """(C, D + 1) what `nn.Linear` begins with under SentEval's seed, the bias in the last column."""
+    """Return the (C, D + 1) initial weights of `nn.Linear` under SentEval's seed, with the bias in the last column."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         layer = torch.nn.Linear(width, classes)

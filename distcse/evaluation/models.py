@@ -1,4 +1,4 @@
-"""What is measured: an encoder that gives vectors, or a scorer that reads both sentences of a pair at once."""
+"""Models to evaluate: a bi-encoder that outputs vectors, or a cross-encoder that scores a pair of sentences."""
 
 from __future__ import annotations
 
@@ -11,70 +11,74 @@ from numpy.typing import NDArray
 
 from distcse.errors import ModelOutputError
 from distcse.models import CrossEncoder, Encoder
-from distcse.rank_space import RankSpaceEncoder, numbered
+from distcse.rank_space import RankSpaceEncoder, index_pairs
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
-"""Told how many are done, and of how many."""
+"""Called with the number of encoded texts or scored pairs, and the total."""
 
 
 class PairModel(Protocol):
-    """Anything that says how alike two sentences are."""
+    """A model that computes the similarity of two sentences."""
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) similarities of n pairs, higher is more alike."""
+        """Compute the (n,) similarities of n pairs; higher is more similar."""
         ...
 
 
 class VectorModel:
-    """A bi-encoder: each sentence is encoded once, however many suites ask for it.
+    """A bi-encoder that encodes each distinct sentence once, for all suites.
 
     Args:
-        encode: Texts to (n, d) vectors, in the texts' order; `Encoder.encode`, or any function like it.
+        encode: Maps n texts to (n, d) vectors, in the order of the texts; `Encoder.encode` or a function like it.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], NDArray[np.floating]]) -> None:
         self.seconds = 0.0
-        """Spent encoding."""
+        """Time spent in `encode`."""
         self._encode = encode
-        self._places: dict[str, int] = {}
+        self._index: dict[str, int] = {}
         self._vectors: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
-        """The vectors of an encoder, as its folder says: with or without normalisation."""
-        return cls(encoding(encoder, precision, on_progress))
+        """Wrap an encoder; its folder decides whether vectors are normalized."""
+        return cls(make_encode(encoder, precision, on_progress))
 
     def prepare(self, texts: Iterable[str]) -> None:
-        """Encode those of the texts that are not known yet, in one pass: so that they are sorted by length together."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._places]
+        """Encode the texts that are not cached yet, in one call, so that batches are sorted by length over all of them.
+
+        Raises:
+            ModelOutputError: A vector is not finite.
+        """
+        new = [text for text in dict.fromkeys(texts) if text not in self._index]
         if not new:
             return
-        begun = perf_counter()
+        started_at = perf_counter()
         vectors = np.asarray(self._encode(new), dtype=np.float32)
-        self.seconds += perf_counter() - begun
-        _refuse_broken(int((~np.isfinite(vectors)).any(axis=1).sum()), len(new), "texts")
-        known = len(self._places)
-        self._places.update({text: known + place for place, text in enumerate(new)})
+        self.seconds += perf_counter() - started_at
+        _require_finite(int((~np.isfinite(vectors)).any(axis=1).sum()), len(new), "texts")
+        num_known = len(self._index)
+        self._index.update({text: num_known + offset for offset, text in enumerate(new)})
         self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(n, d) vectors of n texts."""
+        """Return the (n, d) vectors of n texts."""
         self.prepare(texts)
         assert self._vectors is not None
-        return self._vectors[[self._places[text] for text in texts]]
+        return self._vectors[[self._index[text] for text in texts]]
 
     def unit_vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(n, d) vectors of n texts, of length 1; a zero vector stays zero."""
+        """Return the (n, d) vectors of n texts, normalized to length 1; a zero vector stays zero."""
         vectors = self.vectors(texts)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return np.asarray(vectors / np.where(lengths > 0, lengths, 1.0), dtype=np.float32)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) cosines; 0 where a vector is zero, as SentEval's nan_to_num has it.
+        """Compute the (n,) cosines of n pairs; 0 if a vector is zero, like SentEval's `nan_to_num`.
 
-        Computed in float64 and rounded to float32: the cosines of equal sentences are 1 without the last bits' noise, and
-        tie. In that noise the correlation on STS12, with 79 such pairs, moves by 3e-5 from library to library.
+        Cosines are computed in float64 and rounded to float32, so that those of equal sentences are exactly 1 and tie. Without
+        rounding, the correlation on STS12, which has 79 such pairs, differs by 3e-5 between libraries.
         """
         self.prepare([*first, *second])
         ours, theirs = (self.vectors(texts).astype(np.float64) for texts in (first, second))
@@ -84,20 +88,20 @@ class VectorModel:
         return np.asarray(cosines.astype(np.float32), dtype=np.float64)
 
 
-def encoding(
+def make_encode(
     encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None
 ) -> Callable[[Sequence[str]], NDArray[np.float32]]:
-    """An encoder as a function of texts."""
+    """Return an encoder's `encode` as a function of texts alone, for a precision."""
 
     def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-        told = None if on_progress is None else lambda done: on_progress(done, len(texts))
-        return encoder.encode(texts, precision=precision, on_progress=told)
+        progress = None if on_progress is None else lambda done: on_progress(done, len(texts))
+        return encoder.encode(texts, precision=precision, on_progress=progress)
 
     return encode
 
 
 class RankSpaceModel(VectorModel):
-    """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder Eq. 7); its vectors are those of the encoder."""
+    """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder, Eq. 7)."""
 
     def __init__(
         self, ranker: RankSpaceEncoder, encode: Callable[[Sequence[str]], NDArray[np.floating]] | None = None
@@ -106,62 +110,66 @@ class RankSpaceModel(VectorModel):
         self._ranker = ranker
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) scores; each sentence is ranked once."""
-        unique, left, right = numbered(first, second)
+        """Compute the (n,) scores of n pairs; each distinct sentence is ranked once."""
+        unique, left, right = index_pairs(first, second)
         vectors = self.unit_vectors(unique)
-        begun = perf_counter()
+        started_at = perf_counter()
         scores = self._ranker.scores(vectors, left, right)
-        self.seconds += perf_counter() - begun
+        self.seconds += perf_counter() - started_at
         return scores
 
 
 class PairScores:
-    """A cross-encoder: each pair is scored once, however many suites ask for it."""
+    """A cross-encoder that scores each distinct pair once, for all suites."""
 
     def __init__(self, encoder: CrossEncoder, on_progress: Progress | None = None, precision: str = "fp32") -> None:
         self.seconds = 0.0
-        """Spent scoring."""
+        """Time spent scoring pairs."""
         self._encoder = encoder
         self._on_progress = on_progress
         self._precision = precision
         self._known: dict[tuple[str, str], float] = {}
 
     def prepare(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Score those of the pairs that are not known yet, in one pass."""
+        """Score the pairs that are not cached yet, in one call.
+
+        Raises:
+            ModelOutputError: A score is not finite.
+        """
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        told = self._on_progress
-        begun = perf_counter()
-        progress = None if told is None else lambda done: told(done, len(new))
+        on_progress = self._on_progress
+        started_at = perf_counter()
+        progress = None if on_progress is None else lambda done: on_progress(done, len(new))
         scores = self._encoder.score(new, precision=self._precision, on_progress=progress)
-        self.seconds += perf_counter() - begun
-        _refuse_broken(int((~np.isfinite(scores)).sum()), len(new), "pairs")
+        self.seconds += perf_counter() - started_at
+        _require_finite(int((~np.isfinite(scores)).sum()), len(new), "pairs")
         self._known.update(zip(new, scores.tolist(), strict=True))
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) probabilities that a pair is alike."""
+        """Return the (n,) probabilities of n pairs."""
         pairs = list(zip(first, second, strict=True))
         self.prepare(pairs)
         return np.array([self._known[pair] for pair in pairs])
 
 
-def _refuse_broken(broken: int, of: int, what: str) -> None:
-    if broken:
+def _require_finite(not_finite: int, total: int, unit: str) -> None:
+    if not_finite:
         raise ModelOutputError(
-            f"the model gives no numbers (NaN or infinity) for {broken:,} of {of:,} {what}; it has diverged, "
-            "or its precision is too low"
+            f"the model's output is NaN or infinite for {not_finite:,} of {total:,} {unit}: it diverged in training, or its "
+            "precision is too low; try precision fp32"
         )
 
 
 class Ensemble:
-    """The mean of several models' predictions (Trans-Encoder, Table 5): of cosines, or of probabilities."""
+    """Mean of several models' similarities (Trans-Encoder, Table 5): of cosines, or of probabilities."""
 
     def __init__(self, members: Sequence[Model]) -> None:
         self.seconds = 0.0
-        """Nothing of its own: the members are asked, and what they know they are not asked again."""
+        """Always 0: the members count their own time and cache their outputs."""
         self._members = members
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
-        """(n,) means over the members."""
+        """Compute the (n,) means over the members."""
         return np.asarray(np.mean([member.similarities(first, second) for member in self._members], axis=0))
 
 

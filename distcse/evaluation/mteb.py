@@ -1,6 +1,6 @@
-"""MTEB (Muennighoff et al. 2023): its tasks on our models, its STS tasks on a local data folder, its form of results.
+"""MTEB (Muennighoff et al. 2023): run its tasks on distcse's models, and its STS tasks on a local data folder.
 
-Needs the extra `mteb`. A student runs any of its tasks:
+Needs the extra `mteb`. Any of MTEB's tasks accepts a student:
 
     import mteb
     from distcse.models import Encoder
@@ -25,7 +25,7 @@ from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
-from distcse.evaluation.tables import file_of, read_table
+from distcse.evaluation.tables import find_table, read_table
 from distcse.models import Encoder
 
 try:
@@ -33,20 +33,20 @@ try:
     from mteb.cache import ResultCache
     from mteb.models import ModelMeta
 except ImportError as absent:
-    raise EvaluationDependencyError(f"{absent}; pip install 'distcse[mteb]'") from None
+    raise EvaluationDependencyError(f"{absent}; run pip install 'distcse[mteb]'") from None
 
 _TASKS = {known.name: known.name for known in STS} | {"STS-B": "STSBenchmark"}
 _SPLITS = {"SICK-R": ("train", "trial", "test")}
-"""MTEB's SICK-R is the whole of SICK, 9,927 pairs; the papers' is its test split."""
+"""MTEB's SICK-R is all of SICK, 9,927 pairs; the papers' is its test split."""
 
 
 class MtebEncoder:
-    """What mteb takes for a model (its `EncoderProtocol`).
+    """A model for MTEB (implements its `EncoderProtocol`).
 
     Args:
-        model: Gives the vectors.
-        name: Name in results, put under the organisation `distcse` unless it has one.
-        dimension: Numbers in a vector, for the results' metadata.
+        model: Encodes the texts.
+        name: Name in MTEB's results; `distcse/` is prepended unless it contains a slash.
+        dimension: Dimension of the vectors, for MTEB's metadata.
     """
 
     def __init__(self, model: VectorModel, name: str, dimension: int | None = None) -> None:
@@ -73,24 +73,28 @@ class MtebEncoder:
 
     @classmethod
     def of(cls, encoder: Encoder, name: str) -> MtebEncoder:
-        """An encoder that is loaded already."""
+        """Wrap a loaded encoder."""
         return cls(VectorModel.of(encoder), name, encoder.dimension)
 
-    def encode(self, inputs: Iterable[dict[str, Any]], **told: Any) -> NDArray[np.float32]:
-        """Batches with the key `text` -> (n, d) vectors. What else mteb tells (task, split, prompt type) changes nothing."""
+    def encode(self, inputs: Iterable[dict[str, Any]], **ignored: Any) -> NDArray[np.float32]:
+        """Encode batches with the key `text` into (n, d) vectors; task, split and prompt type are ignored."""
         return self._model.vectors([text for batch in inputs for text in batch["text"]])
 
     def similarity(self, first: NDArray[np.floating], second: NDArray[np.floating]) -> NDArray[np.floating]:
-        """(n, m) cosines."""
+        """Compute the (n, m) cosines of (n, d) and (m, d) vectors."""
         return np.asarray(_unit(first) @ _unit(second).T)
 
     def similarity_pairwise(self, first: NDArray[np.floating], second: NDArray[np.floating]) -> NDArray[np.floating]:
-        """(n,) cosines."""
+        """Compute the (n,) cosines of n pairs of vectors."""
         return np.asarray((_unit(first) * _unit(second)).sum(axis=1))
 
 
 def sts_tasks(data: Path) -> list[Any]:
-    """MTEB's STS tasks whose sentences a data folder holds, with these sentences in them: nothing is fetched."""
+    """Create MTEB's STS tasks whose sentences a data folder contains, on these sentences; nothing is downloaded.
+
+    Raises:
+        EvaluationDataError: The folder contains none of them.
+    """
     tasks = []
     for known in STS:
         if (pairs := _pairs(data, known)) is not None:
@@ -99,22 +103,24 @@ def sts_tasks(data: Path) -> list[Any]:
             task.data_loaded = True
             tasks.append(task)
     if not tasks:
-        raise EvaluationDataError(f"{data} holds no set of MTEB's STS tasks")
+        raise EvaluationDataError(
+            f"{data} contains no set of MTEB's STS tasks; see docs/how-to/evaluate.md for its layout"
+        )
     return tasks
 
 
 def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Path:
-    """Run MTEB's STS tasks on models and write their results as MTEB does; the folder of results.
+    """Run MTEB's STS tasks on bi-encoders, write MTEB's result files, and return their folder.
 
-    Cross-encoders, which have no vectors, are left out.
+    Cross-encoders are skipped, because they have no vectors.
     """
-    logging.getLogger("mteb").setLevel(logging.ERROR)  # the papers' STS-B is one that MTEB calls superseded
+    logging.getLogger("mteb").setLevel(logging.ERROR)  # MTEB warns that the papers' STS-B is superseded
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*superseded")
         for candidate in candidates:
             if isinstance(candidate.model, VectorModel):
                 mteb.evaluate(
-                    MtebEncoder(candidate.model, candidate.about.name),
+                    MtebEncoder(candidate.model, candidate.info.name),
                     sts_tasks(data),
                     cache=ResultCache(out),
                     overwrite_strategy="always",
@@ -125,7 +131,7 @@ def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Pat
 
 
 def _pairs(data: Path, known: KnownSet) -> ScoredPairs | None:
-    files = [file_of(data / known.folder, split) for split in _SPLITS.get(known.name, ("test",))]
+    files = [find_table(data / known.folder, split) for split in _SPLITS.get(known.name, ("test",))]
     found = [ScoredPairs.of(known.name, read_table(file)) for file in files if file is not None]
     if len(found) < len(files):
         return None

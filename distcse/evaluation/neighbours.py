@@ -1,4 +1,4 @@
-"""What a student sees differently: sentences whose nearest neighbour is another one than before."""
+"""Nearest neighbours that differ between two models."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 from distcse.evaluation.models import Model, VectorModel
 from distcse.evaluation.tasks import EvalTask
 
-_SHOWN = 12
-_MOST = 5000
+_MAX_SHOWN = 12
+_MAX_SENTENCES = 5000
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A sentence, its nearest neighbour under one model, and under another."""
+    """A sentence whose nearest neighbour differs between two models."""
 
     sentence: str
     before: str
     after: str
     gained: float
-    """By how much the second model holds `after` closer than `before`, in cosine."""
+    """Cosine to `after` minus cosine to `before`, under the second model."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The clearest changes, and how many there are."""
+    """The number of changed nearest neighbours, and the changes with the largest gains."""
 
     sentences: int
     changed: int
@@ -36,46 +36,48 @@ class Changes:
 
 
 class Neighbourhoods:
-    """What models see in the first 5,000 different sentences of a set: their vectors, so that no model is held.
+    """Vectors of up to 5,000 distinct sentences per model, stored so that models need not stay in memory.
 
     Args:
-        texts: The sentences; of fewer than two nothing is seen.
+        texts: The sentences; nothing is recorded for fewer than two.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = list(dict.fromkeys(texts))[:_MOST]
-        self._seen: dict[str, NDArray[np.float32]] = {}
+        self._texts = list(dict.fromkeys(texts))[:_MAX_SENTENCES]
+        self._vectors: dict[str, NDArray[np.float32]] = {}
 
     @classmethod
     def of(cls, tasks: Sequence[EvalTask]) -> Neighbourhoods:
-        """In the sentences of STS-B, or else of the first set."""
+        """Take the sentences of STS-B, or of the first set."""
         chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
         return cls(chosen[0].sentences() if chosen else [])
 
-    def look(self, name: str, model: Model) -> None:
-        """Note what a model sees, if it gives vectors."""
+    def record(self, name: str, model: Model) -> None:
+        """Store a model's vectors; cross-encoders, which have none, are ignored."""
         if isinstance(model, VectorModel) and len(self._texts) > 1:
-            self._seen[name] = model.unit_vectors(self._texts)
+            self._vectors[name] = model.unit_vectors(self._texts)
 
     def changes(self, base: str) -> dict[str, Changes]:
-        """How the others' neighbours differ from those of one; nothing where that one gives no vectors."""
-        if base not in self._seen:
+        """Compare the other models' neighbours with those of `base`; empty if `base` has no vectors."""
+        if base not in self._vectors:
             return {}
-        before = self._seen[base]
+        before = self._vectors[base]
         return {
-            name: changed_neighbours(before, after, self._texts) for name, after in self._seen.items() if name != base
+            name: changed_neighbours(before, after, self._texts)
+            for name, after in self._vectors.items()
+            if name != base
         }
 
 
 def changed_neighbours(before: NDArray[np.floating], after: NDArray[np.floating], texts: Sequence[str]) -> Changes:
-    """Compare nearest neighbours by two (n, d) arrays of unit vectors of n texts, n ≥ 2."""
+    """Compare the nearest neighbours of n texts between two (n, d) arrays of unit vectors, n ≥ 2."""
     old = _cosines(before).argmax(axis=1)
     cosines = _cosines(after)
     new = cosines.argmax(axis=1)
     rows = np.arange(len(texts))
     gained = np.where(old == new, -np.inf, cosines[rows, new] - cosines[rows, old])
     changed = int((old != new).sum())
-    clearest = np.argsort(-gained, kind="stable")[: min(_SHOWN, changed)]
+    clearest = np.argsort(-gained, kind="stable")[: min(_MAX_SHOWN, changed)]
     return Changes(
         len(texts),
         changed,

@@ -1,4 +1,4 @@
-"""Binary pair tasks (Trans-Encoder §4.1: QQP, QNLI, MRPC): is the second sentence a paraphrase, or an answer?"""
+"""Binary classification of pairs by similarity: paraphrases (QQP, MRPC) and answers (QNLI), as in Trans-Encoder §4.1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distcse.evaluation.tasks import TaskResult
 
 @dataclass(frozen=True)
 class PairClassificationTask:
-    """Area under the ROC curve, times 100, of similarity for a label of 0 or 1."""
+    """Area under the ROC curve, times 100, of similarities for labels 0 and 1."""
 
     name: str
     first: list[str]
@@ -28,17 +28,24 @@ class PairClassificationTask:
 
     @classmethod
     def of(cls, name: str, table: Table) -> PairClassificationTask:
-        """From columns label (0 or 1), sentence1, sentence2."""
+        """Read columns label (0 or 1), sentence1, sentence2.
+
+        Raises:
+            InsufficientLabelsError: All labels are equal.
+            EvaluationFormatError: A column is missing or malformed.
+        """
         labels = table.binary("label")
         if len(set(labels.tolist())) < 2:
-            raise InsufficientLabelsError(f"{table.file} holds label {labels[0]} alone; a ROC curve needs 0 and 1")
+            raise InsufficientLabelsError(
+                f"{table.file} has only the label {labels[0]}; add rows with the other of 0 and 1"
+            )
         return cls(name, table.texts("sentence1"), table.texts("sentence2"), labels)
 
     def sentences(self) -> Iterable[str]:
         return [*self.first, *self.second]
 
     def measure(self, model: PairModel) -> TaskResult:
-        """Figure auc."""
+        """Measure `auc`."""
         return TaskResult(
             {"auc": AucOf(model.similarities(self.first, self.second), self.labels, f"pairs/{self.name}")}
         )

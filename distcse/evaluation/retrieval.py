@@ -1,8 +1,8 @@
-"""Retrieval: is what belongs to a query among its nearest neighbours?
+"""Retrieval: are the documents that belong to a query among its nearest neighbours?
 
-Recall@k is the share of a query's relevant documents that are among the k nearest by cosine; MRR@10 the reciprocal rank of
-the first relevant one, if it is among ten; NDCG@10 takes the given score as the gain and log2(rank + 1) as the discount. All
-are means over queries, times 100. A document that is exactly as near as a relevant one counts as nearer: ties do not help.
+Recall@k is the share of a query's relevant documents among the k nearest by cosine. MRR@10 is the reciprocal rank of the
+first relevant document, 0 if it is not among ten. NDCG@10 takes the score as the gain and log2(rank + 1) as the discount.
+All are means over queries, times 100. On ties, an irrelevant document ranks before a relevant one.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, Insuffici
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
-from distcse.evaluation.tables import ENDINGS, Table, file_of, place_of, read_table
+from distcse.evaluation.tables import ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
 
 CUTOFFS = (1, 5, 10)
-_DEPTH = 10
-_CELLS = 1 << 26
-"""Cosines computed at a time: 256 MiB."""
+_CUTOFF = 10
+_BLOCK_SIZE = 1 << 26
+"""Number of cosines per block: 256 MiB."""
 
 
 @dataclass(frozen=True)
 class RetrievalDataset:
-    """Queries, documents, and which of them belong together.
+    """Queries, documents, and which documents are relevant to which query.
 
     Args:
         queries: n texts.
         documents: m texts.
-        relevant: n mappings from a document's place to its gain, a positive number.
-        excluded: n places of the document that is the query itself, and is not to be found; None where there is none.
+        relevant: n mappings from the index of a document to its gain, a positive number.
+        excluded: n indices of the document that is the query itself and is not ranked; None if there is none.
     """
 
     queries: list[str]
@@ -45,143 +45,159 @@ class RetrievalDataset:
 
     @classmethod
     def paraphrases(cls, pairs: ScoredPairs, score: float = 5.0) -> RetrievalDataset:
-        """DiffCSE §6.2: each side of a pair with the top score looks for the other among all sentences of the set."""
+        """Take each side of a pair with the top score as a query for the other, among all sentences (DiffCSE §6.2).
+
+        Raises:
+            InsufficientLabelsError: No pair has the top score.
+        """
         documents = pairs.unique
-        place = {text: number for number, text in enumerate(documents)}
+        index = {text: number for number, text in enumerate(documents)}
         chosen = [
             (first, second)
             for first, second, gold in zip(pairs.first, pairs.second, pairs.gold.tolist(), strict=True)
             if gold == score and first != second
         ]
         if not chosen:
-            raise InsufficientLabelsError(f"{pairs.name} has no pair scored {score:g}; retrieval needs one")
-        both = [*chosen, *((second, first) for first, second in chosen)]
+            raise InsufficientLabelsError(
+                f"{pairs.name} has no pair with score {score:g}, which retrieval needs; add one, or leave out the suite"
+            )
+        directed = [*chosen, *((second, first) for first, second in chosen)]
         return cls(
-            [query for query, _ in both],
+            [query for query, _ in directed],
             documents,
-            [{place[document]: 1.0} for _, document in both],
-            [place[query] for query, _ in both],
+            [{index[document]: 1.0} for _, document in directed],
+            [index[query] for query, _ in directed],
         )
 
     @classmethod
     def read(cls, folder: Path) -> RetrievalDataset:
-        """From a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and, if graded, score).
+        """Read a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and optionally score).
 
-        The files may be .tsv, .jsonl (both also .gz) or .parquet; BEIR's names of columns (`_id`, `query-id`, `corpus-id`)
-        do too. As in BEIR, a document with a query's own id is not to be found, and queries nothing is relevant to are left
-        out.
+        Files are .tsv, .jsonl (both also .gz) or .parquet. BEIR's column names (`_id`, `query-id`, `corpus-id`) work too. As in
+        BEIR, a document with the query's id is not ranked, and queries without relevant documents are left out.
+
+        Raises:
+            EvaluationDataError: A file does not exist.
+            EvaluationFormatError: A file is malformed, or an id is unknown.
+            InsufficientLabelsError: No row has a score above 0.
         """
         queries, corpus, relevant = (read_table(_file(folder, name)) for name in ("queries", "corpus", "relevant"))
-        texts, places = _by_id(queries), {key: place for place, key in enumerate(_by_id(corpus))}
+        texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}
         gains: dict[str, dict[int, float]] = {}
-        asked = relevant.labels(relevant.named("query_id", "query-id"))
-        found = relevant.labels(relevant.named("corpus_id", "corpus-id"))
+        query_ids = relevant.labels(relevant.find_column("query_id", "query-id"))
+        document_ids = relevant.labels(relevant.find_column("corpus_id", "corpus-id"))
         scores = relevant.numbers("score").tolist() if "score" in relevant.columns else [1.0] * len(relevant)
-        for row, (query, document, score) in enumerate(zip(asked, found, scores, strict=True)):
-            for key, known, file in ((query, texts, queries.file), (document, places, corpus.file)):
+        for row, (query, document, score) in enumerate(zip(query_ids, document_ids, scores, strict=True)):
+            for key, known, file in ((query, texts, queries.file), (document, indices, corpus.file)):
                 if key not in known:
-                    raise EvaluationFormatError(f"{place_of(relevant.file, row)}: {key!r} is no id in {file}")
+                    raise EvaluationFormatError(
+                        f"{describe_row(relevant.file, row)}: {key!r} is not an id in {file}; add it"
+                    )
             if score > 0:
-                gains.setdefault(query, {})[places[document]] = score
+                gains.setdefault(query, {})[indices[document]] = score
         if not gains:
-            raise InsufficientLabelsError(f"{relevant.file}: no row has a score above 0")
-        kept = [query for query in texts if query in gains]
+            raise InsufficientLabelsError(f"{relevant.file}: no row has a score above 0; add one")
+        with_relevant = [query for query in texts if query in gains]
         return cls(
-            [texts[query] for query in kept],
+            [texts[query] for query in with_relevant],
             list(_by_id(corpus).values()),
-            [gains[query] for query in kept],
-            [places.get(query) for query in kept],
+            [gains[query] for query in with_relevant],
+            [indices.get(query) for query in with_relevant],
         )
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Recall, MRR and NDCG on one collection."""
+    """Recall, MRR and NDCG on one dataset."""
 
     name: str
-    collection: RetrievalDataset
-    documents_by: VectorModel | None = None
-    """Whose index is searched: a teacher's, by the queries of a student that shares its space. None is the model itself."""
+    dataset: RetrievalDataset
+    document_model: VectorModel | None = None
+    """Model that encodes the documents, such as the teacher of a student with the same space; None is the evaluated model."""
     suite: str = "retrieval"
     pairs_only: bool = False
 
     def sentences(self) -> Iterable[str]:
-        return [*self.collection.queries, *(self.collection.documents if self.documents_by is None else [])]
+        return [*self.dataset.queries, *(self.dataset.documents if self.document_model is None else [])]
 
     def with_documents_by(self, name: str, model: VectorModel) -> RetrievalTask:
-        """The same collection, its documents encoded by one model whoever asks (asymmetric retrieval, as in LEAF)."""
-        return replace(self, name=f"{self.name}, documents by {name}", documents_by=model)
+        """Return the task with documents encoded by one model for all queries (asymmetric retrieval, as in LEAF)."""
+        return replace(self, name=f"{self.name}, documents by {name}", document_model=model)
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Figures recall@1, recall@5, recall@10, mrr@10, ndcg@10."""
-        collection = self.collection
-        queries = model.unit_vectors(collection.queries)
-        documents = (self.documents_by or model).unit_vectors(collection.documents)
-        ranks = relevant_ranks(queries, documents, collection)
+        """Measure `recall@1`, `recall@5`, `recall@10`, `mrr@10` and `ndcg@10`."""
+        dataset = self.dataset
+        queries = model.unit_vectors(dataset.queries)
+        documents = (self.document_model or model).unit_vectors(dataset.documents)
+        ranks = relevant_ranks(queries, documents, dataset)
         items = f"queries/{self.name}"
         recalls = {
-            f"recall@{k}": MeanOf(np.array([np.mean(mine <= k) for mine in ranks], dtype=np.float64), items)
+            f"recall@{k}": MeanOf(
+                np.array([np.mean(query_ranks <= k) for query_ranks in ranks], dtype=np.float64), items
+            )
             for k in CUTOFFS
         }
-        best = np.array([mine.min() for mine in ranks], dtype=np.float64)
-        gains = [np.array(list(gain.values())) for gain in collection.relevant]
-        ndcg = np.array([_ndcg(mine, gain) for mine, gain in zip(ranks, gains, strict=True)])
+        best = np.array([query_ranks.min() for query_ranks in ranks], dtype=np.float64)
+        gains = [np.array(list(gain.values())) for gain in dataset.relevant]
+        ndcg = np.array([_ndcg(query_ranks, gain) for query_ranks, gain in zip(ranks, gains, strict=True)])
         return TaskResult(
             {
                 **recalls,
-                f"mrr@{_DEPTH}": MeanOf(np.where(best <= _DEPTH, 1 / best, 0.0), items),
-                f"ndcg@{_DEPTH}": MeanOf(ndcg, items),
+                f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
+                f"ndcg@{_CUTOFF}": MeanOf(ndcg, items),
             },
-            {"queries": len(ranks), "documents": len(collection.documents)},
+            {"queries": len(ranks), "documents": len(dataset.documents)},
         )
 
 
 def relevant_ranks(
-    queries: NDArray[np.floating], documents: NDArray[np.floating], collection: RetrievalDataset
+    queries: NDArray[np.floating], documents: NDArray[np.floating], dataset: RetrievalDataset
 ) -> list[NDArray[np.int64]]:
-    """Rank, counted from 1, of each relevant document of each query, in the order of `collection.relevant`.
+    """Compute the rank, from 1, of each relevant document of each query, in the order of `dataset.relevant`.
 
     Args:
         queries: (n, d) unit vectors.
         documents: (m, d) unit vectors.
-        collection: Which belong together.
+        dataset: Which documents are relevant.
     """
-    found = []
-    step = max(1, _CELLS // len(documents))
-    for start in range(0, len(queries), step):
-        cosines = queries[start : start + step] @ documents.T
+    ranks = []
+    block_size = max(1, _BLOCK_SIZE // len(documents))
+    for start in range(0, len(queries), block_size):
+        cosines = queries[start : start + block_size] @ documents.T
         for row, cosine in enumerate(cosines, start=start):
-            places = np.fromiter(collection.relevant[row], dtype=np.int64)
-            mine = cosine[places]
-            cosine[places] = -np.inf
-            if (self_place := collection.excluded[row]) is not None:
-                cosine[self_place] = -np.inf
-            nearer = (cosine[None, :] >= mine[:, None]).sum(axis=1)
-            among_relevant = np.argsort(np.argsort(-mine, kind="stable"), kind="stable")
-            found.append(nearer + among_relevant + 1)
-    return found
+            relevant = np.fromiter(dataset.relevant[row], dtype=np.int64)
+            relevant_cosines = cosine[relevant]
+            cosine[relevant] = -np.inf
+            if (excluded := dataset.excluded[row]) is not None:
+                cosine[excluded] = -np.inf
+            num_nearer = (cosine[None, :] >= relevant_cosines[:, None]).sum(axis=1)
+            rank_among_relevant = np.argsort(np.argsort(-relevant_cosines, kind="stable"), kind="stable")
+            ranks.append(num_nearer + rank_among_relevant + 1)
+    return ranks
 
 
 def _ndcg(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> float:
-    near = ranks <= _DEPTH
-    best = np.sort(gains)[::-1][:_DEPTH]
+    near = ranks <= _CUTOFF
+    best = np.sort(gains)[::-1][:_CUTOFF]
     ideal = (best / np.log2(np.arange(2, len(best) + 2))).sum()
     return float((gains[near] / np.log2(ranks[near] + 1)).sum() / ideal)
 
 
 def _by_id(table: Table) -> dict[str, str]:
-    """Texts by id, a title put before its text as BEIR does."""
-    ids, texts = table.labels(table.named("id", "_id")), table.texts("text")
+    """Map ids to texts; a title is put before its text, as in BEIR."""
+    ids, texts = table.labels(table.find_column("id", "_id")), table.texts("text")
     titles = table.columns.get("title", [""] * len(table))
     entries: dict[str, str] = {}
     for row, (key, title, text) in enumerate(zip(ids, titles, texts, strict=True)):
         if key in entries:
-            raise EvaluationFormatError(f"{place_of(table.file, row)}: id {key!r} is there twice")
+            raise EvaluationFormatError(
+                f"{describe_row(table.file, row)}: id {key!r} is repeated; remove one of the rows"
+            )
         entries[key] = f"{title} {text}" if title else text
     return entries
 
 
 def _file(folder: Path, name: str) -> Path:
-    if (file := file_of(folder, name)) is None:
-        raise EvaluationDataError(f"{folder} holds no {name}{ENDINGS[0]} (or {', '.join(ENDINGS[1:])})")
+    if (file := find_table(folder, name)) is None:
+        raise EvaluationDataError(f"{folder} contains no {name}{ENDINGS[0]} (or {', '.join(ENDINGS[1:])}); add it")
     return file

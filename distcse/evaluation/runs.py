@@ -1,4 +1,4 @@
-"""Several runs of one thing, which differ by their seed: their figures joined, as mean and standard deviation."""
+"""Several runs of one model that differ by their seed: group them, and summarize scores as mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ from dataclasses import dataclass
 
 from distcse.evaluation.evaluation import Evaluation, Score
 
-_WHICH = re.compile(r", (?:seed|run) \d+")
+_RUN_SUFFIX = re.compile(r", (?:seed|run) \d+")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure over several runs."""
+    """One score over several runs."""
 
     mean: float
     deviation: float
-    """Sample standard deviation; 0 of one run."""
+    """Sample standard deviation; 0 for one run."""
     number: int
 
 
-def spread_of(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
+def compute_spread(values: Sequence[float]) -> Spread:
+    """Compute mean and sample standard deviation."""
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
-def joined(names: Iterable[str]) -> dict[str, list[str]]:
-    """Models by what they are runs of: `list_net` of `list_net, run 1` and `list_net, run 2`."""
+def group_runs(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of models by model: `list_net` for `list_net, run 1` and `list_net, run 2`."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_WHICH.sub("", name), []).append(name)
+        found.setdefault(_RUN_SUFFIX.sub("", name), []).append(name)
     return found
 
 
-def spreads(score: Score) -> dict[str, Spread]:
-    """A score by what its models are runs of."""
-    return {name: spread_of([score.values[run] for run in runs]) for name, runs in joined(score.values).items()}
-
-
-def has_several(evaluation: Evaluation) -> bool:
-    """Whether something was measured in several runs."""
-    return any(len(runs) > 1 for runs in joined(about.name for about in evaluation.models).values())
-
-
-def numbered(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Models by name, of sources by name: several of one name are its runs."""
+def compute_spreads(score: Score) -> dict[str, Spread]:
+    """Compute the spread of a score over the runs of each model."""
     return {
-        f"{name}, run {number}" if len(several) > 1 else name: source
-        for name, several in sources.items()
-        for number, source in enumerate(several, start=1)
+        name: compute_spread([score.values[run] for run in runs]) for name, runs in group_runs(score.values).items()
+    }
+
+
+def has_repeated_runs(evaluation: Evaluation) -> bool:
+    """Whether a model was evaluated in several runs."""
+    return any(len(runs) > 1 for runs in group_runs(about.name for about in evaluation.models).values())
+
+
+def number_runs(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Map names to sources; several sources of one name become its runs, numbered from 1."""
+    return {
+        f"{name}, run {number}" if len(runs) > 1 else name: source
+        for name, runs in sources.items()
+        for number, source in enumerate(runs, start=1)
     }

@@ -1,7 +1,7 @@
-"""Semantic textual similarity: Spearman of similarity and gold score (references: SentEval as SimCSE changed it).
+"""Semantic textual similarity: Spearman correlation of similarity and gold score (references: SentEval, as modified by SimCSE).
 
-`all` is one correlation over the concatenation of a year's subsets, SimCSE's protocol and the papers' since. SentEval's own
-`mean` and `weighted mean` over the subsets' correlations are other numbers, never to be mixed with it in one table.
+`all` is one correlation over the concatenation of a year's subsets: the protocol of SimCSE and of later papers. SentEval's
+own `mean` and `wmean` over the subsets' correlations are other quantities; never mix them with `all` in one table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Sentence pairs with gold scores, and the subset each comes from."""
+    """Sentence pairs with gold scores, and the subset that each pair is from."""
 
     name: str
     first: list[str]
@@ -38,33 +38,38 @@ class ScoredPairs:
 
     @classmethod
     def of(cls, name: str, table: Table) -> ScoredPairs:
-        """From columns score, sentence1, sentence2 and, where there is one, subset."""
+        """Read columns score, sentence1, sentence2 and, optionally, subset.
+
+        Raises:
+            InsufficientLabelsError: There are fewer than two pairs, or all scores are equal.
+            EvaluationFormatError: A column is missing or malformed.
+        """
         subsets = table.columns.get("subset", [""] * len(table))
         pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))
         if len(table) < 2 or np.ptp(pairs.gold) == 0:
             raise InsufficientLabelsError(
-                f"{table.file} holds {len(table)} pairs of one score; a correlation needs two scores"
+                f"{table.file} has {len(table)} pairs and one distinct score; add pairs with another score"
             )
         return pairs
 
     @property
     def fingerprint(self) -> str:
-        """Of the pairs, their order and their scores."""
+        """Hash of the pairs, their order and their scores."""
         return text_checksum(json.dumps([self.first, self.second, self.gold.tolist()]))
 
     @cached_property
     def unique(self) -> list[str]:
-        """Each sentence once."""
+        """Distinct sentences, in order of occurrence."""
         return list(dict.fromkeys([*self.first, *self.second]))
 
 
 @dataclass(frozen=True)
 class StsTask:
-    """Spearman, times 100, on one set.
+    """Spearman correlation, times 100, on one set.
 
     Args:
         pairs: The set.
-        aggregate: Which figure stands first, in tables.
+        aggregate: Score that tables show first.
     """
 
     pairs: ScoredPairs
@@ -80,30 +85,30 @@ class StsTask:
         return self.pairs.unique
 
     def measure(self, model: PairModel) -> TaskResult:
-        """Figures all, mean, wmean; the subsets' own correlations in the details."""
+        """Measure `all`, `mean` and `wmean`; details have the correlations of the subsets."""
         pairs = self.pairs
         predicted = model.similarities(pairs.first, pairs.second)
         subsets = subset_correlations(predicted, pairs)
         sizes = [count for count, _ in subsets.values()]
-        scores = [score for _, score in subsets.values()]
-        figures: dict[str, Estimate] = {
+        correlations = [score for _, score in subsets.values()]
+        scores: dict[str, Estimate] = {
             "all": SpearmanOf(predicted, pairs.gold, f"sts/{self.name}"),
-            "mean": Fixed(float(np.mean(scores))),
-            "wmean": Fixed(float(np.average(scores, weights=sizes))),
+            "mean": Fixed(float(np.mean(correlations))),
+            "wmean": Fixed(float(np.average(correlations, weights=sizes))),
         }
-        order = sorted(figures, key=lambda name: name != self.aggregate)
-        return TaskResult({name: figures[name] for name in order}, {"subsets": subsets})
+        order = sorted(scores, key=lambda name: name != self.aggregate)
+        return TaskResult({name: scores[name] for name in order}, {"subsets": subsets})
 
 
 def sts_score(model: PairModel, pairs: ScoredPairs) -> float:
-    """Spearman, times 100, over all pairs."""
+    """Compute the Spearman correlation, times 100, over all pairs."""
     return spearman(model.similarities(pairs.first, pairs.second), pairs.gold)
 
 
 def subset_correlations(predicted: NDArray[np.floating], pairs: ScoredPairs) -> dict[str, tuple[int, float]]:
-    """Size and Spearman, times 100, of each subset, in the file's order; of one that has no order, 0."""
+    """Compute size and Spearman correlation, times 100, of each subset, in the file's order; 0 if a subset is constant."""
     found = {}
     for subset in dict.fromkeys(pairs.subsets.tolist()):
-        mine = pairs.subsets == subset
-        found[subset] = (int(mine.sum()), spearman(predicted[mine], pairs.gold[mine]))
+        in_subset = pairs.subsets == subset
+        found[subset] = (int(in_subset.sum()), spearman(predicted[in_subset], pairs.gold[in_subset]))
     return found

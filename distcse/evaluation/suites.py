@@ -1,4 +1,4 @@
-"""From files to tasks: the suites of the papers out of a data folder, and sets of one's own beside them."""
+"""Create tasks from files: the suites of published sets in a data folder, and custom sets."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, Evaluatio
 from distcse.evaluation.catalogue import PAIRS, STS, STSB, STSB_DEV, SUITES, TRANSFER, DatasetFolder, KnownSet, Suite
 from distcse.evaluation.geometry import GeometryTask
 from distcse.evaluation.pairs import PairClassificationTask
-from distcse.evaluation.ranking import PARTNERS, RankingTask
+from distcse.evaluation.ranking import MIN_PARTNERS, RankingTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
-from distcse.evaluation.tables import ENDINGS, Table, file_of, read_table
+from distcse.evaluation.tables import ENDINGS, Table, find_table, read_table
 from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.transfer import Mode, TransferTask
 from distcse.files import text_checksum
 
 FitProgress = Callable[[str, int], None]
-"""Told the name of a transfer set and how many fits are done."""
+"""Called with the name of a transfer set and the number of finished fits."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What can be chosen about how suites are measured."""
+    """Settings of the evaluation protocols."""
 
     aggregate: Aggregate = "all"
+    """STS score that tables show first."""
     transfer: Mode = "strict"
+    """Protocol of the transfer tasks."""
     device: str = "cpu"
-    """Where transfer fits run."""
+    """Device of the transfer fits."""
     on_fits: FitProgress | None = None
 
 
 @dataclass
 class Tasks:
-    """Tasks in the order of their tables, and what could not be made."""
+    """Tasks in the order of their tables, the names of missing sets, and warnings."""
 
     tasks: list[EvalTask] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each set's sentences, by suite and name."""
+        """Compute a hash of each set's sentences, by suite and name."""
         return {f"test set {task.suite}/{task.name}": text_checksum("\n".join(task.sentences())) for task in self.tasks}
 
 
 @dataclass(frozen=True)
 class CustomSet:
-    """A user's file (for transfer and retrieval perhaps a folder), measured as one of the suites."""
+    """A file of the user (a folder for retrieval, optionally for transfer), measured by the protocol of a suite."""
 
     suite: Suite
     name: str
@@ -57,143 +59,167 @@ class CustomSet:
 
     @classmethod
     def parse(cls, text: str) -> CustomSet:
-        """From `suite=path` or `suite:name=path`; without a name the file's name is taken."""
+        """Parse `SUITE=PATH` or `SUITE:NAME=PATH`; the default name is the file's.
+
+        Raises:
+            EvaluationOptionError: The text has another form, or the suite does not exist.
+        """
         kind, equals, path = text.partition("=")
         suite, _, name = kind.partition(":")
         if not equals or not path or suite not in SUITES:
             raise EvaluationOptionError(
-                f"--add {text}: expected SUITE=PATH or SUITE:NAME=PATH, SUITE one of {', '.join(SUITES)}"
+                f"--add {text}: write SUITE=PATH or SUITE:NAME=PATH, with SUITE one of {', '.join(SUITES)}"
             )
         stem = Path(path).name
         ending = next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if stem.endswith(ending)), "")
         return cls(next(known for known in SUITES if known == suite), name or stem.removesuffix(ending), Path(path))
 
 
-def published(data: Path, suites: Iterable[Suite], protocol: EvalConfig) -> Tasks:
-    """The sets of a folder with labelled sets, none where it holds none. `EvaluationError` for a malformed file."""
-    shelf, found = DatasetFolder.of(data), Tasks()
-    library = _DatasetRegistry(shelf, protocol)
+def published(data: Path, suites: Iterable[Suite], config: EvalConfig) -> Tasks:
+    """Create the tasks of the published sets that a data folder contains.
+
+    Raises:
+        EvaluationDataError: The folder does not exist.
+        EvaluationFormatError: A file is malformed.
+    """
+    folder, found = DatasetFolder.of(data), Tasks()
+    registry = _DatasetRegistry(folder, config)
     for suite in suites:
-        found.tasks += library.tasks(suite)
-    found.missing += dict.fromkeys(shelf.missing)
-    found.warnings += dict.fromkeys(shelf.warnings)
+        found.tasks += registry.tasks(suite)
+    found.missing += dict.fromkeys(folder.missing)
+    found.warnings += dict.fromkeys(folder.warnings)
     return found
 
 
-def collect(data: Path | None, suites: Iterable[Suite], own: Iterable[CustomSet], protocol: EvalConfig) -> Tasks:
-    """Read all sets that are wanted.
+def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomSet], config: EvalConfig) -> Tasks:
+    """Create the tasks of published and custom sets.
+
+    Args:
+        data: Data folder with published sets; None for custom sets only.
+        suites: Suites of the data folder.
+        custom: Custom sets.
+        config: Settings of the protocols.
 
     Raises:
-        EvaluationError: A malformed file, a folder that is not there, or nothing to measure at all.
+        EvaluationDataError: A file or folder does not exist.
+        EvaluationFormatError: A file is malformed.
+        EvaluationOptionError: Two sets of a suite have the same name, or there is no task.
     """
-    found = Tasks() if data is None else published(data, suites, protocol)
-    for one in own:
-        found.tasks.append(_own_task(one, protocol))
+    found = Tasks() if data is None else published(data, suites, config)
+    for custom_set in custom:
+        found.tasks.append(_custom_task(custom_set, config))
     names = [(task.suite, task.name) for task in found.tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise EvaluationOptionError(
-            f"two sets of suite {repeated[0]} are called {repeated[1]}; name one: --add SUITE:NAME=PATH"
+            f"two sets of suite {repeated[0]} have the name {repeated[1]}; rename one: --add SUITE:NAME=PATH"
         )
     if not found.tasks:
-        lacking = f" ({'; '.join(found.missing[:3])})" if found.missing else ""
+        missing = f" ({'; '.join(found.missing[:3])})" if found.missing else ""
         raise EvaluationOptionError(
-            f"nothing to measure: give --data a folder with labelled sets, or --add one{lacking}"
+            f"there is no set to measure{missing}; set --data to a folder with labelled sets, or add one with --add"
         )
     return found
 
 
 def labelled_dev(data: Path) -> ScoredPairs:
-    """STS-B dev from a folder with labelled sets; `EvaluationError` where it is not there."""
-    shelf = DatasetFolder.of(data)
-    tables = shelf.load(STSB_DEV)
+    """Read STS-B dev from a data folder.
+
+    Raises:
+        EvaluationDataError: The folder or the file does not exist.
+        EvaluationFormatError: The file is malformed.
+    """
+    folder = DatasetFolder.of(data)
+    tables = folder.load(STSB_DEV)
     if tables is None:
-        raise EvaluationDataError(f"{shelf.missing[0]}; the dev score needs it")
+        raise EvaluationDataError(f"{folder.missing[0]}, which the dev score needs; add the file")
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 
 class _DatasetRegistry:
-    """Tasks of the published sets; each file is read once, however many suites use it."""
+    """Creates tasks of the published sets; reads each file once for all suites."""
 
-    def __init__(self, shelf: DatasetFolder, protocol: EvalConfig) -> None:
-        self._shelf, self._protocol = shelf, protocol
+    def __init__(self, folder: DatasetFolder, config: EvalConfig) -> None:
+        self._folder, self._config = folder, config
         self._pairs: dict[str, ScoredPairs | None] = {}
 
     def tasks(self, suite: Suite) -> list[EvalTask]:
-        """The tasks of one suite that can be made."""
+        """Create the tasks of one suite whose files exist."""
         if suite == "transfer":
             return [task for known in TRANSFER if (task := self._transfer(known))]
         if suite == "pairs":
-            tables = [(known, self._shelf.load(known)) for known in PAIRS]
+            tables = [(known, self._folder.load(known)) for known in PAIRS]
             return [PairClassificationTask.of(known.name, table["test"]) for known, table in tables if table]
         if suite == "ranking":
             return [task for known in STS if (task := self._ranking(known))]
         if suite == "geometry":
-            return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored(known))]
+            return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored_pairs(known))]
         if suite == "retrieval":
-            stsb = self._scored(STSB)
+            stsb = self._scored_pairs(STSB)
             return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
-        sets = [pairs for known in STS if (pairs := self._scored(known))]
-        return [StsTask(pairs, self._protocol.aggregate) for pairs in sets]
+        sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
+        return [StsTask(pairs, self._config.aggregate) for pairs in sets]
 
-    def _scored(self, known: KnownSet) -> ScoredPairs | None:
+    def _scored_pairs(self, known: KnownSet) -> ScoredPairs | None:
         if known.name not in self._pairs:
-            tables = self._shelf.load(known)
+            tables = self._folder.load(known)
             (split,) = known.rows
             self._pairs[known.name] = ScoredPairs.of(known.name, tables[split]) if tables else None
         return self._pairs[known.name]
 
     def _ranking(self, known: KnownSet) -> EvalTask | None:
-        pairs = self._scored(known)
+        pairs = self._scored_pairs(known)
         task = RankingTask(pairs) if pairs else None
         if task and not task.lists:
-            self._shelf.missing.append(
-                f"{known.name}: no sentence has {PARTNERS} partners with different scores to rank"
+            self._folder.missing.append(
+                f"{known.name}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs"
             )
             return None
         return task
 
     def _transfer(self, known: KnownSet) -> EvalTask | None:
-        tables = self._shelf.load(known)
+        tables = self._folder.load(known)
         if tables is None:
             return None
-        return _transfer_task(known.name, tables, self._protocol)
+        return _transfer_task(known.name, tables, self._config)
 
 
-def _transfer_task(name: str, tables: dict[str, Table], protocol: EvalConfig) -> TransferTask:
-    told = protocol.on_fits
-    progress = None if told is None else lambda done: told(name, done)
-    return TransferTask.of(name, tables, protocol.transfer, protocol.device, progress)
+def _transfer_task(name: str, tables: dict[str, Table], config: EvalConfig) -> TransferTask:
+    on_fits = config.on_fits
+    progress = None if on_fits is None else lambda done: on_fits(name, done)
+    return TransferTask.of(name, tables, config.transfer, config.device, progress)
 
 
-def _own_task(own: CustomSet, protocol: EvalConfig) -> EvalTask:
-    if own.suite == "retrieval":
-        return RetrievalTask(own.name, RetrievalDataset.read(own.path))
-    if own.suite == "transfer":
-        return _transfer_task(own.name, _splits(own.path), protocol)
-    table = read_table(own.path)
-    if own.suite == "pairs":
-        return PairClassificationTask.of(own.name, table)
-    pairs = ScoredPairs.of(own.name, table)
-    if own.suite == "ranking":
+def _custom_task(custom: CustomSet, config: EvalConfig) -> EvalTask:
+    if custom.suite == "retrieval":
+        return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
+    if custom.suite == "transfer":
+        return _transfer_task(custom.name, _splits(custom.path), config)
+    table = read_table(custom.path)
+    if custom.suite == "pairs":
+        return PairClassificationTask.of(custom.name, table)
+    pairs = ScoredPairs.of(custom.name, table)
+    if custom.suite == "ranking":
         task = RankingTask(pairs)
         if not task.lists:
             raise InsufficientLabelsError(
-                f"{own.path}: no sentence has {PARTNERS} partners with different scores to rank"
+                f"{custom.path}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs; add pairs"
             )
         return task
-    return GeometryTask(pairs) if own.suite == "geometry" else StsTask(pairs, protocol.aggregate)
+    return GeometryTask(pairs) if custom.suite == "geometry" else StsTask(pairs, config.aggregate)
 
 
 def _splits(path: Path) -> dict[str, Table]:
-    """One file is measured by folds; a folder holds train, test and perhaps dev."""
+    """Read one file, which is measured by folds, or a folder with train, test and optionally dev."""
     if not os.path.isdir(path):
         return {"all": read_table(path)}
-    files = {split: file_of(path, split) for split in ("all", "train", "dev", "test")}
+    files = {split: find_table(path, split) for split in ("all", "train", "dev", "test")}
     tables = {split: read_table(file) for split, file in files.items() if file is not None}
     if "all" in tables and len(tables) > 1:
         raise EvaluationFormatError(
-            f"{path} holds all{ENDINGS[0]} beside other splits; keep it alone, or train and test"
+            f"{path} contains all{ENDINGS[0]} and other splits; keep only the former, or only train and test"
         )
     if "all" not in tables and not {"train", "test"} <= tables.keys():
-        raise EvaluationDataError(f"{path} holds neither all{ENDINGS[0]} nor train{ENDINGS[0]} and test{ENDINGS[0]}")
+        raise EvaluationDataError(
+            f"{path} contains no data; add all{ENDINGS[0]}, or train{ENDINGS[0]} and test{ENDINGS[0]}"
+        )
     return tables

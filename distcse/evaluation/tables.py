@@ -1,4 +1,4 @@
-"""Labelled files: tab-separated text, JSON lines or Parquet with named columns; every mistake is told with its line or row."""
+"""Tables of labelled data: tab-separated text, JSON lines or Parquet. Errors name the file and the line or row."""
 
 from __future__ import annotations
 
@@ -36,33 +36,51 @@ class Table:
         return len(next(iter(self.columns.values())))
 
     def texts(self, column: str) -> list[str]:
-        """A column of sentences. An empty one is `.`, which is what SentEval encodes for it."""
+        """Return a column of sentences; an empty one becomes `.`, as in SentEval."""
         return [text or "." for text in self._column(column)]
 
     def labels(self, column: str) -> list[str]:
-        """A column of names; none may be empty."""
-        return self._each(column, str, "expected a label, found nothing")
+        """Return a column of class names; none is empty.
+
+        Raises:
+            EvaluationFormatError: The column is missing, or a value is empty.
+        """
+        return self._parse_column(column, str, "expected a label")
 
     def numbers(self, column: str) -> NDArray[np.float64]:
-        """A column of finite numbers."""
-        return np.array(self._each(column, float, "expected a number"))
+        """Return a column of finite numbers.
+
+        Raises:
+            EvaluationFormatError: The column is missing, or a value is no finite number.
+        """
+        return np.array(self._parse_column(column, float, "expected a number"))
 
     def binary(self, column: str) -> NDArray[np.int64]:
-        """A column of 0 and 1."""
-        return np.array(self._each(column, {"0": 0, "1": 1}.__getitem__, "expected 0 or 1"), dtype=np.int64)
+        """Return a column of zeros and ones.
 
-    def named(self, *names: str) -> str:
-        """The first of these names that is a column here; `EvaluationError` where none is."""
+        Raises:
+            EvaluationFormatError: The column is missing, or a value is neither 0 nor 1.
+        """
+        return np.array(self._parse_column(column, {"0": 0, "1": 1}.__getitem__, "expected 0 or 1"), dtype=np.int64)
+
+    def find_column(self, *names: str) -> str:
+        """Return the first of these names that is a column.
+
+        Raises:
+            EvaluationFormatError: None of them is.
+        """
         found = next((name for name in names if name in self.columns), None)
-        return found or self._absent(names[0])
+        return found or self._raise_missing_column(names[0])
 
     def _column(self, column: str) -> list[str]:
-        return self.columns[column] if column in self.columns else self._absent(column)
+        return self.columns[column] if column in self.columns else self._raise_missing_column(column)
 
-    def _absent(self, column: str) -> NoReturn:
-        raise EvaluationFormatError(f"{self.file}: no column {column!r}; columns there: {', '.join(self.columns)}")
+    def _raise_missing_column(self, column: str) -> NoReturn:
+        raise EvaluationFormatError(
+            f"{self.file}: column {column!r} is missing; rename one of its columns: {', '.join(self.columns)}"
+        )
 
-    def _each(self, column: str, read: Callable[[str], T], expected: str) -> list[T]:
+    def _parse_column(self, column: str, read: Callable[[str], T], expected: str) -> list[T]:
         values = []
         for row, field in enumerate(self._column(column)):
             try:
@@ -70,104 +88,109 @@ class Table:
                 if field == "" or (isinstance(value, float) and not math.isfinite(value)):
                     raise ValueError
             except (ValueError, KeyError):
-                place = place_of(self.file, row)
-                raise EvaluationFormatError(f"{place}, column {column!r}: {expected}, found {field!r}") from None
+                location = describe_row(self.file, row)
+                raise EvaluationFormatError(f"{location}, column {column!r}: {expected}, found {field!r}") from None
             values.append(value)
         return values
 
 
 def read_table(file: Path) -> Table:
-    """Read a .tsv (one header line, no quoting), .jsonl (one object a line) or .parquet file whole; text may end in .gz.
+    """Read a .tsv (a header line, no quoting), .jsonl (one object per line) or .parquet file; text may be gzipped (.gz).
 
     Raises:
-        EvaluationError: With the file and, where there is one, the line (counted from 1, the header being line 1) or row.
+        EvaluationDataError: The file does not exist.
+        EvaluationFormatError: The file is malformed; names the line (from 1, including the header) or row.
     """
     if not os.path.isfile(file):
-        raise EvaluationDataError(f"{file} does not exist")
+        raise EvaluationDataError(f"{file} does not exist; correct the path")
     if not file.name.endswith(ENDINGS):
-        raise EvaluationFormatError(f"{file}: unknown kind of file; known: {', '.join(ENDINGS)}")
+        raise EvaluationFormatError(f"{file}: unknown file type; use one of {', '.join(ENDINGS)}")
     if file.suffix == ".parquet":
         return Table(file, _parquet(file))
     return Table(file, _json_lines(file) if file.name.endswith(_JSON) else _tab_separated(file))
 
 
-def file_of(folder: Path, stem: str) -> Path | None:
-    """The table of this name in a folder, in whichever form it is there."""
+def find_table(folder: Path, stem: str) -> Path | None:
+    """Return the file of a table in a folder, whichever ending it has; None if there is none."""
     return next((file for ending in ENDINGS if os.path.isfile(file := folder / f"{stem}{ending}")), None)
 
 
-def place_of(file: Path, row: int) -> str:
-    """`FILE, line 3` or, in Parquet, `FILE, row 2` of a row counted from 0."""
+def describe_row(file: Path, row: int) -> str:
+    """Return `FILE, line 3` or, for Parquet, `FILE, row 2`, of a row counted from 0."""
     if file.suffix == ".parquet":
         return f"{file}, row {row + 1}"
     return f"{file}, line {row + (1 if file.name.endswith(_JSON) else 2)}"
 
 
 def _tab_separated(file: Path) -> dict[str, list[str]]:
-    lines = _decoded(file).split("\n")
+    lines = _read_text(file).split("\n")
     while lines and not lines[-1].strip("\r"):
         lines.pop()
     if not lines:
-        raise EvaluationFormatError(f"{file} is empty; expected a header line with the columns' names")
+        raise EvaluationFormatError(f"{file} is empty; write a header line with the columns' names, and rows")
     header = lines[0].rstrip("\r").split("\t")
-    _refuse_repeated(file, header)
+    _check_distinct(file, header)
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         fields = line.rstrip("\r").split("\t")
         if len(fields) != len(header):
-            raise EvaluationFormatError(f"{file}, line {number}: {len(fields)} fields, the header has {len(header)}")
+            raise EvaluationFormatError(
+                f"{file}, line {number}: expected {len(header)} fields as in the header, found {len(fields)}"
+            )
         rows.append(fields)
     if not rows:
-        raise EvaluationFormatError(f"{file} holds a header and no rows")
+        raise EvaluationFormatError(f"{file} has a header and no rows; add rows")
     return {name: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
 
 
 def _json_lines(file: Path) -> dict[str, list[str]]:
-    lines = _decoded(file).split("\n")
+    lines = _read_text(file).split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as bad:
-            raise EvaluationFormatError(f"{file}, line {number}: no JSON: {bad}") from None
+        except json.JSONDecodeError as error:
+            raise EvaluationFormatError(f"{file}, line {number}: invalid JSON: {error}") from None
         if not isinstance(row, dict) or (rows and row.keys() != rows[0].keys()):
-            wanted = f"the keys of line 1 ({', '.join(rows[0])})" if rows else "an object"
-            raise EvaluationFormatError(f"{file}, line {number}: expected {wanted}")
+            expected = f"the keys of line 1 ({', '.join(rows[0])})" if rows else "a JSON object"
+            raise EvaluationFormatError(f"{file}, line {number}: expected {expected}")
         rows.append(row)
     if not rows:
-        raise EvaluationFormatError(f"{file} is empty; expected one JSON object a line")
+        raise EvaluationFormatError(f"{file} is empty; write one JSON object per line")
     return {key: ["" if row[key] is None else str(row[key]) for row in rows] for key in rows[0]}
 
 
-def _decoded(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         content = file.read_bytes()
         content = gzip.decompress(content) if file.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as broken:
-        raise EvaluationFormatError(f"{file} cannot be read: {broken}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvaluationFormatError(f"{file} cannot be read: {error}") from None
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as bad:
-        line = content[: bad.start].count(b"\n") + 1
-        raise EvaluationFormatError(f"{file}, line {line}: byte {content[bad.start]:#04x} is no UTF-8") from None
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise EvaluationFormatError(
+            f"{file}, line {line}: byte {content[error.start]:#04x} is not UTF-8; convert the file to UTF-8"
+        ) from None
 
 
 def _parquet(file: Path) -> dict[str, list[str]]:
     try:
         table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as broken:
-        raise EvaluationFormatError(f"{file} is no readable Parquet file: {' '.join(str(broken).split())}") from None
-    _refuse_repeated(file, table.column_names)
+    except (pa.ArrowException, OSError) as error:
+        raise EvaluationFormatError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())}") from None
+    _check_distinct(file, table.column_names)
     if not table.num_rows:
-        raise EvaluationFormatError(f"{file} holds no rows")
+        raise EvaluationFormatError(f"{file} has no rows; add rows")
     return {
         name: ["" if value is None else str(value) for value in table.column(name).to_pylist()]
         for name in table.column_names
     }
 
 
-def _refuse_repeated(file: Path, header: Sequence[str]) -> None:
+def _check_distinct(file: Path, header: Sequence[str]) -> None:
     if repeated := [name for name in header if header.count(name) > 1]:
-        raise EvaluationFormatError(f"{file}: two columns are called {repeated[0]!r}; rename one")
+        raise EvaluationFormatError(f"{file}: two columns have the name {repeated[0]!r}; rename one")

@@ -1,4 +1,4 @@
-"""What every protocol gives: a task knows the texts it needs and turns a model's answers into figures."""
+"""The interface of all evaluation tasks: a task names the texts it needs, and computes scores from a model's output."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from distcse.evaluation.models import Model, VectorModel
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Figures of one model on one set, the one that tables show first; and what pictures are drawn from."""
+    """Scores of one model on one set."""
 
-    figures: Mapping[str, Estimate]
+    scores: Mapping[str, Estimate]
+    """By measure; tables show the first one."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    """Data for plots."""
 
 
 class EvalTask(Protocol):
-    """One set under one protocol."""
+    """One set, measured by one protocol."""
 
     @property
     def suite(self) -> str:
-        """Which table it stands in."""
+        """Name of the suite whose table contains the task."""
         ...
 
     @property
     def name(self) -> str:
-        """The set."""
+        """Name of the set."""
         ...
 
     @property
     def pairs_only(self) -> bool:
-        """Whether a cross-encoder, which has no vectors, can do it."""
+        """Whether the task needs similarities of pairs only, so that cross-encoders, which have no vectors, are supported."""
         ...
 
     def sentences(self) -> Iterable[str]:
-        """Every text that will be asked for."""
+        """List all texts that `measure` will request."""
         ...
 
     def measure(self, model: Any) -> TaskResult:
-        """The figures of a model: a `Model` where `pairs_only`, else a `VectorModel`."""
+        """Compute the scores of a model: a `PairModel` if `pairs_only`, else a `VectorModel`."""
         ...
 
 
-def can_do(task: EvalTask, model: Model) -> bool:
-    """Whether a model can be measured on a task at all."""
+def supports(task: EvalTask, model: Model) -> bool:
+    """Whether a model can be evaluated on a task."""
     return task.pairs_only or isinstance(model, VectorModel)

@@ -1,12 +1,12 @@
-"""Transfer tasks: logistic regression on frozen vectors, by SentEval's protocol (references: SentEval, SimCSE's evaluation).
+"""Transfer tasks: logistic regression on frozen vectors by SentEval's protocol (references: SentEval, SimCSE's evaluation).
 
-MR, CR, SUBJ, MPQA: ten outer folds; the L2 strength of each is chosen by ten inner folds.
-SST-2: the strength is chosen on the dev set. TREC, MRPC: chosen by ten folds of the training set; MRPC's features are
-|u − v| and u ∗ v. Vectors are used as the model gives them.
+MR, CR, SUBJ, MPQA: ten outer folds; the L2 strength of each is selected by ten inner folds.
+SST-2: the strength is selected on the dev set. TREC, MRPC: by ten folds of the training set. MRPC's features are
+|u − v| and u ∗ v. Vectors are used as the model outputs them.
 
-`strict` is SentEval's code with all its habits: its order of sentences (by number of words, which decides the folds), its
-optimiser (`distcse.evaluation.logistic`), its seeds and its rounding. `fast` asks the same question of scikit-learn's
-LogisticRegression, the strength chosen on one stratified fifth of the training rows: close, not comparable with the papers.
+`strict` reproduces SentEval exactly: its order of sentences (by number of words, which decides the folds), its optimizer
+(`distcse.evaluation.logistic`), its seeds and its rounding. `fast` uses scikit-learn's LogisticRegression and selects the
+strength on one stratified fifth of the training rows: similar scores, not comparable with the papers'.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
 
-if TYPE_CHECKING:  # scikit-learn is slow to import, and training workers import this room for their dev score alone
+if TYPE_CHECKING:  # scikit-learn is slow to import, and training workers, which import this module, don't need it
     from sklearn.linear_model import LogisticRegression
 
 Mode = Literal["strict", "fast"]
@@ -35,16 +35,16 @@ Rows = NDArray[np.int64]
 FOLDS = 10
 STRENGTHS = tuple(10.0**power for power in range(-5, -1))
 _INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 11, 2))
-_PASSES = 1000
+_MAX_ITERATIONS = 1000
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Sentences, or pairs of them, with classes, in SentEval's order.
+    """Sentences or sentence pairs with classes, in SentEval's order.
 
     Args:
         sides: One list of n texts, or two.
-        labels: (n,) classes, counted from 0.
+        labels: (n,) classes, from 0.
         names: Names of the classes.
     """
 
@@ -54,25 +54,36 @@ class Labelled:
 
     @classmethod
     def of(cls, table: Table, names: Sequence[str] | None = None) -> Labelled:
-        """From columns text and label, or sentence1, sentence2 and label; sorted by number of words, then by class."""
+        """Read columns text and label, or sentence1, sentence2 and label; sort by number of words, then by class.
+
+        Args:
+            table: The table.
+            names: Names of the classes. Default: the table's labels.
+
+        Raises:
+            EvaluationFormatError: A column is missing, or a label is not in `names`.
+            InsufficientLabelsError: There is only one class.
+        """
         columns = ["sentence1", "sentence2"] if "sentence1" in table.columns else ["text"]
-        named = table.labels("label")
-        names = sorted(set(named), key=_numbers_first) if names is None else list(names)
-        if unknown := sorted(set(named) - set(names)):
-            raise EvaluationFormatError(f"{table.file}: label {unknown[0]!r} is not among the training set's {names}")
+        labels = table.labels("label")
+        names = sorted(set(labels), key=_numbers_first) if names is None else list(names)
+        if unknown := sorted(set(labels) - set(names)):
+            raise EvaluationFormatError(
+                f"{table.file}: label {unknown[0]!r} is not in the training set, which has {names}; correct it"
+            )
         if len(names) < 2:
-            raise InsufficientLabelsError(f"{table.file} holds one label, {names[0]!r}; a classifier needs two")
-        number = {name: place for place, name in enumerate(names)}
+            raise InsufficientLabelsError(f"{table.file} has only the label {names[0]!r}; add rows with another label")
+        number = {name: index for index, name in enumerate(names)}
         words = [[text.split() for text in table.texts(column)] for column in columns]
         rows = sorted(
-            zip(*words, [number[name] for name in named], strict=True),
+            zip(*words, [number[name] for name in labels], strict=True),
             key=lambda row: (*(len(side) for side in row[:-1]), row[-1]),
         )
         sides = [[" ".join(row[side]) for row in rows] for side in range(len(columns))]
         return cls(sides, np.array([row[-1] for row in rows], dtype=np.int64), names)
 
     def features(self, model: VectorModel) -> NDArray[np.float32]:
-        """(n, d) vectors; (n, 2d) |u − v| and u ∗ v of pairs."""
+        """Compute (n, d) vectors of sentences, or the (n, 2d) features |u − v| and u ∗ v of pairs."""
         if len(self.sides) == 1:
             return model.vectors(self.sides[0])
         u, v = (model.vectors(side) for side in self.sides)
@@ -81,16 +92,16 @@ class Labelled:
 
 @dataclass(frozen=True)
 class TransferTask:
-    """Accuracy on one set.
+    """Classification accuracy on one set.
 
     Args:
-        name: The set.
-        train: What is learned from; the whole set where there is no `test`.
-        dev: What the strength is chosen on; None chooses by folds.
-        test: What is measured; None measures by folds of `train`.
-        mode: SentEval to the letter, or scikit-learn.
-        device: Where the strict fits run.
-        on_progress: Told how many fits are done.
+        name: Name of the set.
+        train: Training rows; all rows if there is no `test`.
+        dev: Rows for selecting the strength; None selects by folds.
+        test: Test rows; None tests by folds of `train`.
+        mode: `strict` (SentEval) or `fast` (scikit-learn).
+        device: Device of the strict fits.
+        on_progress: Called with the number of finished fits.
     """
 
     name: str
@@ -107,16 +118,23 @@ class TransferTask:
     def of(
         cls, name: str, tables: dict[str, Table], mode: Mode, device: str, on_progress: Callable[[int], None] | None
     ) -> TransferTask:
-        """From the splits of a set: `all`; or `train`, `test` and perhaps `dev`."""
+        """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
+
+        Raises:
+            InsufficientLabelsError: A class has too few rows for the folds.
+            EvaluationFormatError: A table is malformed.
+        """
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
         dev, test = (Labelled.of(tables[key], train.names) if key in tables else None for key in ("dev", "test"))
         smallest = np.bincount(train.labels).min()
-        within = test is None and mode == "strict"  # folds of nine tenths
-        needed = FOLDS + 2 if within else FOLDS
+        is_nested = test is None and mode == "strict"  # inner folds see nine tenths of the rows
+        needed = FOLDS + 2 if is_nested else FOLDS
         if (test is None or dev is None) and smallest < needed:
             file = tables["all" if "all" in tables else "train"].file
-            folds_told = f"{FOLDS} folds within {FOLDS} folds" if within else f"{FOLDS} folds"
-            raise InsufficientLabelsError(f"{file}: a label has {smallest} rows; {folds_told} need {needed} of each")
+            splits = f"{FOLDS} inner folds of {FOLDS} outer folds" if is_nested else f"{FOLDS} folds"
+            raise InsufficientLabelsError(
+                f"{file}: a label has {smallest} rows; add rows: {splits} need {needed} per label"
+            )
         return cls(name, train, dev, test, mode, device, on_progress)
 
     def sentences(self) -> Iterable[str]:
@@ -124,93 +142,97 @@ class TransferTask:
         return [text for part in parts for side in part.sides for text in side]
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Figure accuracy; the chosen strengths in the details."""
+        """Measure `accuracy`; details have the selected strengths."""
         if self.test is None:
-            return self._nested(model) if self.mode == "strict" else self._fast_folds(model)
-        return self._with_test(model) if self.mode == "strict" else self._fast_test(model)
+            return self._nested_cross_validation(model) if self.mode == "strict" else self._fast_cross_validation(model)
+        return self._on_test_set(model) if self.mode == "strict" else self._fast_on_test_set(model)
 
-    def _nested(self, model: VectorModel) -> TaskResult:
+    def _nested_cross_validation(self, model: VectorModel) -> TaskResult:
         features, labels = self._tensors(self.train, model)
         outer = folds(self.train.labels)
         inner = [
-            Problem(train[rows], train[held], STRENGTHS)
+            Problem(train[rows], train[dev_rows], STRENGTHS)
             for train, _ in outer
-            for rows, held in folds(self.train.labels[train])
+            for rows, dev_rows in folds(self.train.labels[train])
         ]
         classes = len(self.train.names)
         tried = fit(features, labels, classes, inner, on_progress=self.on_progress)
         chosen = [_best([tried[at + k].dev_scores for k in range(FOLDS)]) for at in range(0, len(tried), FOLDS)]
-        again = [Problem(train, None, (STRENGTHS[best],)) for (train, _), (best, _) in zip(outer, chosen, strict=True)]
-        refitted = fit(features, labels, classes, again)
-        right = np.zeros(len(labels), dtype=bool)
+        final_problems = [
+            Problem(train, None, (STRENGTHS[best],)) for (train, _), (best, _) in zip(outer, chosen, strict=True)
+        ]
+        refitted = fit(features, labels, classes, final_problems)
+        correct = np.zeros(len(labels), dtype=bool)
         for (_, test), fitted in zip(outer, refitted, strict=True):
-            right[test] = fitted.right(0, features[test], labels[test])
-        accuracy = np.mean([round(100 * right[test].mean(), 2) for _, test in outer])
-        return self._outcome(round(float(accuracy), 2), right, [STRENGTHS[best] for best, _ in chosen])
+            correct[test] = fitted.correct(0, features[test], labels[test])
+        accuracy = np.mean([round(100 * correct[test].mean(), 2) for _, test in outer])
+        return self._result(round(float(accuracy), 2), correct, [STRENGTHS[best] for best, _ in chosen])
 
-    def _with_test(self, model: VectorModel) -> TaskResult:
+    def _on_test_set(self, model: VectorModel) -> TaskResult:
         assert self.test is not None
         train, labels = self._tensors(self.train, model)
-        test, answers = self._tensors(self.test, model)
+        test, test_labels = self._tensors(self.test, model)
         classes, rows = len(self.train.names), np.arange(len(labels))
         if self.dev is None:
-            split = [Problem(kept, held, STRENGTHS) for kept, held in folds(self.train.labels)]
+            split = [Problem(train_rows, dev_rows, STRENGTHS) for train_rows, dev_rows in folds(self.train.labels)]
             tried = fit(train, labels, classes, split, on_progress=self.on_progress)
             best, _ = _best([fitted.dev_scores for fitted in tried])
-            fitted, place = fit(train, labels, classes, [Problem(rows, None, (STRENGTHS[best],))])[0], 0
+            fitted, index = fit(train, labels, classes, [Problem(rows, None, (STRENGTHS[best],))])[0], 0
         else:
-            # SentEval fits once more with the chosen strength: same rows, same seed, same weights.
-            dev, gold = self._tensors(self.dev, model)
-            both, all_labels = torch.cat([train, dev]), torch.cat([labels, gold])
-            held = np.arange(len(labels), len(all_labels))
-            fitted = fit(both, all_labels, classes, [Problem(rows, held, STRENGTHS)], on_progress=self.on_progress)[0]
-            place = best = _best([fitted.dev_scores])[0]
-        right = fitted.right(place, test, answers)
-        return self._outcome(round(float(100 * right.mean()), 2), right, [STRENGTHS[best]])
+            # SentEval fits again with the selected strength; same rows and seed give the same weights, so we don't.
+            dev, dev_labels = self._tensors(self.dev, model)
+            all_features, all_labels = torch.cat([train, dev]), torch.cat([labels, dev_labels])
+            dev_rows = np.arange(len(labels), len(all_labels))
+            fitted = fit(
+                all_features, all_labels, classes, [Problem(rows, dev_rows, STRENGTHS)], on_progress=self.on_progress
+            )[0]
+            index = best = _best([fitted.dev_scores])[0]
+        correct = fitted.correct(index, test, test_labels)
+        return self._result(round(float(100 * correct.mean()), 2), correct, [STRENGTHS[best]])
 
-    def _fast_folds(self, model: VectorModel) -> TaskResult:
+    def _fast_cross_validation(self, model: VectorModel) -> TaskResult:
         features, labels = self.train.features(model), self.train.labels
-        right, chosen = np.zeros(len(labels), dtype=bool), []
+        correct, chosen = np.zeros(len(labels), dtype=bool), []
         for train, test in folds(labels):
-            classifier = _chosen_on(features[train], labels[train], *_holdout(labels[train]))
-            right[test] = classifier.predict(features[test]) == labels[test]
+            classifier = _select_regression(features[train], labels[train], *_holdout(labels[train]))
+            correct[test] = classifier.predict(features[test]) == labels[test]
             chosen.append(float(classifier.C))
-        return self._outcome(float(100 * right.mean()), right, chosen)
+        return self._result(float(100 * correct.mean()), correct, chosen)
 
-    def _fast_test(self, model: VectorModel) -> TaskResult:
+    def _fast_on_test_set(self, model: VectorModel) -> TaskResult:
         assert self.test is not None
         features, labels = self.train.features(model), self.train.labels
         if self.dev is None:
-            rows, held = _holdout(labels)
+            rows, dev_rows = _holdout(labels)
         else:
-            rows, held = np.arange(len(labels)), np.arange(len(labels), len(labels) + len(self.dev.labels))
+            rows, dev_rows = np.arange(len(labels)), np.arange(len(labels), len(labels) + len(self.dev.labels))
             features = np.concatenate([features, self.dev.features(model)])
             labels = np.concatenate([labels, self.dev.labels])
-        classifier = _chosen_on(features, labels, rows, held)
-        right = classifier.predict(self.test.features(model)) == self.test.labels
-        return self._outcome(float(100 * right.mean()), right, [float(classifier.C)])
+        classifier = _select_regression(features, labels, rows, dev_rows)
+        correct = classifier.predict(self.test.features(model)) == self.test.labels
+        return self._result(float(100 * correct.mean()), correct, [float(classifier.C)])
 
     def _tensors(self, part: Labelled, model: VectorModel) -> tuple[torch.Tensor, torch.Tensor]:
         features = torch.from_numpy(part.features(model)).to(self.device)
         return features, torch.from_numpy(part.labels).to(self.device)
 
-    def _outcome(self, accuracy: float, right: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
-        estimate = MeanOf(right.astype(np.float64), f"transfer/{self.name}")
+    def _result(self, accuracy: float, correct: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
+        estimate = MeanOf(correct.astype(np.float64), f"transfer/{self.name}")
         return TaskResult(
             {"accuracy": ReportedEstimate(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths}
         )
 
 
 def folds(labels: Rows) -> list[tuple[Rows, Rows]]:
-    """Rows kept and rows held out of each of SentEval's ten stratified folds."""
+    """Return the rows to train on and the rows to test on, for each of SentEval's ten stratified folds."""
     from sklearn.model_selection import StratifiedKFold
 
     splitter = StratifiedKFold(FOLDS, shuffle=True, random_state=SEED)
-    return [(kept, held) for kept, held in splitter.split(np.zeros(len(labels)), labels)]
+    return [(train_rows, dev_rows) for train_rows, dev_rows in splitter.split(np.zeros(len(labels)), labels)]
 
 
 def _best(scores: list[list[float]]) -> tuple[int, float]:
-    """Place and score of the best strength: means over folds, rounded as SentEval does, the first of equals."""
+    """Return index and score of the best strength; means over folds are rounded as in SentEval, and the first of equals wins."""
     means = [round(float(100 * np.mean(scores_of_one)), 2) for scores_of_one in zip(*scores, strict=True)]
     return int(np.argmax(means)), max(means)
 
@@ -219,14 +241,15 @@ def _holdout(labels: Rows) -> tuple[Rows, Rows]:
     from sklearn.model_selection import StratifiedShuffleSplit
 
     splitter = StratifiedShuffleSplit(1, test_size=0.2, random_state=SEED)
-    kept, held = next(splitter.split(np.zeros(len(labels)), labels))
-    return kept, held
+    train_rows, dev_rows = next(splitter.split(np.zeros(len(labels)), labels))
+    return train_rows, dev_rows
 
 
-def _chosen_on(features: NDArray[np.float32], labels: Rows, rows: Rows, held: Rows) -> LogisticRegression:
-    """The regression whose strength does best on held-out rows, trained on all."""
+def _select_regression(features: NDArray[np.float32], labels: Rows, rows: Rows, dev_rows: Rows) -> LogisticRegression:
+    """Select the strength with the best accuracy on held-out rows, and fit it on all rows."""
     scores = [
-        _regression(c, features[rows], labels[rows]).score(features[held], labels[held]) for c in _INVERSE_STRENGTHS
+        _regression(c, features[rows], labels[rows]).score(features[dev_rows], labels[dev_rows])
+        for c in _INVERSE_STRENGTHS
     ]
     return _regression(_INVERSE_STRENGTHS[int(np.argmax(scores))], features, labels)
 
@@ -234,12 +257,12 @@ def _chosen_on(features: NDArray[np.float32], labels: Rows, rows: Rows, held: Ro
 def _regression(inverse_strength: float, features: NDArray[np.float32], labels: Rows) -> LogisticRegression:
     from sklearn.linear_model import LogisticRegression
 
-    # Newton's steps: a tenth of L-BFGS's time at these sizes, and nearer to the minimum where the penalty is weak.
-    return LogisticRegression(C=inverse_strength, solver="newton-cg", max_iter=_PASSES).fit(features, labels)
+    # Newton-CG takes a tenth of L-BFGS's time at these sizes, and gets closer to the minimum for weak penalties.
+    return LogisticRegression(C=inverse_strength, solver="newton-cg", max_iter=_MAX_ITERATIONS).fit(features, labels)
 
 
 def _numbers_first(name: str) -> tuple[bool, float, str]:
-    """Sort key: numbers by value, then names by letter."""
+    """Sort key: numbers by value, then names alphabetically."""
     try:
         return False, float(name), name
     except ValueError:

@@ -1,1 +1,1 @@
-"""Checks of a machine, a cluster and a recipe before a run: each is one function and one line, with the fix."""
+"""Checks of a machine, a cluster and a recipe before a run: each is one function that returns lines with a result and a fix."""

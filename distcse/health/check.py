@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, and what to do about it."""
+    """What a check found, and how to fix it."""
 
     name: str
     verdict: Verdict
@@ -20,30 +20,30 @@ class Check:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The check as one line for the terminal."""
         return f"{self.verdict:<5} {self.name:<18} {self.found}{f'; {self.fix}' if self.fix else ''}"
 
 
 def ok(name: str, found: str) -> Check:
-    """Nothing to do."""
+    """Return a passed check."""
     return Check(name, "ok", found)
 
 
 def warn(name: str, found: str, fix: str) -> Check:
-    """A run comes through, slower or less safely than it could."""
+    """Return a warning: a run works, but slower or less safely than it could."""
     return Check(name, "warn", found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> Check:
-    """A run would not come through."""
+    """Return a failed check: a run would not work."""
     return Check(name, "fail", found, fix)
 
 
-def seen_to(checks: Sequence[Callable[[], list[Check]]]) -> list[Check]:
-    """All checks, one after the other."""
+def run_checks(checks: Sequence[Callable[[], list[Check]]]) -> list[Check]:
+    """Run all checks in order and return their results."""
     return [found for check in checks for found in check()]
 
 
 def gib(size: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes in GiB."""
     return f"{size / 2**30:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""Python, torch, processors, memory and limits of this machine."""
+"""Checks of Python, packages, CPUs, GPUs, memory and limits of this machine."""
 
 from __future__ import annotations
 
@@ -21,46 +21,52 @@ from distcse.precision import describe_roles
 from distcse.recipe import LoopSection, MutualRecipe, Recipe
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_MEMORY, _GOOD_MEMORY = 2**30, 4 * 2**30
-_LEAST_SHARED, _GOOD_SHARED = 128 * 2**20, 2 * 2**30
-_LEAST_FILES, _GOOD_FILES = 1024, 8192
+_MIN_MEMORY, _GOOD_MEMORY = 2**30, 4 * 2**30
+_MIN_SHARED, _GOOD_SHARED = 128 * 2**20, 2 * 2**30
+_MIN_FILES, _GOOD_FILES = 1024, 8192
 
 
-def python() -> list[Check]:
-    """At least 3.11."""
-    told = f"{platform.python_version()} at {sys.executable}"
-    return [ok("python", told) if sys.version_info >= (3, 11) else fail("python", told, "install Python 3.11 or newer")]
+def check_python() -> list[Check]:
+    """Check that Python is 3.11 or newer."""
+    summary = f"{platform.python_version()} at {sys.executable}"
+    return [
+        ok("python", summary)
+        if sys.version_info >= (3, 11)
+        else fail("python", summary, "install Python 3.11 or newer")
+    ]
 
 
-def torch_and_transformers() -> list[Check]:
-    """Both import; transformers is of the line that distcse reads."""
+def check_packages() -> list[Check]:
+    """Check that torch is installed, and transformers in a supported version."""
     found = []
     for name in ("torch", "transformers"):
         try:
-            told = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             found.append(fail(name, "not installed", f"pip install -c constraints.txt {name}"))
             continue
-        major = int(told.split(".")[0])
+        major = int(installed.split(".")[0])
         if name == "transformers" and major != 5:
-            found.append(fail(name, told, 'pip install "transformers>=5,<6"'))
+            found.append(fail(name, installed, 'pip install "transformers>=5,<6"'))
         else:
-            found.append(ok(name, told))
+            found.append(ok(name, installed))
     return found
 
 
-def processors() -> list[Check]:
-    """CPUs that this process may use, and how busy they are."""
+def check_cpus() -> list[Check]:
+    """Report the CPUs that this process may use, and warn of a high load."""
     usable, there = host.cpus(), os.cpu_count() or 1
-    told = f"{usable} of {there} usable" if usable < there else f"{there}"
+    summary = f"{usable} of {there} usable" if usable < there else f"{there}"
     load = os.getloadavg()[0]
     if load > 1.5 * there:
-        return [warn("cpus", f"{told}, load {load:.1f}", "others use this machine; a run takes longer than planned")]
-    return [ok("cpus", f"{told}, load {load:.1f}")]
+        return [
+            warn("cpus", f"{summary}, load {load:.1f}", "other programs use this machine; end them, or plan more time")
+        ]
+    return [ok("cpus", f"{summary}, load {load:.1f}")]
 
 
-def precision(recipe: Recipe | MutualRecipe | None) -> list[Check]:
-    """What `precision: auto` chooses on this machine; a half precision of the recipe that is slow here is a warning."""
+def check_precision(recipe: Recipe | MutualRecipe | None) -> list[Check]:
+    """Report the precision of each role; warn of a half precision that is slow on this machine."""
     devices = [local_speed()]
     if recipe is None:
         return [ok("precision", f"auto: {devices[0].precision} ({devices[0].describe()})")]
@@ -69,101 +75,107 @@ def precision(recipe: Recipe | MutualRecipe | None) -> list[Check]:
     else:
         roles = student_roles.roles_on(recipe, devices)
     chosen = describe_roles(roles)
-    if keys := [role.key for role in roles if role.no_gain_on]:
-        return [warn("precision", chosen, f"write auto or fp32 for {', '.join(keys)}")]
+    if keys := [role.key for role in roles if role.slow_devices]:
+        return [warn("precision", chosen, f"set auto or fp32 for {', '.join(keys)}")]
     return [ok("precision", chosen)]
 
 
-def gpus() -> list[Check]:
-    """GPUs that torch sees, with driver; a driver whose GPUs torch does not see is a mistake."""
+def check_gpus() -> list[Check]:
+    """Report the GPUs and the driver; fail if there is a driver and torch sees no GPU."""
     import torch
 
     driver = _driver()
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        told = ", ".join(f"{gpu.name} ({gib(gpu.total_memory)})" for gpu in names)
-        return [ok("gpus", f"{told}; CUDA {torch.version.cuda}, driver {driver or 'not told'}")]
+        summary = ", ".join(f"{gpu.name} ({gib(gpu.total_memory)})" for gpu in names)
+        return [ok("gpus", f"{summary}; CUDA {torch.version.cuda}, driver {driver or 'unknown'}")]
     if driver:
         fix = "install a CUDA build of torch, or unset CUDA_VISIBLE_DEVICES"
-        return [fail("gpus", f"driver {driver} is there, torch {torch.__version__} sees no GPU", fix)]
+        return [fail("gpus", f"driver {driver} is installed, but torch {torch.__version__} sees no GPU", fix)]
     return [ok("gpus", "none; runs use CPUs")]
 
 
-def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGROUP) -> list[Check]:
-    """What could be had now without swapping, in a container of what that was given."""
+def check_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGROUP) -> list[Check]:
+    """Check the available memory, within a container's limit."""
     if not meminfo.exists():
-        return [ok("memory", "not told by this system")]
+        return [ok("memory", f"unknown: this system has no {meminfo}")]
     sizes = {
         line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line
     }
     free, there = float(sizes["MemAvailable"]), float(sizes["MemTotal"])
-    if (given := host.memory(cgroup)) < there:  # a container's part of it
-        free, there = min(free, given - host.memory_taken(cgroup)), given
-    told, fix = f"{gib(free)} of {gib(there)} available", "end other programs, or lower training.batch_size"
-    if free < _LEAST_MEMORY:
-        return [fail("memory", told, fix)]
-    return [ok("memory", told) if free >= _GOOD_MEMORY else warn("memory", told, fix)]
+    if (limit := host.memory(cgroup)) < there:  # the container's limit
+        free, there = min(free, limit - host.memory_used(cgroup)), limit
+    summary, fix = f"{gib(free)} of {gib(there)} available", "end other programs, or lower training.batch_size"
+    if free < _MIN_MEMORY:
+        return [fail("memory", summary, fix)]
+    return [ok("memory", summary) if free >= _GOOD_MEMORY else warn("memory", summary, fix)]
 
 
-def shared_memory(folder: Path = _SHARED_MEMORY) -> list[Check]:
-    """Where Ray keeps objects; containers give 64 MB by default."""
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> list[Check]:
+    """Check the size of /dev/shm, where Ray stores objects; containers have 64 MB by default."""
     fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
     if not folder.is_dir():
-        return [warn("shared memory", f"no {folder}", "Ray puts objects on disk, which is slow; mount one")]
+        return [
+            warn(
+                "shared memory",
+                f"no {folder}, so Ray stores objects on disk, which is slow",
+                f"mount a tmpfs at {folder}",
+            )
+        ]
     size = shutil.disk_usage(folder).total
-    told = f"{gib(size)} at {folder}"
-    if size < _LEAST_SHARED:
-        return [fail("shared memory", told, fix)]
-    return [ok("shared memory", told) if size >= _GOOD_SHARED else warn("shared memory", told, fix)]
+    summary = f"{gib(size)} at {folder}"
+    if size < _MIN_SHARED:
+        return [fail("shared memory", summary, fix)]
+    return [ok("shared memory", summary) if size >= _GOOD_SHARED else warn("shared memory", summary, fix)]
 
 
-def open_files() -> list[Check]:
-    """File descriptors of a process: Ray takes some for every worker."""
+def check_open_files() -> list[Check]:
+    """Check the limit of file descriptors per process: Ray needs some for every worker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told, fix = f"{soft:,} (at most {hard:,})", f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-    if soft < _LEAST_FILES:
-        return [fail("open files", told, fix)]
-    return [ok("open files", told) if soft >= _GOOD_FILES else warn("open files", told, fix)]
+    summary, fix = f"{soft:,} (at most {hard:,})", f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    if soft < _MIN_FILES:
+        return [fail("open files", summary, fix)]
+    return [ok("open files", summary) if soft >= _GOOD_FILES else warn("open files", summary, fix)]
 
 
-def deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
-    """Whether the engine the recipe wants is there, and imports without a compiler."""
+def check_deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
+    """Check that DeepSpeed can be imported, if the recipe needs it."""
     sections: list[LoopSection] = []
     if recipe is not None:
         sections = [recipe.training] if isinstance(recipe, Recipe) else [recipe.bi, recipe.cross]
-    wanted = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
+    is_required = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
     if sections and all(section.engine == "torch" for section in sections):
-        return [ok("deepspeed", "not asked for: training.engine is plain")]
+        return [ok("deepspeed", "not required: training.engine is torch")]
     if find_spec("deepspeed") is None:
-        if wanted:
-            return [fail("deepspeed", "not installed, and the recipe wants it", 'pip install "distcse[deepspeed]"')]
-        return [ok("deepspeed", "not installed: the plain engine is used")]
+        if is_required:
+            return [fail("deepspeed", "not installed, but the recipe requires it", 'pip install "distcse[deepspeed]"')]
+        return [ok("deepspeed", "not installed: the torch engine is used")]
     code = "import deepspeed; print(deepspeed.__version__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        verdict = fail if wanted else warn
-        return [verdict("deepspeed", f"does not import: {told}", "write training.engine=torch, or install it anew")]
-    told = f"{done.stdout.strip().splitlines()[-1]}; no op is compiled: AdamW is torch's, CPU ops are switched off"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        summary = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        verdict = fail if is_required else warn
+        return [verdict("deepspeed", f"cannot be imported: {summary}", "set training.engine=torch, or reinstall it")]
+    summary = f"{result.stdout.strip().splitlines()[-1]}; compiles no ops: AdamW is torch's, CPU ops are disabled"
     if os.environ.get("DS_BUILD_OPS") == "1":
         return [
             warn(
                 "deepspeed",
-                f"{told.split(';')[0]}; DS_BUILD_OPS=1 compiles ops when it is installed",
+                f"{summary.split(';')[0]}; DS_BUILD_OPS=1 makes its installation compile ops",
                 "unset DS_BUILD_OPS",
             )
         ]
-    return [ok("deepspeed", told)]
+    return [ok("deepspeed", summary)]
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
+    """Return the version of NVIDIA's driver; None if there is none."""
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
         words = file.read_text().split()
         return next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
     if shutil.which("nvidia-smi") is None:
         return None
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.split()[0] if result.returncode == 0 and result.stdout.split() else None

@@ -1,4 +1,4 @@
-"""Whether a recipe's models, text and labelled sets are to be had."""
+"""Checks that a recipe's models, text and labelled sets are available."""
 
 from __future__ import annotations
 
@@ -16,135 +16,137 @@ from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
 from distcse.teachers.custom import open_custom
 
-_PATIENCE = 5.0
+_TIMEOUT_S = 5.0
 """Seconds to wait for a hub or an endpoint."""
 
 
-def models(recipe: Recipe | MutualRecipe) -> list[Check]:
-    """Each backbone once, or twice where only one of its sections trusts its code."""
-    asked: list[tuple[str, bool]] = []
+def check_models(recipe: Recipe | MutualRecipe) -> list[Check]:
+    """Check each distinct pair of a backbone and its `trust_remote_code`, each endpoint and each custom teacher."""
+    backbones: list[tuple[str, bool]] = []
     found: list[Check] = []
     if isinstance(recipe, MutualRecipe):
         for group in recipe.groups:
             names = [name for name in (group.backbone, group.cross_backbone) if name]
-            asked += [(name, group.trust_remote_code) for name in names]
+            backbones += [(name, group.trust_remote_code) for name in names]
     else:
-        asked.append((recipe.student.backbone, recipe.student.trust_remote_code))
+        backbones.append((recipe.student.backbone, recipe.student.trust_remote_code))
         for teacher in recipe.teachers.encoders:
             if teacher.endpoint is not None:
-                found += endpoint(teacher.backbone, teacher.endpoint)
+                found += check_endpoint(teacher.backbone, teacher.endpoint)
             elif teacher.class_path is not None:
-                found.append(_own(teacher))
+                found.append(_check_custom(teacher))
             else:
-                asked.append((teacher.backbone, teacher.trust_remote_code))
+                backbones.append((teacher.backbone, teacher.trust_remote_code))
         detection = recipe.objective.detection
         if detection is not None and detection.generator:
-            asked.append((detection.generator, False))
-    return [check for name, trusts in dict.fromkeys(asked) for check in model(name, trusts)] + found
+            backbones.append((detection.generator, False))
+    return [
+        check for name, trust_remote_code in dict.fromkeys(backbones) for check in check_model(name, trust_remote_code)
+    ] + found
 
 
-def model(name: str, trust_remote_code: bool = False) -> list[Check]:
-    """A folder with weights and a tokenizer that loads, here or in the hub's cache; else whether the hub has it."""
+def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
+    """Check that a model's folder, here or in the hub's cache, has weights and a valid tokenizer; else that the hub has it."""
     try:
         folder = resolve_model(name, trust_remote_code, only_local=True)
         refuse_pickled_weights(folder)
         if is_hub_id(name) and not has_tokenizer(folder):
-            return [_on_hub(name, f"{folder} has no tokenizer")]
-    except StorageError as refused:
-        return [fail("model", str(refused), "or name a folder")]
-    except EncoderError as refused:
-        return [_on_hub(name, str(refused))]
+            return [_check_hub(name, f"{folder} has no tokenizer")]
+    except StorageError as error:
+        return [fail("model", str(error), "or use a local folder")]
+    except EncoderError as error:
+        return [_check_hub(name, str(error))]
     try:
         load_tokenizer(folder, trust_remote_code)
-    except EncoderError as refused:
-        return [fail("model", str(refused), "or name another folder")]
+    except EncoderError as error:
+        return [fail("model", str(error), "or use another folder")]
     return [ok("model", f"{name}: {folder}")]
 
 
-def _own(teacher: TeacherSection) -> Check:
+def _check_custom(teacher: TeacherSection) -> Check:
     try:
         open_custom(teacher)
-    except RecipeError as refused:
-        return fail("model", str(refused), "see docs/extending.md")
-    return ok("model", f"{teacher.backbone}: {teacher.class_path} is made")
+    except RecipeError as error:
+        return fail("model", str(error), "see docs/how-to/extend.md")
+    return ok("model", f"{teacher.backbone}: {teacher.class_path} can be created")
 
 
-def _on_hub(name: str, refused: str) -> Check:
+def _check_hub(name: str, reason: str) -> Check:
     if not is_hub_id(name):
-        return fail("model", refused, "name a folder with safetensors, or a hub id")
+        return fail("model", reason, "use a folder with safetensors, or a hub id")
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        told = f"{name} is in no folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
-        return fail("model", told, "unset HF_HUB_OFFLINE, or give a local folder")
+        problem = f"{name} is no folder and not in the hub's cache, and HF_HUB_OFFLINE is set"
+        return fail("model", problem, "unset HF_HUB_OFFLINE, or use a local folder")
     from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(name, timeout=_PATIENCE)
-    except Exception as mistake:  # the hub's client raises a dozen kinds, all of which mean "not to be had"
-        told = f"{name} is not in the cache and cannot be had from the hub ({type(mistake).__name__})"
+        HfApi().model_info(name, timeout=_TIMEOUT_S)
+    except Exception as error:  # the hub's client raises errors of many types
+        problem = f"{name} is not in the cache and not available on the hub ({type(error).__name__})"
         return fail(
-            "model", told, "check the name; a private model wants HF_TOKEN; without a network give a local folder"
+            "model", problem, "check the name; set HF_TOKEN for a private model; use a local folder without a network"
         )
-    return ok("model", f"{name}: the hub has it; it will be fetched")
+    return ok("model", f"{name}: available on the hub; the run downloads it")
 
 
-def endpoint(name: str, section: EndpointSection) -> list[Check]:
-    """Whether something answers at the address."""
+def check_endpoint(name: str, section: EndpointSection) -> list[Check]:
+    """Check that an endpoint answers."""
     import requests
 
     key = os.environ.get(section.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = requests.get(f"{section.url}/models", headers=headers, timeout=_PATIENCE)
-    except requests.RequestException as mistake:
-        told = f"{name}: {section.url} does not answer ({type(mistake).__name__})"
-        return [fail("endpoint", told, "start it, or mend teachers.encoders.N.endpoint.url")]
+        answer = requests.get(f"{section.url}/models", headers=headers, timeout=_TIMEOUT_S)
+    except requests.RequestException as error:
+        problem = f"{name}: {section.url} does not answer ({type(error).__name__})"
+        return [fail("endpoint", problem, "start it, or correct teachers.encoders.N.endpoint.url")]
     if answer.status_code in (401, 403):
         return [
             fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.api_key_env}")
         ]
     if answer.status_code >= 500:
-        return [warn("endpoint", f"{name}: {section.url} says {answer.status_code}", "look at its log")]
+        return [warn("endpoint", f"{name}: {section.url} answers {answer.status_code}", "see its log")]
     return [ok("endpoint", f"{name}: {section.url} answers")]
 
 
-def text(recipe: Recipe | MutualRecipe) -> list[Check]:
-    """Files of sentences or pairs, and of labelled sets."""
+def check_text(recipe: Recipe | MutualRecipe) -> list[Check]:
+    """Check the files of sentences or pairs, and the folder of labelled sets."""
     found: list[Check] = []
     if isinstance(recipe, Recipe):
-        found += _corpus(recipe.corpus)
+        found += _check_corpus(recipe.corpus)
     elif recipe.pairs.mine is not None:
-        found += _corpus(recipe.pairs.mine.corpus)
+        found += _check_corpus(recipe.pairs.mine.corpus)
     elif recipe.pairs.path is not None:
-        found += _files("pairs", recipe.pairs.path)
+        found += _check_files("pairs", recipe.pairs.path)
     data = recipe.evaluation.data
     if data is not None:
-        there = Path(data).is_dir()
-        told = f"{data}{'' if there else ' is no folder'}"
+        exists = Path(data).is_dir()
+        summary = f"{data}{'' if exists else ' is not a folder'}"
         found.append(
-            ok("evaluation.data", told) if there else fail("evaluation.data", told, "write evaluation.data=FOLDER")
+            ok("evaluation.data", summary) if exists else fail("evaluation.data", summary, "set evaluation.data=FOLDER")
         )
     return found
 
 
-def _corpus(corpus: CorpusSection) -> list[Check]:
+def _check_corpus(corpus: CorpusSection) -> list[Check]:
     if corpus.path is not None:
-        return _files("corpus", corpus.path)
+        return _check_files("corpus", corpus.path)
     if corpus.dataset is not None:
-        return [ok("corpus", f"data set {corpus.dataset}, opened when the run begins")]
+        return [ok("corpus", f"data set {corpus.dataset}, opened when the run starts")]
     if corpus.docstrings is not None:
-        return [ok("corpus", f"documentation of {', '.join(corpus.docstrings)}")]
-    return [fail("corpus", "the recipe names no text", "write corpus.path=FILE")]
+        return [ok("corpus", f"docstrings of {', '.join(corpus.docstrings)}")]
+    return [fail("corpus", "the recipe names no text", "set corpus.path=FILE")]
 
 
-def _files(name: str, path: str | list[str]) -> list[Check]:
+def _check_files(name: str, path: str | list[str]) -> list[Check]:
     try:
         files = find_files([path] if isinstance(path, str) else path)
-    except CorpusError as refused:
-        return [fail(name, str(refused), f"write {name}.path=FILE")]
+    except CorpusError as error:
+        return [fail(name, str(error), f"set {name}.path=FILE")]
     unreadable = next((file for file in files if not os.access(file, os.R_OK)), None)
     if unreadable is not None:
-        return [fail(name, f"{unreadable} may not be read", "change its permissions")]
+        return [fail(name, f"{unreadable} is not readable", "change its permissions")]
     size = sum(file.stat().st_size for file in files)
     return [ok(name, f"{len(files)} file{'s' if len(files) > 1 else ''}, {size / 1e6:,.1f} MB")]

@@ -1,4 +1,4 @@
-"""Room on the disks of a recipe's folders; whether a file can be written there, flushed and renamed, or put as an object."""
+"""Checks of a recipe's folders: free space, and whether a file can be written, flushed and renamed, or stored as an object."""
 
 from __future__ import annotations
 
@@ -12,69 +12,70 @@ from distcse.errors import StorageError
 from distcse.health.check import Check, fail, gib, ok, warn
 from distcse.storage import RemotePath, is_in_job_copy, probe, to_uri
 
-_LEAST, _GOOD = 2**30, 10 * 2**30
+_MIN_FREE, _GOOD_FREE = 2**30, 10 * 2**30
 
 
-def kept(name: str, path: Path) -> list[Check]:
-    """A place that a recipe names: a folder; or one in object storage, and the room for its mirror here."""
+def check_location(name: str, path: Path) -> list[Check]:
+    """Check a folder of the recipe, or an address in object storage and its mirror on this machine."""
     if is_in_job_copy(path):
         return [
             fail(
                 name,
                 f"{path} is in Ray's temporary copy of the job's working directory",
-                f"write {name}=/shared/FOLDER",
+                f"set {name}=/shared/FOLDER",
             )
         ]
     if not isinstance(path, RemotePath):
-        return folder(name, path)
+        return check_folder(name, path)
     try:
         probe(path)
-    except StorageError as refused:
-        return [fail(name, str(refused), f"or write {name}=FOLDER")]
-    return [ok(name, f"{to_uri(path)}: written, read and deleted"), *folder("DISTCSE_MIRROR", path)]
+    except StorageError as error:
+        return [fail(name, str(error), f"or set {name}=FOLDER")]
+    return [ok(name, f"{to_uri(path)}: written, read and deleted"), *check_folder("DISTCSE_MIRROR", path)]
 
 
-def folder(name: str, path: Path, good: float = _GOOD) -> list[Check]:
-    """Room and writing of a folder that need not exist yet: then of the nearest above it. Nothing is left there.
+def check_folder(name: str, path: Path, good_free: float = _GOOD_FREE) -> list[Check]:
+    """Check free space and writing in a folder; if it does not exist, in its nearest existing parent. No file remains.
 
     Args:
-        name: What the check is called: the recipe's key.
+        name: Name of the check: the recipe's key.
         path: The folder.
-        good: Bytes that should be free.
+        good_free: Free bytes below which the check warns.
     """
     try:
-        there = next(place for place in (path, *path.parents) if place.exists())
-    except OSError as closed:  # a folder above it that this user may not look into
-        return [fail(name, f"{path}: {closed.strerror}", f"write {name}=FOLDER, one that this user may write to")]
-    if not there.is_dir():
-        return [fail(name, f"{there} is no folder", f"write {name}=FOLDER")]
-    refused = _refused(there)
-    if refused is not None:
-        return [fail(name, f"{there}: {refused}", f"write {name}=FOLDER, one that this user may write to")]
-    free = shutil.disk_usage(there).free
-    told = f"{there if there == path else f'{path} (to be made in {there})'}: {gib(free)} free, written and renamed"
-    fix = f"free some, or write {name}=FOLDER on a larger disk"
-    if free < _LEAST:
-        return [fail(name, told, fix)]
-    return [ok(name, told) if free >= good else warn(name, told, fix)]
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as closed:  # this user may not read a parent folder
+        return [fail(name, f"{path}: {closed.strerror}", f"set {name}=FOLDER, one that this user may write to")]
+    if not existing.is_dir():
+        return [fail(name, f"{existing} is not a folder", f"set {name}=FOLDER")]
+    error = _write_error(existing)
+    if error is not None:
+        return [fail(name, f"{existing}: {error}", f"set {name}=FOLDER, one that this user may write to")]
+    free = shutil.disk_usage(existing).free
+    location = path if existing == path else f"{path} (to be created in {existing})"
+    summary = f"{location}: {gib(free)} free, written and renamed"
+    fix = f"free some, or set {name}=FOLDER on a larger disk"
+    if free < _MIN_FREE:
+        return [fail(name, summary, fix)]
+    return [ok(name, summary) if free >= good_free else warn(name, summary, fix)]
 
 
-def _refused(folder: Path) -> str | None:
-    """Why a small file cannot be written, flushed to the disk and renamed; None where it can. It is gone afterwards."""
+def _write_error(folder: Path) -> str | None:
+    """Try to write, flush and rename a small file, and delete it; return the error, None if there was none."""
     token = secrets.token_hex(6)
-    beside, place = folder / f".distcse-doctor.{token}.part", folder / f".distcse-doctor.{token}"
+    temporary, target = folder / f".distcse-doctor.{token}.part", folder / f".distcse-doctor.{token}"
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(b"distcse")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, place)
-        if place.read_bytes() != b"distcse":
-            return "what was written is not what is read"
-    except OSError as mistake:
-        return str(mistake.strerror or mistake)
+        os.replace(temporary, target)
+        if target.read_bytes() != b"distcse":
+            return "the content read differs from the content written"
+    except OSError as error:
+        return str(error.strerror or error)
     finally:
-        for left in (beside, place):
-            with suppress(OSError):  # where nothing can be written nothing was left
-                left.unlink(missing_ok=True)
+        for remaining in (temporary, target):
+            with suppress(OSError):  # if writing failed, there is no file to delete
+                remaining.unlink(missing_ok=True)
     return None

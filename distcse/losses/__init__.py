@@ -1,10 +1,9 @@
-"""The mathematics: one term a file, each a pure function of similarity matrices and a thin module around it.
+"""Loss terms: one term per file, as a pure function of similarity matrices with a thin module around it.
 
-A step's global batch has C sentences over W workers, of which one worker owns R rows. Every term computes this
-worker's *share* of the global mean: the sum over its own rows, divided by C. The shares of all workers add up to the
-loss that one worker would compute on the whole batch, and so do their gradients, because `gather_views` adds gradients
-over workers on the way back. Data-parallel engines average over workers instead of adding: they multiply the share by
-W first.
+A step's global batch has C sentences on W workers; one worker has R of the rows. Each term computes this worker's *share* of
+the global mean: the sum over its R rows, divided by C. The sum of all workers' shares equals the loss of one worker with
+the full batch. The same is true of gradients, because the backward pass of `gather_views` sums them over workers.
+Data-parallel engines average gradients instead, and therefore multiply the share by W.
 """
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy

@@ -1,4 +1,4 @@
-"""Consistency: the two views of a sentence shall see the same list."""
+"""Consistency: a divergence between the similarity lists of a sentence's two views (RankCSE Eq. 2)."""
 
 from __future__ import annotations
 
@@ -13,57 +13,79 @@ from distcse.losses.views import Views
 
 
 def jensen_shannon(logits: Tensor, other: Tensor) -> Tensor:
-    """(R, C) logits of two views -> (R,) Jensen-Shannon divergences in nats (RankCSE Eq. 2), positive included.
+    """Compute Jensen-Shannon divergences in nats (RankCSE Eq. 2), over all columns including the positive.
 
-    Exact, from log-probabilities: log M = log ½ + logaddexp(log P, log Q). 0 where P = Q, with gradient 0.
+    Exact, from log-probabilities: log M = log ½ + logaddexp(log P, log Q). Value and gradient are 0 where P = Q.
+
+    Args:
+        logits: (R, C) logits of the first view.
+        other: (R, C) logits of the second view.
+
+    Returns:
+        (R,) divergences.
     """
-    found: Tensor = _JensenShannon.apply(logits, other)
-    return found
+    divergences: Tensor = _JensenShannon.apply(logits, other)
+    return divergences
 
 
 class _JensenShannon(torch.autograd.Function):
-    """With its gradient in closed form, ½ P (log P - log M - KL(P|M)) to P's logits, and Q's likewise; it keeps two matrices."""
+    """Jensen-Shannon divergence with a closed-form gradient, which saves only two matrices for backward.
+
+    The gradient with respect to P's logits is ½ P (log P - log M - KL(P|M)), and likewise for Q.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, other: Tensor) -> Tensor:
         log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
         log_m = torch.logaddexp(log_p, log_q).add_(math.log(0.5))
-        (of_p, to_p), (of_q, to_q) = _divergence(log_p, log_m), _divergence(log_q, log_m)
-        ctx.save_for_backward(to_p, to_q)
-        return of_p.add_(of_q).mul_(0.5)
+        (kl_p, grad_p), (kl_q, grad_q) = _divergence(log_p, log_m), _divergence(log_q, log_m)
+        ctx.save_for_backward(grad_p, grad_q)
+        return kl_p.add_(kl_q).mul_(0.5)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         half = 0.5 * gradients[0][:, None]
-        to_p, to_q = ctx.saved_tensors
-        return half * to_p, half * to_q
+        grad_p, grad_q = ctx.saved_tensors
+        return half * grad_p, half * grad_q
 
 
 def negative_entropy(logits: Tensor, other: Tensor) -> Tensor:
-    """(R, C) logits of two views -> (R,) values of -(H(P) + H(Q)) / 2: what the public RankCSE code computes as 'JS'.
+    """Compute -(H(P) + H(Q)) / 2, which RankCSE's public code computes in place of the Jensen-Shannon divergence.
 
-    It clamps log M to 1e-7, which leaves a confidence penalty that pushes both lists towards the uniform one.
+    That code clamps log M to 1e-7, which leaves a confidence penalty that pushes both lists towards uniform.
+
+    Args:
+        logits: (R, C) logits of the first view.
+        other: (R, C) logits of the second view.
+
+    Returns:
+        (R,) values.
     """
     log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
     return 0.5 * ((log_p.exp() * log_p).sum(dim=1) + (log_q.exp() * log_q).sum(dim=1))
 
 
 def _divergence(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
-    """(R,) KL(P|M), and (R, C) twice the gradient of the Jensen-Shannon divergence to P's logits."""
-    shares, apart = log_p.exp(), log_p - log_m
-    divergences = torch.einsum("rc,rc->r", shares, apart)
-    return divergences, shares.mul_(apart.sub_(divergences[:, None]))
+    """Return (R,) KL(P|M), and twice the (R, C) gradient of the Jensen-Shannon divergence with respect to P's logits."""
+    p, log_ratio = log_p.exp(), log_p - log_m
+    divergences = torch.einsum("rc,rc->r", p, log_ratio)
+    return divergences, p.mul_(log_ratio.sub_(divergences[:, None]))
 
 
 class Consistency(nn.Module):
-    """The term in an objective; `form` is `js` or `neg_entropy`."""
+    """Consistency term of an objective.
+
+    Args:
+        tau1: Temperature of both views' lists.
+        form: `js` (default), or `neg_entropy` for the public code's loss.
+    """
 
     def __init__(self, tau1: float, form: str = "js") -> None:
         super().__init__()
         self.tau1 = tau1
         self._divergence = {"js": jensen_shannon, "neg_entropy": negative_entropy}[form]
 
-    def forward(self, views: Views, taught: TeacherOutputs | None = None) -> Tensor:
-        """This worker's share."""
+    def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> Tensor:
+        """Return this worker's share of the loss."""
         divergences = self._divergence(views.similarities / self.tau1, views.reverse / self.tau1)
         return divergences.sum() / views.columns

@@ -1,4 +1,4 @@
-"""Terms of the user's own."""
+"""Custom loss terms."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from distcse.recipe.own import load_class
 
 
 def custom_loss(name: str, section: CustomLossSection) -> nn.Module:
-    """The term that a recipe names: a module that is called with `Views` and `TeacherOutputs` and gives this worker's share.
+    """Create a custom term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share.
+
+    Args:
+        name: The term's key in `objective.custom`.
+        section: Its settings.
 
     Raises:
-        RecipeError: It cannot be imported or made, is no module, or has weights: nothing would train them.
+        CustomClassError: The class cannot be imported or created, is not a module, or has parameters, which no optimizer
+            would train.
     """
     key = f"objective.custom.{name}.class_path"
-    made = load_class(section.class_path, key)
-    if not issubclass(made, nn.Module):
-        raise CustomClassError(f"{key} is {section.class_path}, which is no torch.nn.Module")
+    term_class = load_class(section.class_path, key)
+    if not issubclass(term_class, nn.Module):
+        raise CustomClassError(f"{key} is {section.class_path}, which is not a torch.nn.Module; subclass it")
     try:
-        term = made(**section.kwargs)
-    except TypeError as refused:
+        term = term_class(**section.kwargs)
+    except TypeError as error:
         raise CustomClassError(
-            f"{key}: {section.class_path} does not take objective.custom.{name}.kwargs: {refused}"
+            f"{key}: {section.class_path} does not accept objective.custom.{name}.kwargs: {error}"
         ) from None
     if any(True for _ in term.parameters()):
         raise CustomClassError(
-            f"{key}: {section.class_path} has weights of its own, which no optimiser moves; keep a term without"
+            f"{key}: {section.class_path} has parameters, which no optimizer would train; remove them"
         )
     return term

@@ -1,4 +1,4 @@
-"""InfoNCE: each sentence's second view is the one right answer among the batch."""
+"""InfoNCE: classify each sentence's second view among all second views of the batch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
 
 
-def info_nce(similarities: Tensor, tau1: float, offset: int = 0, softened: Tensor | None = None) -> Tensor:
-    """(R, C) cosines -> (R,) losses: -log softmax(S_i / τ1) at the positive, column `offset + i`.
+def info_nce(similarities: Tensor, tau1: float, offset: int = 0, weights: Tensor | None = None) -> Tensor:
+    """Compute -log softmax(S_i / τ1) at the positive, column `offset + i` (SimCSE Eq. 1; RankCSE §4.2, Eq. 1).
 
-    One direction, z1 to z2, cosine, in-batch negatives (SimCSE Eq. 1; RankCSE §4.2, Eq. 1).
+    In one direction, from z1 to z2, with in-batch negatives.
 
     Args:
-        similarities: The student's cosines.
+        similarities: (R, C) cosines of the student.
         tau1: Temperature.
-        offset: Place of the first row in the global batch.
-        softened: (R, C) weights in [0, 1] of the negatives' terms in the softmax (`negative_weights`), 1 at the positives;
-            None weighs all 1.
+        offset: Column of the first row's positive. Default: 0.
+        weights: (R, C) weights in [0, 1] of the terms in the softmax's denominator, 1 at the positives (see
+            `negative_weights`). Default: all 1.
+
+    Returns:
+        (R,) losses.
     """
     rows = len(similarities)
     positives = torch.arange(offset, offset + rows, device=similarities.device)
-    found: Tensor = _InfoNCE.apply(similarities, positives[:, None], tau1, softened)
-    return found
+    losses: Tensor = _InfoNCE.apply(similarities, positives[:, None], tau1, weights)
+    return losses
 
 
 class _InfoNCE(torch.autograd.Function):
-    """With its gradient in closed form, (P - 1 at the positive) / τ1; it keeps one matrix, and makes one on the way back."""
+    """InfoNCE with a closed-form gradient, (P - 1 at the positive) / τ1, which saves one matrix and allocates one."""
 
     @staticmethod
-    def forward(ctx: Any, similarities: Tensor, positives: Tensor, tau1: float, softened: Tensor | None) -> Tensor:
+    def forward(ctx: Any, similarities: Tensor, positives: Tensor, tau1: float, weights: Tensor | None) -> Tensor:
         logits = similarities / tau1
-        if softened is not None:
-            logits += softened.to(logits.dtype).log()  # of 0: minus infinity, no term at all
+        if weights is not None:
+            logits += weights.to(logits.dtype).log()  # weight 0: a logit of minus infinity
         log_p = logits.log_softmax(dim=1)
         losses = log_p.gather(1, positives)[:, 0].neg_()
         ctx.tau1 = tau1
@@ -45,41 +48,51 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        shares, positives = ctx.saved_tensors
-        each = gradients[0][:, None] / ctx.tau1
-        return (each * shares).scatter_add_(1, positives, -each), None, None, None
+        probabilities, positives = ctx.saved_tensors
+        scale = gradients[0][:, None] / ctx.tau1
+        return (scale * probabilities).scatter_add_(1, positives, -scale), None, None, None
 
 
-def negative_weights(lists: Tensor, above: float, form: str, offset: int = 0) -> Tensor:
-    """(R, C) similarities of the teachers -> (R, C) weights of InfoNCE's negatives: who is no negative counts less.
+def negative_weights(lists: Tensor, threshold: float, form: str, offset: int = 0) -> Tensor:
+    """Compute weights of InfoNCE's negatives that reduce false negatives, pairs that the teachers find similar.
 
     Args:
-        lists: The teachers' similarities.
-        above: Pairs at least this similar are held to say the same.
-        form: `mask` leaves them out; `soften` lets their weight fall from 1 at `above` to 0 at similarity 1.
-        offset: Place of the first row: the positives keep weight 1.
+        lists: (R, C) similarities of the teachers.
+        threshold: Similarity from which a pair is a false negative.
+        form: `mask` gives false negatives weight 0; `soften` decreases it linearly from 1 at the threshold to 0 at
+            similarity 1.
+        offset: Column of the first row's positive, which keeps weight 1. Default: 0.
+
+    Returns:
+        (R, C) weights in [0, 1].
     """
-    same = lists >= above
-    left = torch.zeros_like(lists) if form == "mask" else ((1 - lists) / (1 - above)).clamp(0, 1)
-    weights = torch.where(same, left, 1.0)
+    is_false_negative = lists >= threshold
+    reduced = torch.zeros_like(lists) if form == "mask" else ((1 - lists) / (1 - threshold)).clamp(0, 1)
+    weights = torch.where(is_false_negative, reduced, 1.0)
     weights.diagonal(offset).fill_(1.0)
     return weights
 
 
 class InfoNCE(nn.Module):
-    """The term in an objective; with `above`, negatives that the teachers call alike are masked or softened."""
+    """InfoNCE term of an objective.
 
-    def __init__(self, tau1: float, above: float | None = None, form: str = "mask") -> None:
+    Args:
+        tau1: Temperature.
+        threshold: Teacher similarity from which a negative is masked or softened. Default: None, no negative is.
+        form: `mask` (default) or `soften` (see `negative_weights`).
+    """
+
+    def __init__(self, tau1: float, threshold: float | None = None, form: str = "mask") -> None:
         super().__init__()
         self.tau1 = tau1
-        self.above = above
+        self.threshold = threshold
         self.form = form
 
-    def forward(self, views: Views, taught: TeacherOutputs | None = None) -> Tensor:
-        """This worker's share."""
-        softened = None
-        if self.above is not None:
-            assert taught is not None and taught.similarities is not None
-            similar = taught.similarities if taught.clean_similarities is None else taught.clean_similarities
-            softened = negative_weights(similar[:, : views.columns], self.above, self.form, views.offset)
-        return info_nce(views.similarities, self.tau1, views.offset, softened).sum() / views.columns
+    def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> Tensor:
+        """Return this worker's share of the loss."""
+        weights = None
+        if self.threshold is not None:
+            assert teachers is not None and teachers.similarities is not None
+            lists = teachers.similarities if teachers.clean_similarities is None else teachers.clean_similarities
+            weights = negative_weights(lists[:, : views.columns], self.threshold, self.form, views.offset)
+        return info_nce(views.similarities, self.tau1, views.offset, weights).sum() / views.columns

@@ -1,4 +1,4 @@
-"""ListMLE: the teachers' order shall be likely under the student's Plackett-Luce model."""
+"""ListMLE: maximize the likelihood of the teachers' order under the student's Plackett-Luce model (Xia et al. 2008)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distcse.losses.similarity_lists import drop_positive
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
 
-_IN_DOUBLE = 600.0
-"""Largest difference of two logits whose shares, and their inverses, float64 holds. That of two cosines by τ2 is 2 / τ2."""
+_MAX_LOGIT_RANGE = 600.0
+"""Largest difference of two logits whose exponential and its inverse float64 can represent; for cosines it is 2 / τ2."""
 
 
 def list_mle(
@@ -24,73 +24,76 @@ def list_mle(
     list_reduction: str = "sum",
     eps: float | None = None,
     offset: int = 0,
-    trust: Tensor | None = None,
+    pair_weights: Tensor | None = None,
 ) -> Tensor:
-    """(R, L) cosines of student and teachers -> (R,) values of -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
+    """Compute -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
 
     Args:
-        similarities: The student's cosines.
-        lists: The teachers'; only their descending order counts. Ties keep their place in the batch.
+        similarities: (R, L) cosines of the student.
+        lists: (R, L) similarities of the teachers; only their descending order matters, ties in batch order.
         tau2: Temperature.
-        exclude_positive: Leave column `offset + i` out of row i.
-        list_reduction: `sum` over the list is the likelihood; `mean` divides by the list's length.
-        eps: None is exact. 1e-10 (allRank) or 1e-7 (public RankCSE code) is added inside the logarithm, after the row's
-            maximum was taken out. It acts like a phantom item at cosine max - τ2·ln(1/eps): items below it are pushed
-            up, the positive down.
-        offset: Place of the first row in the global batch.
-        trust: (R, L) weights: each place of the order counts as much as the sentence there; None counts all alike.
+        exclude_positive: Whether to drop column `offset + i` of row i. Default: False.
+        list_reduction: `sum` (default) over the list, the negative log-likelihood; or `mean`, divided by the list's length.
+        eps: Added inside the logarithm, after subtraction of the row's maximum: 1e-10 in allRank, 1e-7 in RankCSE's public
+            code. It acts like an additional item at cosine max - τ2·ln(1/eps), which raises items below it and lowers the
+            positive. Default: None, exact.
+        offset: Column of the first row's positive. Default: 0.
+        pair_weights: (R, L) weights of the sentences, applied to their positions in the order. Default: none.
+
+    Returns:
+        (R,) losses.
     """
     if exclude_positive:
         similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
-        trust = None if trust is None else drop_positive(trust, offset)
+        pair_weights = None if pair_weights is None else drop_positive(pair_weights, offset)
     order = lists.argsort(dim=1, descending=True, stable=True)
     logits = (similarities / tau2).gather(1, order)
     if eps is not None:
-        places = _suffixes_with_eps(logits, eps)
-    elif logits.device.type == "cpu" and logits.shape[1] and 2 / tau2 <= _IN_DOUBLE:
-        places = _SuffixesInDouble.apply(logits)
+        terms = _suffix_terms_with_eps(logits, eps)
+    elif logits.device.type == "cpu" and logits.shape[1] and 2 / tau2 <= _MAX_LOGIT_RANGE:
+        terms = _SuffixTermsInDouble.apply(logits)
     else:
-        places = _exact_suffixes(logits)
-    losses = (places if trust is None else places * trust.gather(1, order)).sum(dim=1)
+        terms = _exact_suffix_terms(logits)
+    losses = (terms if pair_weights is None else terms * pair_weights.gather(1, order)).sum(dim=1)
     return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
 
 
-def _exact_suffixes(logits: Tensor) -> Tensor:
-    """log Σ_{k ≥ j} exp(l_k) - l_j, stable at any temperature."""
+def _exact_suffix_terms(logits: Tensor) -> Tensor:
+    """Compute log Σ_{k ≥ j} exp(l_k) - l_j at each position j, stable at any temperature."""
     return logits.flip(1).logcumsumexp(dim=1).flip(1) - logits
 
 
-class _SuffixesInDouble(torch.autograd.Function):
-    """The same for cosines at temperatures that are not tiny: sums of shares exp(l_k - max l) in float64, of which none is 0.
+class _SuffixTermsInDouble(torch.autograd.Function):
+    """The same in float64, for logits in a range in which no exp(l_k - max l) underflows.
 
-    A sixth of `logcumsumexp`'s time on a CPU, and nearer to the exact value. The gradient of what goes by w_j at place j is
-    exp(l_k) Σ_{j ≤ k} w_j / Σ_{i ≥ j} exp(l_i) - w_k.
+    Six times as fast as `logcumsumexp` on a CPU, and more accurate. For upstream gradients w_j, the gradient with respect to
+    l_k is exp(l_k) Σ_{j ≤ k} w_j / Σ_{i ≥ j} exp(l_i) - w_k.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         highest = logits.amax(dim=1, keepdim=True)
-        shares = (logits - highest).double().exp_()
-        sums = shares.flip(1).cumsum_(1).flip(1)
-        ctx.save_for_backward(shares, sums)
+        exponentials = (logits - highest).double().exp_()
+        sums = exponentials.flip(1).cumsum_(1).flip(1)
+        ctx.save_for_backward(exponentials, sums)
         return (sums.log() + (highest - logits)).to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (weights,), (shares, sums) = gradients, ctx.saved_tensors
-        before: Tensor = (weights.double() / sums).cumsum_(1)
-        return before.mul_(shares).to(weights.dtype).sub_(weights)
+        (weights,), (exponentials, sums) = gradients, ctx.saved_tensors
+        prefix_sums: Tensor = (weights.double() / sums).cumsum_(1)
+        return prefix_sums.mul_(exponentials).to(weights.dtype).sub_(weights)
 
 
-def _suffixes_with_eps(logits: Tensor, eps: float) -> Tensor:
+def _suffix_terms_with_eps(logits: Tensor, eps: float) -> Tensor:
     if not logits.shape[1]:
         return logits
-    below = logits - logits.max(dim=1, keepdim=True).values
-    return torch.log(below.exp().flip(1).cumsum(dim=1).flip(1) + eps) - below
+    shifted = logits - logits.max(dim=1, keepdim=True).values
+    return torch.log(shifted.exp().flip(1).cumsum(dim=1).flip(1) + eps) - shifted
 
 
 class ListMLE(nn.Module):
-    """The term in an objective."""
+    """ListMLE term of an objective; arguments as for `list_mle`."""
 
     def __init__(
         self, tau2: float, exclude_positive: bool = False, list_reduction: str = "sum", eps: float | None = None
@@ -101,17 +104,17 @@ class ListMLE(nn.Module):
         self.list_reduction = list_reduction
         self.eps = eps
 
-    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
-        """This worker's share."""
-        assert taught.similarities is not None
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        """Return this worker's share of the loss."""
+        assert teachers.similarities is not None
         losses = list_mle(
             views.extended_similarities,
-            views.mask_duplicates(taught.similarities),
+            views.mask_duplicates(teachers.similarities),
             self.tau2,
             exclude_positive=self.exclude_positive,
             list_reduction=self.list_reduction,
             eps=self.eps,
             offset=views.offset,
-            trust=views.mask_pair_weights(taught.pair_weights),
+            pair_weights=views.mask_pair_weights(teachers.pair_weights),
         )
         return losses.sum() / views.columns

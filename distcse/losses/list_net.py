@@ -1,4 +1,4 @@
-"""ListNet: the student's top-one distribution over a list shall match its teachers'."""
+"""ListNet: match the student's top-one distribution over a list to the teachers' (Cao et al. 2007; RankCSE)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ def list_net(
     *,
     exclude_positive: bool = True,
     offset: int = 0,
-    trust: Tensor | None = None,
+    pair_weights: Tensor | None = None,
 ) -> Tensor:
-    """(R, L) cosines of student and teachers -> (R,) cross-entropies (RankCSE Eq. 4, footnote 1).
+    """Compute ListNet's cross-entropies, -Σ_j p_j log q_j (RankCSE Eq. 4, footnote 1).
 
-    -Σ_j softmax(ST_i / τ3)_j · log softmax(S_i / τ2)_j. The teachers' entropy is not subtracted: the gradient is
-    that of the Kullback-Leibler divergence. With `trust`, (R, L) weights w, it is Σ_j w_j (q_j - p_j - p_j log q_j): each
-    pair's own divergence, so that the teachers' list stays the minimum whatever the weights, and 1 everywhere changes nothing.
+    p = softmax(lists_i / τ3) and q = softmax(similarities_i / τ2). The constant entropy of p is not subtracted, so that the
+    gradient is that of the Kullback-Leibler divergence. With pair weights w, the loss is Σ_j w_j (q_j - p_j - p_j log q_j),
+    which is minimal at q = p for any weights, and equals the unweighted loss for weights 1.
+
+    Args:
+        similarities: (R, L) cosines of the student.
+        lists: (R, L) similarities of the teachers.
+        tau2: The student's temperature.
+        tau3: The teachers' temperature.
+        exclude_positive: Whether to drop column `offset + i` of row i. Default: True.
+        offset: Column of the first row's positive. Default: 0.
+        pair_weights: (R, L) weights w. Default: none.
+
+    Returns:
+        (R,) losses.
     """
     if exclude_positive:
         similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
-        trust = None if trust is None else drop_positive(trust, offset)
-    target = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
-    found = (similarities / tau2).log_softmax(dim=1)
-    if trust is None:
-        return -(target * found).sum(dim=1)
-    return (trust * (found.exp() - target - target * found)).sum(dim=1)
+        pair_weights = None if pair_weights is None else drop_positive(pair_weights, offset)
+    p = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
+    log_q = (similarities / tau2).log_softmax(dim=1)
+    if pair_weights is None:
+        return -(p * log_q).sum(dim=1)
+    return (pair_weights * (log_q.exp() - p - p * log_q)).sum(dim=1)
 
 
 class ListNet(nn.Module):
-    """The term in an objective."""
+    """ListNet term of an objective; arguments as for `list_net`."""
 
     def __init__(self, tau2: float, tau3: float, exclude_positive: bool = True) -> None:
         super().__init__()
@@ -44,16 +56,16 @@ class ListNet(nn.Module):
         self.tau3 = tau3
         self.exclude_positive = exclude_positive
 
-    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
-        """This worker's share."""
-        assert taught.similarities is not None
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        """Return this worker's share of the loss."""
+        assert teachers.similarities is not None
         losses = list_net(
             views.extended_similarities,
-            views.mask_duplicates(taught.similarities),
+            views.mask_duplicates(teachers.similarities),
             self.tau2,
             self.tau3,
             exclude_positive=self.exclude_positive,
             offset=views.offset,
-            trust=taught.pair_weights,
+            pair_weights=teachers.pair_weights,
         )
         return losses.sum() / views.columns

@@ -1,4 +1,4 @@
-"""The weighted sum of terms that a recipe names."""
+"""The training objective: a weighted sum of loss terms."""
 
 from __future__ import annotations
 
@@ -20,91 +20,94 @@ from distcse.recipe import ObjectiveSection, RankSection
 
 
 class Objective(nn.Module):
-    """Σ weight · term(views, taught), or with `hinge` the larger of InfoNCE and rank regression, and the others.
+    """Weighted sum of terms, Σ weight · term(views, teachers).
 
     Args:
-        terms: Name to module.
-        weights: Name to weight; also that of `detection`, which the student's model computes.
-        combine: `sum` or `hinge`.
+        terms: Name -> module.
+        weights: Name -> weight; includes `detection`, whose term the student's model computes.
+        combine: `sum` (default); or `hinge`, where only the larger of InfoNCE and rank regression is added to the others.
     """
 
     def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float], combine: str = "sum") -> None:
         super().__init__()
-        self.terms = dict(terms)  # no ModuleDict: that takes not every name, and terms have no weights
+        self.terms = dict(terms)  # not a ModuleDict, which does not allow every name; terms have no parameters
         self.weights = weights
         self.combine = combine
 
     @property
     def needs_lists(self) -> bool:
-        """Whether a term wants the teachers' lists."""
-        softened = (
-            isinstance(term := self.terms["info_nce"], InfoNCE) and term.above if "info_nce" in self.terms else None
+        """Whether a term needs the teachers' similarity lists."""
+        threshold = (
+            isinstance(term := self.terms["info_nce"], InfoNCE) and term.threshold if "info_nce" in self.terms else None
         )
-        own = any(getattr(term, "needs_lists", False) for term in self.terms.values())
-        return "rank" in self.terms or "rank_regression" in self.terms or softened is not None or own
+        custom = any(getattr(term, "needs_lists", False) for term in self.terms.values())
+        return "rank" in self.terms or "rank_regression" in self.terms or threshold is not None or custom
 
     @property
     def needs_targets(self) -> bool:
-        """Whether a term wants the teachers' vectors."""
+        """Whether a term needs the teachers' vectors."""
         return "regression" in self.terms
 
     def forward(
-        self, views: Views, taught: TeacherOutputs | None = None, found: Detection | None = None
+        self, views: Views, teachers: TeacherOutputs | None = None, detection: Detection | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the loss, and detached shares by name.
-
-        The names are `loss` (weighted), those of the recipe's terms (unweighted), and `pos_cos` and `neg_cos`, the mean
-        cosine of the positives and of all other pairs; with detection `edited_found` and `kept_found`.
+        """Compute this worker's share of the loss.
 
         Args:
             views: The batch.
-            taught: The teachers' lists, needed by a rank term; their vectors, needed by regression.
-            found: What the discriminator made of the batch; needed by detection.
+            teachers: The teachers' lists, for rank terms; their vectors, for regression.
+            detection: Result of the discriminator, for the detection term.
+
+        Returns:
+            The share to differentiate, and detached shares by name: `loss` (weighted), each term (unweighted), and
+            `pos_cos` and `neg_cos`, the mean cosines of the positives and of all other pairs. With detection also
+            `edited_found` and `kept_found`, its accuracies.
 
         Raises:
-            ValueError: A rank term without lists, or lists of another shape than the student's.
+            ValueError: Lists are missing, or their shape differs from the student's.
         """
-        taught = taught or TeacherOutputs()
-        wanted = (views.rows, views.columns + (0 if views.queue is None else len(views.queue)))
-        if taught.similarities is None and self.needs_lists:
-            raise ValueError(f"the rank term wants lists of shape {wanted}, got none")
-        if taught.similarities is not None and taught.similarities.shape != wanted:
+        teachers = teachers or TeacherOutputs()
+        expected = (views.rows, views.columns + (0 if views.queue is None else len(views.queue)))
+        if teachers.similarities is None and self.needs_lists:
+            raise ValueError(f"the rank term needs lists of shape {expected}, but got none")
+        if teachers.similarities is not None and teachers.similarities.shape != expected:
             raise ValueError(
-                f"lists are of shape {tuple(taught.similarities.shape)}; this worker's views want {wanted}"
+                f"lists have shape {tuple(teachers.similarities.shape)}, but this worker's views need {expected}"
             )
-        # Losses keep float32 under autocast: a temperature of 0.05 multiplies a rounding of bf16 by 20.
+        # Losses are float32 under autocast, because a temperature of 0.05 multiplies bf16's rounding by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
-            shares = {name: term(views, taught) for name, term in self.terms.items()}
+            shares = {name: term(views, teachers) for name, term in self.terms.items()}
             accuracies: dict[str, Tensor] = {}
-            if found is not None:
-                shares["detection"], accuracies = found.shares()
-            loss = self._combined({name: self.weights[name] * share for name, share in shares.items()})
+            if detection is not None:
+                shares["detection"], accuracies = detection.shares()
+            loss = self._combine({name: self.weights[name] * share for name, share in shares.items()})
         parts = {name: share.detach() for name, share in shares.items()}
         return loss, {"loss": loss.detach(), **parts, **accuracies, **_cosine_shares(views)}
 
-    def _combined(self, weighted: dict[str, Tensor]) -> Tensor:
+    def _combine(self, weighted: dict[str, Tensor]) -> Tensor:
         if self.combine == "hinge":
-            # All workers choose by the global losses: the smaller one gets no gradient in this step.
+            # All workers compare the global losses; the smaller one has no gradient in this step.
             both = torch.stack([weighted["info_nce"].detach(), weighted["rank_regression"].detach()])
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(both)
-            # Chosen by the device: a question to it would make the host wait at every step.
-            by_rank = weighted.pop("rank_regression")
-            weighted["info_nce"] = torch.where(both[0] >= both[1], weighted["info_nce"], by_rank)
+            # Selected on the device, so that the host does not wait.
+            rank_regression = weighted.pop("rank_regression")
+            weighted["info_nce"] = torch.where(both[0] >= both[1], weighted["info_nce"], rank_regression)
         return torch.stack(list(weighted.values())).sum()
 
 
 def build_objective(section: ObjectiveSection) -> Objective:
-    """The objective of a recipe; a term that is null, or has weight 0, is not computed.
+    """Create a recipe's objective; a term that is null or has weight 0 is omitted.
 
-    Raises `RecipeError` for a term of the user's own that cannot be made.
+    Raises:
+        CustomClassError: A custom term cannot be created.
     """
     terms: dict[str, nn.Module] = {}
     weights: dict[str, float] = {}
     if section.info_nce is not None and section.info_nce.weight:
-        twins = section.info_nce.false_negatives
-        softened = (twins.threshold, twins.form) if twins else (None, "mask")
-        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1, *softened), section.info_nce.weight
+        false_negatives = section.info_nce.false_negatives
+        masking = (false_negatives.threshold, false_negatives.form) if false_negatives else (None, "mask")
+        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1, *masking), section.info_nce.weight
     if section.consistency is not None and section.consistency.beta:
         terms["consistency"] = Consistency(section.tau1, section.consistency.form)
         weights["consistency"] = section.consistency.beta
@@ -118,22 +121,22 @@ def build_objective(section: ObjectiveSection) -> Objective:
         terms["regression"], weights["regression"] = Regression(section.regression.form), section.regression.weight
     if section.detection is not None:
         weights["detection"] = section.detection.weight
-    for name, own in section.custom.items():
-        if own.weight:
-            terms[name], weights[name] = custom_loss(name, own), own.weight
+    for name, custom in section.custom.items():
+        if custom.weight:
+            terms[name], weights[name] = custom_loss(name, custom), custom.weight
     return Objective(terms, weights, section.combine)
 
 
 def _rank_term(section: RankSection) -> nn.Module:
-    excluded = section.exclude_positive
+    exclude = section.exclude_positive
     if section.form == "list_net":
-        return ListNet(section.tau2, section.tau3, True if excluded is None else excluded)
-    return ListMLE(section.tau2, False if excluded is None else excluded, section.list_reduction, section.eps)
+        return ListNet(section.tau2, section.tau3, True if exclude is None else exclude)
+    return ListMLE(section.tau2, False if exclude is None else exclude, section.list_reduction, section.eps)
 
 
 @torch.no_grad()
 def _cosine_shares(views: Views) -> dict[str, Tensor]:
-    """Mean cosine of the positives and of all other pairs, as shares: the quickest sign of a collapse."""
+    """Return this worker's shares of the mean cosines of the positives and of all other pairs, to detect a collapse."""
     cosines = views.similarities.detach()
     positives = cosines.diagonal(views.offset).sum()
     others = (cosines.sum() - positives) / max(1, views.columns - 1)

@@ -1,4 +1,4 @@
-"""Regression onto pseudo-labels: what Trans-Encoder's two formulations learn from each other (Liu et al. 2022, §2.2 and 2.3)."""
+"""Losses on pseudo-labels, with which a bi-encoder and a cross-encoder train each other (Trans-Encoder, Liu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similar
 
 
 def mse_cosine(first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
-    """(B, d) vectors of pairs' sentences, (B,) labels -> (B,) squared errors of their cosines; cross → bi."""
+    """Compute the squared errors of a bi-encoder's cosines against a cross-encoder's scores (§2.3).
+
+    Args:
+        first: (B, d) vectors of the pairs' first sentences.
+        second: (B, d) vectors of the second sentences.
+        labels: (B,) scores.
+
+    Returns:
+        (B,) losses.
+    """
     return (cosine_similarity(first.float(), second.float(), dim=1) - labels).square()
 
 
 def bce_soft(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B,) logits and soft labels -> (B,) binary cross-entropies; bi → cross.
+    """Compute the binary cross-entropies of a cross-encoder's logits against a bi-encoder's cosines (§2.2).
 
-    Labels are raw cosines: one below 0 is taken as it is, as the public code does.
+    Args:
+        logits: (B,) logits.
+        labels: (B,) raw cosines; negative ones are not clipped, as in the public code.
+
+    Returns:
+        (B,) losses.
     """
     return binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")

@@ -1,4 +1,4 @@
-"""Rank regression: the student's cosine shall be the teachers' rank-space similarity, where that is neither low nor trivial."""
+"""Rank regression: regress the student's cosines onto rank-space similarities within a range (RankEncoder)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,39 @@ from torch import Tensor, nn
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
 
-_NO_PAIR = 1e-8
-"""Added to the number of kept pairs, as the public code does: without a pair the loss is 0."""
+_EPS = 1e-8
+"""Added to the number of kept pairs, as in the public code, so that the loss is 0 without a pair."""
 
 
 def kept_pairs(lists: Tensor, lower: float, upper: float) -> Tensor:
-    """(R, C) similarities -> (R, C) booleans: those within [τl, τu], the ends included."""
+    """Return an (R, C) mask of the similarities in [lower, upper]."""
     return (lists >= lower) & (lists <= upper)
 
 
 def squared_errors(similarities: Tensor, lists: Tensor, lower: float, upper: float) -> Tensor:
-    """(R, C) cosines of the student and rank-space similarities -> (R,) sums of m · (S - R)² (RankEncoder Eq. 6)."""
+    """Compute Σ_j m_j (S_ij - R_ij)², where m selects the kept pairs (RankEncoder Eq. 6).
+
+    Args:
+        similarities: (R, C) cosines S of the student.
+        lists: (R, C) rank-space similarities R of the teachers.
+        lower: Smallest similarity τ_l of a kept pair.
+        upper: Largest similarity τ_u of a kept pair.
+
+    Returns:
+        (R,) sums.
+    """
     kept = kept_pairs(lists, lower, upper)
     return torch.where(kept, similarities - lists.to(similarities.dtype), 0.0).square().sum(dim=1)
 
 
 class RankRegression(nn.Module):
-    """The term in an objective: the mean squared error over the kept pairs of the global batch."""
+    """Rank regression term of an objective: the mean squared error over the kept pairs of the global batch.
+
+    Args:
+        lower: Smallest similarity of a kept pair.
+        upper: Largest similarity of a kept pair.
+        same_view: Whether to use the student's cosines of z1 and z1, instead of z1 and z2. Default: False.
+    """
 
     def __init__(self, lower: float, upper: float, same_view: bool = False) -> None:
         super().__init__()
@@ -33,12 +49,12 @@ class RankRegression(nn.Module):
         self.upper = upper
         self.same_view = same_view
 
-    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
-        """This worker's share: its own rows' errors over the number of pairs of the batch that all workers keep."""
-        assert taught.similarities is not None
-        lists = taught.similarities[:, : views.columns]
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        """Return this worker's share: the errors of its rows, divided by the number of kept pairs of all workers."""
+        assert teachers.similarities is not None
+        lists = teachers.similarities[:, : views.columns]
         similarities = views.same if self.same_view else views.similarities
         pairs = kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(pairs)
-        return squared_errors(similarities, lists, self.lower, self.upper).sum() / (pairs + _NO_PAIR)
+        return squared_errors(similarities, lists, self.lower, self.upper).sum() / (pairs + _EPS)

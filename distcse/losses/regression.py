@@ -1,4 +1,4 @@
-"""Vector regression: the student's vector shall be its teacher's."""
+"""Vector regression: regress the student's vectors onto the teachers' vectors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,46 @@ from distcse.losses.views import Views, unit
 
 
 def cosine_errors(vectors: Tensor, targets: Tensor) -> Tensor:
-    """(R, d) vectors and unit targets -> (R,) values of 1 - cos: half the squared distance of unit vectors.
+    """Compute 1 - cos, which is half the squared distance of unit vectors.
 
-    The loss of Stella and Jasper's first stage (cosine), and LEAF's for a student that normalises.
+    The cosine loss of Stella and Jasper's first stage, and LEAF's loss for a student with normalized vectors.
+
+    Args:
+        vectors: (R, d) vectors of the student.
+        targets: (R, d) unit vectors of the teachers.
+
+    Returns:
+        (R,) losses.
     """
     return 1 - (unit(vectors) * targets.to(vectors.dtype)).sum(dim=1)
 
 
 def squared_distances(vectors: Tensor, targets: Tensor) -> Tensor:
-    """(R, d) vectors and unit targets -> (R,) squared distances: the length is learned too (LEAF; MSELoss times d)."""
+    """Compute squared distances, so that the student's length is trained too (LEAF; d times MSELoss).
+
+    Args:
+        vectors: (R, d) vectors of the student.
+        targets: (R, d) unit vectors of the teachers.
+
+    Returns:
+        (R,) losses.
+    """
     return (vectors - targets.to(vectors.dtype)).square().sum(dim=1)
 
 
 class Regression(nn.Module):
-    """The term in an objective; `form` is `cosine` or `mse`. Both views of a sentence learn."""
+    """Vector regression term of an objective: the mean loss of both views.
+
+    Args:
+        form: `cosine` (default) or `mse`.
+    """
 
     def __init__(self, form: str = "cosine") -> None:
         super().__init__()
         self._errors = {"cosine": cosine_errors, "mse": squared_distances}[form]
 
-    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
-        """This worker's share."""
-        assert taught.targets is not None
-        errors = self._errors(views.z1, taught.targets) + self._errors(views.z2, taught.targets)
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        """Return this worker's share of the loss."""
+        assert teachers.targets is not None
+        errors = self._errors(views.z1, teachers.targets) + self._errors(views.z2, teachers.targets)
         return errors.sum() / (2 * views.columns)

@@ -1,4 +1,4 @@
-"""Similarity lists: mixing teachers, and leaving the sentence itself out."""
+"""Operations on similarity lists: mix teachers, weight pairs by agreement, add rank noise, drop the positive."""
 
 from __future__ import annotations
 
@@ -7,74 +7,93 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_FLAT = 1e-6
-"""Deviation of a list whose entries are all one."""
+_MIN_STD = 1e-6
+"""Lower bound of a list's standard deviation, for lists with equal entries."""
 
 
 def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
-    """(T, R, C) cosines of T teachers -> (R, C) weighted mean in float32 (RankCSE §4.4, for N teachers).
-
-    Raw cosines are mixed, before any temperature; the weights' scale does not matter. Float64 lists stay float64.
+    """Compute the weighted mean of the teachers' raw cosines, before any temperature (RankCSE §4.4, for T teachers).
 
     Args:
-        lists: The teachers' lists.
-        weights: One a teacher, or (T, R): each row's own.
+        lists: (T, R, C) cosines of T teachers.
+        weights: T weights, or (T, R) for weights per row; they are normalized to sum 1 over teachers.
+
+    Returns:
+        (R, C) similarities in float32, or float64 for float64 lists.
 
     Raises:
-        ValueError: Another number of weights than of teachers.
+        ValueError: The numbers of weights and teachers differ.
     """
     if len(weights) != len(lists):
-        raise ValueError(f"{len(lists)} lists and {len(weights)} weights")
-    share = torch.as_tensor(weights, dtype=torch.float64).to(lists.device)
-    share = (share / share.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
-    # No matrix product: autocast and TF32 round those, and a rounded cosine is a tie or a swap in a teacher's order.
-    each = share[:, None, None] if share.dim() == 1 else share[:, :, None]
-    return (each * lists.to(share.dtype)).sum(dim=0)
+        raise ValueError(f"{len(lists)} lists but {len(weights)} weights; pass one weight per teacher")
+    fractions = torch.as_tensor(weights, dtype=torch.float64).to(lists.device)
+    fractions = (fractions / fractions.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
+    # Not a matrix product: autocast and TF32 round it, and rounded cosines tie or swap in a teacher's order.
+    factors = fractions[:, None, None] if fractions.dim() == 1 else fractions[:, :, None]
+    return (factors * lists.to(fractions.dtype)).sum(dim=0)
 
 
 def disagreement_weights(lists: Tensor, weights: Sequence[float] | Tensor, scale: float) -> Tensor:
-    """(T, R, C) cosines of T teachers -> (R, C) weights exp(-spread / scale) in (0, 1]: how far they agree on each pair.
+    """Compute pair weights exp(-spread / scale) from the teachers' agreement on each pair.
 
-    Teachers' cosines lie in ranges of their own: each list is brought to mean 0 and deviation 1 first. The spread is then the
-    standard deviation over teachers, each counting by its weight. One teacher agrees with itself: all weights are 1.
-    """
-    wide = lists.float()
-    deviation, mean = torch.std_mean(wide, dim=2, keepdim=True, correction=0)
-    standard = (wide - mean) / deviation.clamp(min=_FLAT)
-    middle = mix_lists(standard, weights)
-    return torch.exp(-mix_lists((standard - middle).square(), weights).sqrt() / scale)
-
-
-def shuffle_rank_groups(lists: Tensor, group: int, seed: int, offset: int, apart: Tensor | None = None) -> Tensor:
-    """(R, L) lists -> the same with neighbours in a row's order shuffled: noise on what a teacher cannot know (DistillCSE).
-
-    In each row the others than the sentence itself, in descending order, fall into groups of `group`; inside a group the
-    similarities change places at random. What is drawn depends on the seed and a row's place in the global batch alone.
+    Each list is first standardized to mean 0 and standard deviation 1, because the ranges of teachers' cosines differ. The
+    spread is the weighted standard deviation over teachers. With one teacher, all pair weights are 1.
 
     Args:
-        lists: The teachers' similarities.
-        group: Sentences of a group.
-        seed: Of the step.
-        offset: Place of the first row in the global batch.
-        apart: (R, L) entries that stay as they are, such as the sentence itself once more; None has none.
+        lists: (T, R, C) cosines of T teachers.
+        weights: T weights, or (T, R) for weights per row.
+        scale: Spread at which a pair's weight is 1/e.
+
+    Returns:
+        (R, C) weights in (0, 1].
+    """
+    wide = lists.float()
+    std, mean = torch.std_mean(wide, dim=2, keepdim=True, correction=0)
+    standardized = (wide - mean) / std.clamp(min=_MIN_STD)
+    center = mix_lists(standardized, weights)
+    return torch.exp(-mix_lists((standardized - center).square(), weights).sqrt() / scale)
+
+
+def shuffle_rank_groups(lists: Tensor, group: int, seed: int, offset: int, unchanged: Tensor | None = None) -> Tensor:
+    """Add rank noise: permute similarities within groups of adjacent ranks (DistillCSE).
+
+    In each row, the sentences other than the row's own, in descending order of similarity, form groups of `group`. Each
+    group's similarities are permuted at random, depending only on the seed and the row's index in the global batch.
+
+    Args:
+        lists: (R, L) similarities of the teachers.
+        group: Number of sentences in a group.
+        seed: Seed of the step.
+        offset: Index of the first row in the global batch.
+        unchanged: (R, L) mask of entries to exclude, such as duplicates of the row's sentence. Default: none.
+
+    Returns:
+        (R, L) similarities.
     """
     rows, columns = lists.shape
     drawn = torch.rand(offset + rows, columns, generator=torch.Generator().manual_seed(seed))[offset:]
     own = torch.arange(offset, offset + rows, device=lists.device)[:, None]
-    sorted_as = lists if apart is None else lists.masked_fill(apart, -torch.inf)
-    order = sorted_as.scatter(1, own, torch.inf).argsort(dim=1, descending=True, stable=True)  # itself first, alone
-    places = torch.arange(columns, device=lists.device)
-    groups = (places - 1).div(group, rounding_mode="floor").expand(rows, -1)
-    if apart is not None:
-        groups = torch.where(places >= columns - apart.sum(dim=1, keepdim=True), columns + places, groups)
+    sort_keys = lists if unchanged is None else lists.masked_fill(unchanged, -torch.inf)
+    order = sort_keys.scatter(1, own, torch.inf).argsort(dim=1, descending=True, stable=True)  # own sentence has rank 0
+    ranks = torch.arange(columns, device=lists.device)
+    groups = (ranks - 1).div(group, rounding_mode="floor").expand(rows, -1)
+    if unchanged is not None:
+        groups = torch.where(ranks >= columns - unchanged.sum(dim=1, keepdim=True), columns + ranks, groups)
     shuffled = (groups + drawn.to(lists.device)).argsort(dim=1)
     return torch.empty_like(lists).scatter_(1, order, lists.gather(1, order.gather(1, shuffled)))
 
 
 def drop_positive(matrix: Tensor, offset: int) -> Tensor:
-    """(R, C) -> (R, C - 1): row i without its own column `offset + i`.
+    """Drop column `offset + i` of row i.
 
-    A gather by index, not a mask: no infinity enters, so no 0·∞ has to be cleaned out of the gradient.
+    Gathers by index instead of masking with infinity, so that no 0·∞ occurs in the gradient.
+
+    Args:
+        matrix: (R, C) matrix.
+        offset: Column of the first row's positive.
+
+    Returns:
+        (R, C - 1) matrix.
     """
     rows, columns = matrix.shape
     own = torch.arange(offset, offset + rows, device=matrix.device)[:, None]

@@ -1,4 +1,4 @@
-"""What teachers say of a batch."""
+"""The teachers' outputs for a batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from distcse.device import to_device
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """Teachers' knowledge of this worker's R rows.
+    """The teachers' outputs for this worker's R rows.
 
     Attributes:
-        similarities: (R, L) weighted mean similarities to the C sentences of the global batch, and to those in the student's memory
-            where it has one: L = C + K. Perhaps with noise.
-        pair_weights: (R, L) weights in (0, 1] of each similarity; None trusts all alike.
-        targets: (R, d) unit vectors that the student's shall be.
-        clean_similarities: (R, L) the lists without noise, where they have any.
+        similarities: (R, L) weighted mean cosines to the C sentences of the global batch and the K sentences of the
+            student's embedding queue, L = C + K; with rank noise if the recipe sets it.
+        pair_weights: (R, L) weights in (0, 1] of the similarities; None weights them equally.
+        targets: (R, d) unit vectors, the targets of the student's vectors.
+        clean_similarities: (R, L) similarities without rank noise; None where there is no noise.
     """
 
     similarities: Tensor | None = None
@@ -28,6 +28,6 @@ class TeacherOutputs:
     clean_similarities: Tensor | None = None
 
     def to(self, device: torch.device) -> TeacherOutputs:
-        """The same on a device."""
+        """Copy to a device."""
         parts = (self.similarities, self.pair_weights, self.targets, self.clean_similarities)
         return TeacherOutputs(*(part if part is None else to_device(part, device) for part in parts))

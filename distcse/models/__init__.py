@@ -1,8 +1,8 @@
-"""Sentence encoders: backbone, pooling, projection; loading from and saving to the sentence-transformers layout."""
+"""Sentence encoders and cross-encoders, loaded from and saved to the sentence-transformers folder layout."""
 
 from distcse.models.cross import CrossEncoder, is_cross_encoder
 from distcse.models.encoder import Encoder
-from distcse.models.layers import depth_of, first_stays, only_layers
+from distcse.models.layers import depth_of, needs_first_layer, only_layers
 from distcse.models.pooling import pool
 from distcse.models.projection import build_projection
 from distcse.models.source import model_fingerprint, resolve_model
@@ -14,9 +14,9 @@ __all__ = [
     "TokenizerSpec",
     "build_projection",
     "depth_of",
-    "first_stays",
     "is_cross_encoder",
     "model_fingerprint",
+    "needs_first_layer",
     "only_layers",
     "pool",
     "resolve_model",

@@ -1,7 +1,7 @@
-"""The mask of a pass, made once and without a question.
+"""Prepare attention masks without a device synchronization.
 
-From a (B, L) mask transformers makes the one that its attention wants, and asks first whether anything is padded at all. On a GPU
-that one answer makes the host wait for the device at every pass.
+transformers expands the (B, L) mask itself, but first checks whether anything is padded. On a GPU, that check makes the
+host wait for the device in every forward pass.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TAKES_IT_MADE = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
+_ACCEPTS_PREPARED_MASK = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
 
 
 def takes_prepared_mask(model: nn.Module) -> bool:
-    """Whether a model's attention takes the mask that is made here. Others ask what is padded, and may compute by the answer."""
+    """Return whether a model accepts the mask of `prepare_mask`; other models may branch on what is padded."""
     config: Any = model.config
-    of_transformers = type(model).__module__.startswith("transformers.")  # a model's own code may want another mask
-    known = config.model_type in _TAKES_IT_MADE and not getattr(config, "is_decoder", False)
+    of_transformers = type(model).__module__.startswith("transformers.")  # custom code may need another mask
+    known = config.model_type in _ACCEPTS_PREPARED_MASK and not getattr(config, "is_decoder", False)
     return of_transformers and known and config._attn_implementation in ("sdpa", "eager")
 
 
 def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
-    """(B, L) mask, 1 at tokens -> (B, 1, 1, L) as the model's attention wants it: added to the scores, or true at tokens.
+    """Expand a (B, L) mask, 1 at tokens, to the (B, 1, 1, L) mask of the model's attention.
 
-    Families that are not named here, and other kinds of attention, get the mask as it is and make their own of it.
+    Returns:
+        True at tokens for `sdpa`, an additive mask for `eager`; the mask unchanged for other attention or model families.
     """
     config: Any = model.config
     if not takes_prepared_mask(model):
         return mask
-    seen = mask[:, None, None, :].bool()
+    visible = mask[:, None, None, :].bool()
     if config._attn_implementation == "sdpa":
-        return seen
+        return visible
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
-    return torch.zeros(seen.shape, dtype=dtype, device=mask.device).masked_fill(~seen, torch.finfo(dtype).min)
+    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)

@@ -1,4 +1,4 @@
-"""Token ids of unlike lengths in batches of alike lengths: almost nothing that goes through a model is padding."""
+"""Length-sorted batches, so that a forward pass computes almost no padding."""
 
 from __future__ import annotations
 
@@ -8,39 +8,49 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_FULL_ENOUGH = 0.25
-"""Of a batch, to end it where its longest texts do: nothing of it is padding then."""
+_MIN_FILL = 0.25
+"""Smallest share of a batch's tokens at which it ends with its longest texts, and so has no padding."""
 
 
 def by_length(ids: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
-    """Places of texts, longest first, in batches of at most `batch_tokens` with padding."""
-    order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
-    lengths = [-len(ids[place]) for place in order]
+    """Return batches of text indices, longest texts first.
+
+    Args:
+        ids: Token ids of each text.
+        batch_tokens: Maximum number of tokens per batch, with padding; a longer text is a batch alone.
+    """
+    order = sorted(range(len(ids)), key=lambda index: len(ids[index]), reverse=True)
+    lengths = [-len(ids[index]) for index in order]
     batches: list[list[int]] = []
-    begin = 0
-    while begin < len(order):
-        longest = max(1, -lengths[begin])
-        end = begin + max(1, batch_tokens // longest)
-        shorter = bisect_right(lengths, lengths[begin], lo=begin)
-        if (shorter - begin) * longest >= _FULL_ENOUGH * batch_tokens:
-            end = min(end, shorter)
-        batches.append(order[begin:end])
-        begin = end
+    start = 0
+    while start < len(order):
+        longest = max(1, -lengths[start])
+        end = start + max(1, batch_tokens // longest)
+        first_shorter = bisect_right(lengths, lengths[start], lo=start)
+        if (first_shorter - start) * longest >= _MIN_FILL * batch_tokens:
+            end = min(end, first_shorter)
+        batches.append(order[start:end])
+        start = end
     return batches
 
 
-def alike(lengths: Sequence[int], filled: float) -> list[list[int]]:
-    """Places of rows, longest first, in parts whose shortest row is at least `filled` of the longest; 0 makes one part."""
-    parts: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: lengths[place], reverse=True):
-        if not parts or lengths[place] < filled * lengths[parts[-1][0]]:
-            parts.append([])
-        parts[-1].append(place)
-    return parts
+def group_similar_lengths(lengths: Sequence[int], min_ratio: float) -> list[list[int]]:
+    """Return groups of row indices, longest rows first, of similar lengths.
+
+    Args:
+        lengths: Number of tokens in each row.
+        min_ratio: Smallest ratio of a group's shortest row to its longest; 0 puts all rows into one group.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        if not groups or lengths[index] < min_ratio * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, L) ids and mask of rows, each filled with `pad` to the longest."""
+    """Pad rows of token ids on the right with `pad`; return (B, L) ids and mask."""
     longest = max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)

@@ -1,4 +1,4 @@
-"""A cross-encoder: both sentences of a pair in one pass, one score out."""
+"""The cross-encoder: scores a pair of sentences in one forward pass."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from distcse.models.layers import keep_layers
 from distcse.models.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
 from distcse.models.precision import arithmetic
 from distcse.models.source import resolve_model
-from distcse.models.st_format import check_weights, refuse_pickled_weights, replacing, written_json
+from distcse.models.st_format import check_weights, read_json, refuse_pickled_weights, replacing
 from distcse.storage import resolve_path, upload_dir
 
-_READ_FIRST = tuple(
+_FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
     for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert", "MPNet")
 )
-"""Classes whose head reads the first token alone."""
+"""Classes whose head reads only the first token."""
 
 
 class CrossEncoder(nn.Module):
-    """Pairs of sentences in, one logit a pair out (Trans-Encoder §3.2).
+    """Scores pairs of sentences, one logit per pair (Trans-Encoder, Liu et al. 2022, §3.2).
 
     Args:
         model: A Hugging Face sequence classifier with one label.
         tokenizer: Its fast tokenizer.
-        max_length: Tokens kept of a pair, special tokens included; the longer sentence is cut first.
+        max_length: Maximum number of tokens per pair, with special tokens; the longer sentence is truncated first.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, max_length: int) -> None:
@@ -50,20 +50,28 @@ class CrossEncoder(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, max_length: int | None = None, trust_remote_code: bool = False) -> CrossEncoder:
-        """A cross-encoder from a folder or name; also one that sentence-transformers' CrossEncoder saved.
+        """Load a trained cross-encoder, also one that sentence-transformers' CrossEncoder saved.
+
+        Args:
+            path: Folder or name (see `resolve_model`).
+            max_length: Maximum number of tokens per pair. Default: the tokenizer's or the backbone's limit.
+            trust_remote_code: Whether to run the model's own Python code.
 
         Raises:
-            EncoderError: Nothing there, no safetensors, a head that is missing or has several labels.
+            ModelNotFoundError: No such model exists.
+            PickledWeightsError: The weights are not safetensors.
+            MissingWeightsError: Weights are missing, such as those of the head.
+            UnsupportedModelError: The head has several labels.
         """
         folder = resolve_model(str(path), trust_remote_code)
-        model, lacking = _load_scorer(folder, trust_remote_code, max_length)
-        if lacking:
+        model, missing = _load_classifier(folder, trust_remote_code, max_length)
+        if missing:
             raise MissingWeightsError(
-                f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random"
+                f"{folder} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
             )
         if model.config.num_labels != 1:
             raise UnsupportedModelError(
-                f"{folder} classifies into {model.config.num_labels} labels; a cross-encoder has one score"
+                f"{folder} has {model.config.num_labels} labels, but a cross-encoder has one; use a model with one label"
             )
         tokenizer = load_tokenizer(folder, trust_remote_code)
         limits = [max_length, tokenizer.model_max_length, position_limit(model)]
@@ -78,17 +86,29 @@ class CrossEncoder(nn.Module):
         dropout: float | None = None,
         trust_remote_code: bool = False,
     ) -> CrossEncoder:
-        """A cross-encoder that is to be trained: an encoder's weights under a head from the current random state.
+        """Create a cross-encoder for training from an encoder's weights and a randomly initialized head.
+
+        Args:
+            path: Folder or name of the encoder (see `resolve_model`).
+            max_length: Maximum number of tokens per pair.
+            layers: Indices of the layers to keep. Default: all.
+            dropout: Dropout probability of all dropout layers. Default: the config's.
+            trust_remote_code: Whether to run the model's own Python code.
 
         Raises:
-            EncoderError: The folder does not load, or lacks weights of its encoder.
+            ModelNotFoundError: No such model exists.
+            ModelLoadError: transformers cannot load it as a sequence classifier.
+            MissingWeightsError: Weights of the encoder are missing.
+            EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
         folder = resolve_model(str(path), trust_remote_code)
-        model, lacking = _load_scorer(folder, trust_remote_code, max_length, labels=1, dropout=dropout)
+        model, missing = _load_classifier(folder, trust_remote_code, max_length, labels=1, dropout=dropout)
         prefix = f"{model.base_model_prefix}."
-        lost = [key for key in lacking if key.startswith(prefix) and "pooler." not in key]
-        if lost:
-            raise MissingWeightsError(f"{folder} lacks {len(lost)} weights, such as {lost[0]}; they would be random")
+        required = [key for key in missing if key.startswith(prefix) and "pooler." not in key]
+        if required:
+            raise MissingWeightsError(
+                f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
+            )
         if layers is not None:
             keep_layers(model.base_model, layers)
         positions = position_limit(model)
@@ -100,27 +120,32 @@ class CrossEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     def forward(
-        self, ids: Tensor, mask: Tensor, places: Tensor | None = None, *, kinds: Tensor | None = None
+        self, ids: Tensor, mask: Tensor, token_index: Tensor | None = None, *, kinds: Tensor | None = None
     ) -> Tensor:
-        """(B, L) token ids, mask and, where the model tells a pair's sentences apart, token types -> (B,) logits.
+        """Return (B,) logits.
 
-        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
+        Args:
+            ids: (B, L) token ids.
+            mask: (B, L), 1 at tokens and 0 at padding.
+            token_index: (T,) ascending indices of all tokens in the flattened batch, to skip padding where the model can
+                (see `Tokens`). Default: compute the padded batch.
+            kinds: (B, L) token type ids, for tokenizers that have them.
         """
         inputs = {"input_ids": ids, "attention_mask": prepare_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        reads_first = type(self.model).__name__ in _READ_FIRST and can_stop_at_one(self.model)
+        reads_first = type(self.model).__name__ in _FIRST_TOKEN_CLASSIFIERS and can_stop_at_one(self.model)
         first = ids.new_zeros(len(ids)) if reads_first else None
-        with short_cut(self.model, mask, places if reads_first else None, first):
+        with short_cut(self.model, mask, token_index if reads_first else None, first):
             logits: Tensor = self.model(**inputs).logits[:, 0]
         return logits
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
-        """Token ids of each pair, cut to `max_length`, and token types where the tokenizer has them."""
+        """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
         encoded = self.tokenizer(
             [first for first, _ in pairs],
             [second for _, second in pairs],
@@ -138,9 +163,13 @@ class CrossEncoder(nn.Module):
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float64]:
-        """(n,) pairs -> (n,) probabilities, sigmoid of the logits, in the pairs' order; without dropout or gradient.
+        """Score n pairs; return (n,) probabilities, sigmoid of the logits, without dropout or gradient.
 
-        `precision` is `fp32`, or `bf16` / `fp16` autocast.
+        Args:
+            pairs: The pairs.
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096.
+            precision: `fp32` (default), or `bf16` / `fp16` for autocast.
+            on_progress: Called with the number of pairs scored so far.
         """
         if not pairs:
             return np.empty(0)
@@ -149,20 +178,20 @@ class CrossEncoder(nn.Module):
         was_training = self.training
         self.eval()
         with torch.no_grad(), arithmetic(precision, self.device):
-            for places in by_length(ids, batch_tokens):
-                tokens, mask = padded([ids[index] for index in places], self.tokenizer.pad_token_id or 0, self.device)
-                sides = None
+            for batch in by_length(ids, batch_tokens):
+                tokens, mask = padded([ids[index] for index in batch], self.tokenizer.pad_token_id or 0, self.device)
+                batch_kinds = None
                 if kinds is not None:
-                    sides = padded([kinds[index] for index in places], 0, self.device)[0]
-                logits[places] = self(tokens, mask, kinds=sides).double().cpu().numpy()
-                done += len(places)
+                    batch_kinds = padded([kinds[index] for index in batch], 0, self.device)[0]
+                logits[batch] = self(tokens, mask, kinds=batch_kinds).double().cpu().numpy()
+                done += len(batch)
                 if on_progress is not None:
                     on_progress(done)
         self.train(was_training)
         return np.asarray(1 / (1 + np.exp(-logits)))
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder read."""
+        """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
         with replacing(resolve_path(path)) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
@@ -171,21 +200,21 @@ class CrossEncoder(nn.Module):
 
 
 def is_cross_encoder(folder: Path) -> bool:
-    """Whether a model folder says that it classifies sequences."""
-    named = written_json(folder / "config.json").get("architectures")
-    return isinstance(named, list) and any(
-        isinstance(name, str) and name.endswith("ForSequenceClassification") for name in named
+    """Return whether the architecture in a folder's config.json is a sequence classifier."""
+    names = read_json(folder / "config.json").get("architectures")
+    return isinstance(names, list) and any(
+        isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names
     )
 
 
-def _load_scorer(
+def _load_classifier(
     folder: Path,
     trust_remote_code: bool,
     max_length: int | None,
     labels: int | None = None,
     dropout: float | None = None,
 ) -> tuple[Any, list[str]]:
-    """A sequence classifier in float32, and the names of weights that the folder lacks."""
+    """Return a sequence classifier in float32, and the names of the weights that the folder lacks."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     refuse_pickled_weights(folder)
@@ -196,8 +225,8 @@ def _load_scorer(
             config.num_labels = labels
         if dropout is not None:
             set_dropout(config, dropout)
-        with _silent_report():
-            model, told = AutoModelForSequenceClassification.from_pretrained(
+        with _without_load_report():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 config=config,
                 use_safetensors=True,
@@ -206,25 +235,25 @@ def _load_scorer(
                 dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
-    except Exception as refused:  # see load_backbone
+    except Exception as error:  # see load_backbone
         raise ModelLoadError(
-            f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(refused).split())[:400]}"
-        ) from refused
+            f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
+        ) from error
     require_finite(folder, model)
     fast_dropout(model)
-    return model, sorted(told["missing_keys"])
+    return model, sorted(report["missing_keys"])
 
 
 @contextmanager
-def _silent_report() -> Iterator[None]:
-    """Transformers warns of weights that are fresh; here they are meant to be, or are refused by name."""
+def _without_load_report() -> Iterator[None]:
+    """Silence transformers' warning of missing weights: they are intended here, or raise an error."""
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_nothing)
+    logger.addFilter(_reject)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        logger.removeFilter(_reject)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _reject(record: logging.LogRecord) -> bool:
     return False

@@ -1,4 +1,4 @@
-"""A sentence encoder: tokenizer, Hugging Face backbone, pooling, and what its folder has after that."""
+"""The sentence encoder: tokenizer, Hugging Face backbone, pooling, and optional modules after pooling."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from distcse.models.loading import (
     length_limit,
     load_backbone,
     load_tokenizer,
-    pooling_of,
-    refuse_other_reading,
+    refuse_unsupported_preprocessing,
     require_finite,
+    resolve_pooling,
 )
-from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, place_of, pool
+from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
 from distcse.models.precision import arithmetic
-from distcse.models.prompts import is_template, prompted
+from distcse.models.prompts import apply_prompt, is_template
 from distcse.models.source import resolve_model
 from distcse.models.st_format import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
@@ -40,16 +40,16 @@ from distcse.storage import resolve_path, upload_dir
 
 
 class Encoder(nn.Module):
-    """Texts or token ids in, one vector a sentence out.
+    """Encodes texts or token ids into one vector per sentence.
 
     Args:
         backbone: A Hugging Face encoder.
         tokenizer: Its fast tokenizer.
-        pooling: How token vectors become one.
-        max_length: Tokens kept of a sentence, special tokens included.
-        prompt: Text put before every sentence, or a template with `{sentence}` in it.
-        normalize: Whether `encode` and readers of the saved folder give unit vectors.
-        head: From a pooled vector to the model's; None, or an empty one, leaves it as it is.
+        pooling: How token vectors are pooled.
+        max_length: Maximum number of tokens per sentence, with special tokens.
+        prompt: Prefix of every sentence, or a template with `{sentence}` in it. Default: none.
+        normalize: Whether `encode`, and other readers of the saved folder, return unit vectors. Default: False.
+        head: Modules from pooled vectors to sentence vectors. Default: none.
     """
 
     def __init__(
@@ -72,38 +72,49 @@ class Encoder(nn.Module):
         self.normalize = normalize
 
     @classmethod
-    def load(cls, path: str | Path, **knobs: Any) -> Encoder:
-        """An encoder from a folder or name; `knobs` are those of `EncoderSection`, such as pooling="mean"."""
-        return cls.from_section(EncoderSection(backbone=str(path), **knobs))
-
-    @classmethod
-    def from_section(cls, section: EncoderSection, kind: torch.dtype = torch.float32) -> Encoder:
-        """The encoder a recipe names, cut to its layers and with its dropout where it is a student.
+    def load(cls, path: str | Path, **settings: Any) -> Encoder:
+        """Load an encoder from a folder or by name.
 
         Args:
-            section: The recipe's part.
-            kind: Of the weights; another than float32 is for frozen models.
+            path: Folder, URI, `package:NAME/FOLDER` or hub id (see `resolve_model`).
+            settings: Further fields of `EncoderSection`, such as pooling="mean".
 
         Raises:
-            EncoderError: Nothing there, no safetensors, weights missing, pooling unknown, or a length beyond the
-                backbone's positions.
+            EncoderError: As for `from_section`.
+        """
+        return cls.from_section(EncoderSection(backbone=str(path), **settings))
+
+    @classmethod
+    def from_section(cls, section: EncoderSection, dtype: torch.dtype = torch.float32) -> Encoder:
+        """Load the encoder that a recipe names; a student gets its selected layers, embedding size and dropout.
+
+        Args:
+            section: The recipe's settings of the encoder.
+            dtype: Type of the weights; only frozen models use another than float32.
+
+        Raises:
+            ModelNotFoundError: No such model exists.
+            PickledWeightsError: The weights are not safetensors.
+            MissingWeightsError: Weights are missing.
+            EncoderSettingError: The pooling is unknown, or max_length exceeds the backbone's positions.
+            EncoderError: Another problem of the model (see `distcse.errors`).
         """
         folder = resolve_model(section.backbone, section.trust_remote_code)
         refuse_pickled_weights(folder)
         layout = read_layout(folder)
-        pooling = pooling_of(section, layout)
+        pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
-        length_told = section.max_length or layout.max_length
-        backbone = load_backbone(folder, section.trust_remote_code, dropout, length_told, kind)
+        configured_length = section.max_length or layout.max_length
+        backbone = load_backbone(folder, section.trust_remote_code, dropout, configured_length, dtype)
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
-                raise EncoderSettingError("layers: auto is what a run chooses; name the layers, such as [0, 2, 4]")
+                raise EncoderSettingError("layers is auto, which only a run resolves; write a list, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         check_vocabulary(folder, tokenizer, backbone)
-        refuse_other_reading(section, layout, tokenizer)
+        refuse_unsupported_preprocessing(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
         prompt, head = section.prompt or layout.prompt, build_head(folder, layout.head, _width(backbone))
         require_finite(folder, head)
@@ -111,62 +122,66 @@ class Encoder(nn.Module):
 
     @property
     def dimension(self) -> int:
-        """Numbers in one vector."""
+        """Dimension d of a sentence vector."""
         return next((module.shape.outputs for module in reversed(self.head) if isinstance(module, Dense)), self.width)
 
     @property
     def width(self) -> int:
-        """Numbers in a token's vector, and in a pooled one."""
+        """Dimension H of token vectors and pooled vectors."""
         return _width(self.backbone)
 
     @property
     def has_dropout(self) -> bool:
-        """Whether two passes over a sentence differ in training mode."""
+        """Whether the backbone has a dropout probability above 0, so that two passes in training mode differ."""
         return any(value > 0 for _, value in dropouts(self.backbone.config))
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
-    def forward(self, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:
-        """(B, L) token ids and mask -> (B, d) float32 vectors, not normalised.
+    def forward(self, ids: Tensor, mask: Tensor, token_index: Tensor | None = None) -> Tensor:
+        """Return (B, d) float32 sentence vectors, not normalized.
 
-        With the (T,) places of all tokens in the flat batch, ascending, the pass leaves other padding out where it can.
+        Args:
+            ids: (B, L) token ids.
+            mask: (B, L), 1 at tokens and 0 at padding.
+            token_index: (T,) ascending indices of all tokens in the flattened batch, to skip padding where the backbone
+                can (see `Tokens`). Default: compute the padded batch.
         """
-        at_one = None
+        position = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
-            at_one = place_of(self.pooling, mask, self._marked(ids))
-        with short_cut(self.backbone, mask, None if self.pooling in NEEDS_ALL_LAYERS else places, at_one):
-            states = self._states(ids, mask)
-        if at_one is not None:
-            return self._vectors(states[-1][:, 0].float())
-        return self._vectors(pool(self.pooling, states, mask, self._marked(ids)))
+            position = token_position(self.pooling, mask, self._is_mask_token(ids))
+        with short_cut(self.backbone, mask, None if self.pooling in NEEDS_ALL_LAYERS else token_index, position):
+            states = self._hidden_states(ids, mask)
+        if position is not None:
+            return self._apply_head(states[-1][:, 0].float())
+        return self._apply_head(pool(self.pooling, states, mask, self._is_mask_token(ids)))
 
     def tokens_and_vectors(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L) token ids and mask -> (B, L, H) vectors of the tokens in the last layer, (B, d) float32 ones of the texts."""
-        states = self._states(ids, mask)
-        return states[-1], self._vectors(pool(self.pooling, states, mask, self._marked(ids)))
+        """Return the last layer's (B, L, H) token vectors and the (B, d) float32 sentence vectors of (B, L) ids and mask."""
+        states = self._hidden_states(ids, mask)
+        return states[-1], self._apply_head(pool(self.pooling, states, mask, self._is_mask_token(ids)))
 
-    def _vectors(self, pooled: Tensor) -> Tensor:
+    def _apply_head(self, pooled: Tensor) -> Tensor:
         vectors: Tensor = self.head(pooled).float()
         return vectors
 
-    def _states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
-        """(B, L, H) states of all layers where pooling wants them, else of the last one."""
-        made, all_layers = prepare_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
-        output = self.backbone(input_ids=ids, attention_mask=made, output_hidden_states=all_layers)
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
+        """Return the (B, L, H) hidden states of all layers if pooling needs them, else of the last layer."""
+        prepared, all_layers = prepare_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
+        output = self.backbone(input_ids=ids, attention_mask=prepared, output_hidden_states=all_layers)
         return output.hidden_states if all_layers else [output.last_hidden_state]
 
-    def _marked(self, ids: Tensor) -> Tensor | None:
+    def _is_mask_token(self, ids: Tensor) -> Tensor | None:
         return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text in its prompt, cut to `max_length`."""
+        """Tokenize texts in the prompt, truncated to `max_length`."""
         if not texts:
             return []
         encoded = self.tokenizer(
-            prompted(self.tokenizer, texts, self.prompt, self.max_length),
+            apply_prompt(self.tokenizer, texts, self.prompt, self.max_length),
             truncation=True,
             max_length=self.max_length,
             padding=False,
@@ -184,39 +199,44 @@ class Encoder(nn.Module):
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """(n,) texts -> (n, d) float32 vectors, in the texts' order; without dropout or gradient.
+        """Encode n texts to (n, d) float32 vectors, without dropout or gradient.
 
-        Texts of the same tokens go through once and have the same vector, to the last bit.
+        Texts with equal tokens are encoded once, and have bitwise equal vectors.
 
         Args:
-            texts: What to encode.
-            batch_tokens: Tokens, padding included, of one forward pass.
-            normalize: Unit vectors; None follows the model.
-            precision: `fp32`, or `bf16` / `fp16` autocast with float32 pooling.
-            on_progress: Told the number of different texts done.
+            texts: The texts.
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096.
+            normalize: Whether to return unit vectors. Default: the model's own setting.
+            precision: `fp32` (default), or `bf16` / `fp16` for autocast with float32 pooling.
+            on_progress: Called with the number of distinct texts encoded so far.
         """
-        everything = self.token_ids(texts)
-        place_of = {row: index for index, row in enumerate(dict.fromkeys(map(tuple, everything)))}
-        ids = [list(row) for row in place_of]
+        all_ids = self.token_ids(texts)
+        index_of = {row: index for index, row in enumerate(dict.fromkeys(map(tuple, all_ids)))}
+        ids = [list(row) for row in index_of]
         vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
         was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
         self.eval()
         with torch.no_grad(), arithmetic(precision, self.device):
-            for places in by_length(ids, batch_tokens):
-                found = self(*padded([ids[index] for index in places], pad, self.device))
-                found = unit(found, dim=1) if (self.normalize if normalize is None else normalize) else found
-                vectors[places] = found.cpu().numpy()
-                done += len(places)
+            for batch in by_length(ids, batch_tokens):
+                encoded = self(*padded([ids[index] for index in batch], pad, self.device))
+                encoded = unit(encoded, dim=1) if (self.normalize if normalize is None else normalize) else encoded
+                vectors[batch] = encoded.cpu().numpy()
+                done += len(batch)
                 if on_progress is not None:
                     on_progress(done)
         self.train(was_training)
-        return vectors if len(ids) == len(everything) else vectors[[place_of[tuple(row)] for row in everything]]
+        return vectors if len(ids) == len(all_ids) else vectors[[index_of[tuple(row)] for row in all_ids]]
 
     def save(self, path: str | Path) -> None:
-        """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read; replaces an older one whole."""
+        """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read, replacing it atomically.
+
+        Raises:
+            UnsupportedModelError: The layout cannot express the model's prompt template or [MASK] pooling.
+        """
         if self.pooling == "mask" or is_template(self.prompt):
             raise UnsupportedModelError(
-                "a template, or pooling at [MASK], has no place in the sentence-transformers layout"
+                "the sentence-transformers layout cannot express a prompt template or pooling mask; "
+                "save a model with another pooling and a prefix as its prompt"
             )
         with replacing(resolve_path(path)) as folder:
             self.backbone.save_pretrained(folder)  # type: ignore[operator]

@@ -1,7 +1,4 @@
-"""What a model does with a pooled vector: linear maps with an activation, as LaBSE, Sentence-T5 and EmbeddingGemma have them.
-
-They are sentence-transformers' `Dense` modules, and `Normalize` where it stands before one of them.
-"""
+"""Modules after pooling: sentence-transformers' `Dense` and `Normalize`, as in LaBSE, Sentence-T5 and EmbeddingGemma."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.nn.functional import normalize
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
 
-# By name, and no others: a name in a file is not imported.
+# A fixed table, because a class named by a model's file must not be imported.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.linear.Identity": nn.Identity,
     "torch.nn.modules.activation.Tanh": nn.Tanh,
@@ -27,12 +24,20 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.SiLU": nn.SiLU,
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
-_VECTOR = "sentence_embedding"
+_VECTOR_NAME = "sentence_embedding"
 
 
 @dataclass(frozen=True)
 class DenseShape:
-    """What the config.json of a `Dense` module says."""
+    """The config.json of a `Dense` module.
+
+    Attributes:
+        inputs: Input dimension.
+        outputs: Output dimension.
+        bias: Whether the linear map has a bias.
+        activation: Qualified name of the activation's class.
+        residual: Whether the input is added to the output.
+    """
 
     inputs: int
     outputs: int
@@ -41,31 +46,42 @@ class DenseShape:
     residual: bool = False
 
     @classmethod
-    def read(cls, file: Path, said: dict[str, Any]) -> DenseShape:
-        """From a file's content. `EncoderError` for a module that does something else."""
-        inputs, outputs = (said.get(key) for key in ("in_features", "out_features"))
+    def from_config(cls, file: Path, config: dict[str, Any]) -> DenseShape:
+        """Parse a module's config.json.
+
+        Args:
+            file: Its path, for errors.
+            config: Its content.
+
+        Raises:
+            ModelFormatError: The dimensions are missing or not positive integers.
+            UnsupportedModelError: The activation is not supported, or the module maps something else than the vector.
+        """
+        inputs, outputs = (config.get(key) for key in ("in_features", "out_features"))
         if type(inputs) is not int or type(outputs) is not int or min(inputs, outputs) < 1:
             raise ModelFormatError(
-                f"{file}: in_features and out_features are {inputs!r:.40} and {outputs!r:.40}, no widths"
+                f"{file}: in_features and out_features are {inputs!r:.40} and {outputs!r:.40}, not positive integers"
             )
-        activation = said.get("activation_function", cls.activation)
+        activation = config.get("activation_function", cls.activation)
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             known = ", ".join(kind.__name__ for kind in _ACTIVATIONS.values())
             raise UnsupportedModelError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
         for key in ("module_input_name", "module_output_name"):
-            if said.get(key) not in (None, _VECTOR):
-                raise UnsupportedModelError(f"{file}: {key} is {said[key]!r:.60}; distcse maps {_VECTOR} alone")
-        bias, residual = bool(said.get("bias", True)), bool(said.get("use_residual", False))
+            if config.get(key) not in (None, _VECTOR_NAME):
+                raise UnsupportedModelError(
+                    f"{file}: {key} is {config[key]!r:.60}; distcse supports only {_VECTOR_NAME}"
+                )
+        bias, residual = bool(config.get("bias", True)), bool(config.get("use_residual", False))
         return cls(inputs, outputs, bias, activation, residual)
 
     @property
     def parameters(self) -> int:
-        """Numbers in it."""
+        """Number of parameters."""
         residual = self.inputs * self.outputs if self.residual and self.inputs != self.outputs else 0
         return self.inputs * self.outputs + (self.outputs if self.bias else 0) + residual
 
-    def written(self) -> dict[str, Any]:
-        """What `read` reads; a key that older versions of sentence-transformers do not know stays out where it says nothing."""
+    def to_config(self) -> dict[str, Any]:
+        """Return the content of config.json; `use_residual`, unknown to older readers, is written only when true."""
         return {
             "in_features": self.inputs,
             "out_features": self.outputs,
@@ -76,7 +92,7 @@ class DenseShape:
 
 
 class Dense(nn.Module):
-    """x -> f(Wx + b), and x itself (or another map of it, where the widths differ) added where it has a residual."""
+    """f(Wx + b), plus x with a residual; where the dimensions differ, the residual is a linear map of x."""
 
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
@@ -88,56 +104,67 @@ class Dense(nn.Module):
 
     @classmethod
     def load(cls, shape: DenseShape, file: Path) -> Dense:
-        """With the weights of a file. `EncoderError` where they are others than the shape wants."""
+        """Load a module's weights from a safetensors file.
+
+        Raises:
+            ModelFormatError: The file is damaged, or its weights do not have the shape.
+            MissingWeightsError: A weight is missing.
+        """
         dense = cls(shape)
         try:
-            told = dense.load_state_dict(load_file(file), strict=False)
-        except (OSError, SafetensorError, RuntimeError) as broken:
+            keys = dense.load_state_dict(load_file(file), strict=False)
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise ModelFormatError(
-                f"{file} is not what its config.json says: {' '.join(str(broken).split())[:200]}"
+                f"{file} does not match its config.json: {' '.join(str(error).split())[:200]}; get the model again"
             ) from None
-        if told.missing_keys:
-            raise MissingWeightsError(f"{file} lacks {told.missing_keys[0]}; it would be random")
+        if keys.missing_keys:
+            raise MissingWeightsError(
+                f"{file} lacks {keys.missing_keys[0]}, which would be random; get the model again"
+            )
         return dense
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """(B, inputs) -> (B, outputs)."""
+        """Map (B, inputs) vectors to (B, outputs)."""
         mapped: Tensor = self.activation(self.linear(vectors))
         if not self.shape.residual:
             return mapped
         return mapped + (self.residual(vectors) if hasattr(self, "residual") else vectors)
 
 
-class Unit(nn.Module):
-    """x -> x / |x|, before a linear map."""
+class Normalize(nn.Module):
+    """L2 normalization before a `Dense` module."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """(B, d) -> (B, d)."""
+        """Normalize (B, d) vectors."""
         return normalize(vectors, dim=1)
 
 
 def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], width: int) -> nn.Sequential:
-    """The head of a folder, for pooled vectors of `width` numbers.
+    """Load the modules after pooling from a model's folder.
 
     Args:
-        folder: The model's.
-        modules: Path in the folder and shape of each module, in their order; no shape stands for a `Normalize`.
-        width: The backbone's.
+        folder: The model's folder.
+        modules: Path in the folder and shape of each module, in order; None as the shape represents `Normalize`.
+        width: Dimension H of pooled vectors.
 
     Raises:
-        EncoderError: Widths that do not follow from each other, no safetensors, or weights that are not there.
+        ModelFormatError: Dimensions of adjacent modules differ, or a file is damaged.
+        PickledWeightsError: A module's weights are not safetensors.
+        MissingWeightsError: A weight is missing.
     """
     head = nn.Sequential()
     for path, shape in modules:
         if shape is None:
-            head.append(Unit())
+            head.append(Normalize())
             continue
         if shape.inputs != width:
-            raise ModelFormatError(f"{folder / path} takes {shape.inputs} numbers, and is given {width}")
+            raise ModelFormatError(
+                f"{folder / path}: in_features is {shape.inputs}, but the previous module has dimension {width}"
+            )
         file = folder / path / "model.safetensors"
         if not file.is_file():
             raise PickledWeightsError(
-                f"{folder / path} holds no model.safetensors, and distcse opens no pickles; convert it where you trust it: "
+                f"{folder / path} has no model.safetensors, and distcse does not load pickles; convert a trusted model: "
                 f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
             )
         head.append(Dense.load(shape, file))
@@ -146,5 +173,5 @@ def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], w
 
 
 def head_weights(dense: Dense) -> dict[str, Tensor]:
-    """What is written of a `Dense`: contiguous, on the CPU, by the names that sentence-transformers has."""
+    """Return a `Dense` module's weights for saving: contiguous float32 on the CPU, with sentence-transformers' names."""
     return {name: weight.detach().to("cpu", torch.float32).contiguous() for name, weight in dense.state_dict().items()}

@@ -1,4 +1,4 @@
-"""A shallower student from a deeper backbone: keep some layers, drop the rest."""
+"""Layer selection: make a shallower student from a deeper backbone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from distcse.errors import EncoderSettingError, UnsupportedModelError
 
 
 def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
-    """Keep the layers at these indices, in place; config and layer numbers follow, so that a saved folder loads alike.
+    """Keep only the layers at these indices, in place.
 
-    Works for any Hugging Face encoder whose layers are one `nn.ModuleList`.
+    The config and the layers' own indices are updated, so that the saved folder loads as the same model. Works for any
+    Hugging Face encoder whose layers are in one `nn.ModuleList`.
 
     Raises:
-        EncoderError: An index the backbone does not have, or a backbone built otherwise.
+        EncoderSettingError: An index is out of range, or the first layer is missing where it must be kept.
+        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`.
     """
     config: Any = backbone.config
     depth = config.num_hidden_layers
-    beyond = [index for index in layers if index >= depth]
-    if beyond:
+    out_of_range = [index for index in layers if index >= depth]
+    if out_of_range:
         raise EncoderSettingError(
-            f"layers asks for layer {beyond[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
+            f"layers has the index {out_of_range[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
         )
     _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
     setattr(parent, name, kept)
-    for key, value in _shallower(config, layers).items():
+    for key, value in _shallower_config(config, layers).items():
         setattr(config, key, value)
     for number, layer in enumerate(kept):
         for module in layer.modules():
@@ -41,11 +43,16 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 
 @contextmanager
 def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
-    """Inside, the backbone runs through some of its layers alone; nothing else of it changes."""
+    """Run the backbone with only the layers at these indices inside the context; restore it afterwards.
+
+    Raises:
+        EncoderSettingError: The first layer is missing where it must be kept.
+        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`.
+    """
     config: Any = backbone.config
     _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth_of(backbone))
-    changed = _shallower(config, layers)
+    changed = _shallower_config(config, layers)
     before = {key: getattr(config, key) for key in changed}
     setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
     for key, value in changed.items():
@@ -59,20 +66,24 @@ def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
 
 
 def depth_of(backbone: nn.Module) -> int:
-    """How many layers a backbone has."""
+    """Return the backbone's number of layers."""
     config: Any = backbone.config
     return int(config.num_hidden_layers)
 
 
 def layers_of(backbone: nn.Module) -> nn.ModuleList:
-    """The layers of a backbone, in their order."""
+    """Return the backbone's layers, in order.
+
+    Raises:
+        UnsupportedModelError: They are not in one `nn.ModuleList`.
+    """
     return _layer_stack(backbone, depth_of(backbone))[2]
 
 
-def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
-    """What a config says when only these layers are left."""
+def _shallower_config(config: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the config entries that change when only these layers are kept."""
     depth = config.num_hidden_layers
-    # One entry a layer, such as ModernBERT's layer_types (global or local attention).
+    # Lists with one entry per layer, such as ModernBERT's layer_types (global or local attention).
     by_layer = {
         key: [value[index] for index in layers]
         for key, value in vars(config).items()
@@ -81,10 +92,10 @@ def _shallower(config: Any, layers: Sequence[int]) -> dict[str, Any]:
     return {**by_layer, "num_hidden_layers": len(layers)}
 
 
-def first_stays(backbone: nn.Module) -> bool:
-    """Whether the first layer has other weights than the rest, and a saved folder is read as if it were there.
+def needs_first_layer(backbone: nn.Module) -> bool:
+    """Return whether the first layer has other parameters than the rest, so that a saved model must begin with it.
 
-    T5's knows of positions for all others; ModernBERT's has no norm before attention.
+    T5's first layer has the position biases of all layers; ModernBERT's has no norm before attention.
     """
     stack = layers_of(backbone)
     return any(set(layer.state_dict()) != set(stack[0].state_dict()) for layer in stack[1:])
@@ -92,9 +103,9 @@ def first_stays(backbone: nn.Module) -> bool:
 
 def _require_first(backbone: nn.Module, layers: Sequence[int]) -> None:
     config: Any = backbone.config
-    if list(layers[:1]) != [0] and first_stays(backbone):
+    if list(layers[:1]) != [0] and needs_first_layer(backbone):
         raise EncoderSettingError(
-            f"layers must begin with 0: layer 0 of {config.model_type} has other weights than the rest, and is read in its place"
+            f"layers must begin with 0, because layer 0 of {config.model_type} has other parameters than the rest; add 0"
         )
 
 
@@ -104,5 +115,5 @@ def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.Mo
             if isinstance(child, nn.ModuleList) and len(child) == depth:
                 return parent, name, child
     raise UnsupportedModelError(
-        f"{type(backbone).__name__} has no list of {depth} layers to choose from; leave layers null"
+        f"{type(backbone).__name__} has no list of {depth} layers to select from; set layers to null"
     )

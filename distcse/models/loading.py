@@ -1,4 +1,4 @@
-"""Backbone and tokenizer from a folder, refused with a reason where they would not be the model's own."""
+"""Load a folder's backbone and tokenizer, and refuse folders whose embeddings would differ from the model's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout, check_weights
-from distcse.models.vocabulary import refuse_broken_files, refuse_without_words, unloadable
+from distcse.models.vocabulary import refuse_broken_files, refuse_empty_vocabulary, tokenizer_load_error
 from distcse.recipe import EncoderSection, Pooling
 
-_CHOICES = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
-_LONG = 128
+_POOLINGS = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
+_LONG_TEXT = 128
 _INSTRUCTOR = "hkunlp/instructor-"
-"""Models whose folders do not say that they leave the prompt out; sentence-transformers knows them by name too."""
-_ENCODE_AND_DECODE = ("t5", "mt5", "umt5")
+"""These models pool without the prompt, which their folders do not say; sentence-transformers matches the name too."""
+_ENCODER_DECODERS = ("t5", "mt5", "umt5")
 
 
 def load_backbone(
@@ -35,12 +35,22 @@ def load_backbone(
     trust_remote_code: bool,
     dropout: float | None,
     max_length: int | None,
-    kind: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """The Hugging Face encoder of a folder, its weights of a kind; its dropout set where one is given.
+    """Load a folder's Hugging Face encoder.
+
+    Args:
+        folder: The model's folder.
+        trust_remote_code: Whether to run the folder's Python code.
+        dropout: Dropout probability of all dropout layers; None keeps the config's.
+        max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
+        dtype: Type of the weights. Default: float32.
 
     Raises:
-        EncoderError: The folder does not load as an encoder, or lacks weights, which would be random.
+        ModelLoadError: transformers cannot load the folder as an encoder.
+        MissingWeightsError: Weights are missing, and would be random.
+        NotFiniteError: A weight is NaN or infinite.
+        ModelFormatError: A weight file changed since it was saved.
     """
     with gc_paused():
         from transformers import AutoConfig
@@ -52,66 +62,72 @@ def load_backbone(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if dropout is not None:
             set_dropout(config, dropout)
-        with gc_paused():  # the family's module, which is imported when it is asked for
-            model, told = model_class(config).from_pretrained(
+        with gc_paused():  # imports the model family's module
+            model, report = model_class(config).from_pretrained(
                 folder,
                 config=config,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                dtype=kind,
+                dtype=dtype,
                 attn_implementation=attention_of(max_length),
             )
-    except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
+    except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
         raise ModelLoadError(
-            f"{folder} cannot be loaded as an encoder: {' '.join(str(refused).split())[:400]}"
-        ) from refused
-    missing = sorted(told["missing_keys"])
-    lacking = [key for key in missing if not key.startswith("pooler.")]
-    if lacking:
-        raise MissingWeightsError(f"{folder} lacks {len(lacking)} weights, such as {lacking[0]}; they would be random")
+            f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    required = [key for key in missing if not key.startswith("pooler.")]
+    if required:
+        raise MissingWeightsError(
+            f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
+        )
     backbone: nn.Module = model
     require_finite(folder, backbone)
     fast_dropout(backbone)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
-        # Not used by any pooling here: kept so that the saved folder is complete, but not trained.
+        # No pooling uses it: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers that makes token vectors of a config's texts: of T5's families the encoder alone."""
+    """Return the transformers class that computes token vectors; for T5's families, the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
-    return AutoModelForTextEncoding if config.model_type in _ENCODE_AND_DECODE else AutoModel
+    return AutoModelForTextEncoding if config.model_type in _ENCODER_DECODERS else AutoModel
 
 
 def require_finite(folder: Path, model: nn.Module) -> None:
-    """Raise `EncoderError` for a weight that is no number: one is enough to make all vectors NaN."""
-    broken = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
-    if broken is not None:
-        raise NotFiniteError(f"{folder}: weight {broken} holds NaN or infinity; get the model again")
+    """Refuse a model with a NaN or infinite weight, because one makes all embeddings NaN.
+
+    Raises:
+        NotFiniteError: Names the weight.
+    """
+    not_finite = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
+    if not_finite is not None:
+        raise NotFiniteError(f"{folder}: weight {not_finite} is NaN or infinite; get the model again")
 
 
 def attention_of(max_length: int | None) -> str | None:
-    """How attention is computed for texts of so many tokens; None leaves it to transformers.
+    """Return transformers' attention implementation for texts of this many tokens; None for its default.
 
-    On a CPU the fused kernel's backward is slow where sentences are short: plain attention makes a bf16 step of a
-    three-layer MiniLM 1.37 times as fast. Numbers agree to 4e-6.
+    On a CPU, the fused kernel's backward pass is slow for short texts. Eager attention makes a bf16 training step of a
+    three-layer MiniLM 1.37 times as fast; outputs agree to 4e-6.
     """
-    return "eager" if not torch.cuda.is_available() and (max_length or _LONG) < _LONG else None
+    return "eager" if not torch.cuda.is_available() and (max_length or _LONG_TEXT) < _LONG_TEXT else None
 
 
 def set_dropout(config: Any, dropout: float) -> None:
-    """Every dropout probability of an encoder's config, whatever its family calls them."""
+    """Set every dropout probability of an encoder's config, under the names of its family."""
     for key, _ in dropouts(config):
         setattr(config, key, dropout)
 
 
 def dropouts(config: Any) -> list[tuple[str, float]]:
-    """Names and values of all dropout probabilities in a config."""
+    """Return names and values of all dropout probabilities in a config."""
     return [
         (key, value)
         for key, value in vars(config).items()
@@ -120,10 +136,12 @@ def dropouts(config: Any) -> list[tuple[str, float]]:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    """The fast tokenizer of a folder.
+    """Load a folder's fast tokenizer.
 
     Raises:
-        EncoderError: There is none: files are missing, broken or without words, or only a slow tokenizer loads.
+        TokenizerMissingError: The folder has no tokenizer files.
+        ModelFormatError: A tokenizer file is empty or a Git LFS pointer.
+        TokenizerMismatchError: The tokenizer does not load, is slow, or has no vocabulary.
     """
     with gc_paused():
         from transformers import AutoTokenizer
@@ -131,77 +149,96 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     refuse_broken_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
-    except Exception as refused:  # each library has its own, tokenizers a bare one; all mean that it does not load
-        raise unloadable(folder, refused) from refused
+    except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
+        raise tokenizer_load_error(folder, error) from error
     if not tokenizer.is_fast:
         raise TokenizerMismatchError(
-            f"{folder} has a slow tokenizer only; save it once with a fast one (tokenizer.json)"
+            f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder"
         )
-    refuse_without_words(folder, tokenizer)
+    refuse_empty_vocabulary(folder, tokenizer)
     return tokenizer
 
 
 def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
-    """Raise `EncoderError` where a tokenizer knows more tokens than the backbone embeds."""
-    words = len(tokenizer)
+    """Refuse a tokenizer with more tokens than the backbone has embeddings.
+
+    Raises:
+        TokenizerMismatchError: Names both numbers.
+    """
+    tokens = len(tokenizer)
     rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if words > rows:
+    if tokens > rows:
         raise TokenizerMismatchError(
-            f"{folder}: the tokenizer has {words} tokens, the backbone {rows} embeddings; they do not belong together"
+            f"{folder}: the tokenizer has {tokens} tokens, but the backbone has {rows} embeddings; "
+            "save the backbone's own tokenizer in the folder"
         )
 
 
-def pooling_of(section: EncoderSection, layout: Layout) -> Pooling:
-    """What the recipe says, else the folder; `EncoderError` where neither does."""
+def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:
+    """Return the recipe's pooling, or else the folder's.
+
+    Raises:
+        EncoderSettingError: Neither has one.
+    """
     pooling = section.pooling or layout.pooling
     if pooling is None:
         raise EncoderSettingError(
-            f"{section.backbone} does not say how it pools (no modules.json); set pooling: {_CHOICES}"
+            f"{section.backbone} does not define its pooling (no modules.json); set pooling: {_POOLINGS}"
         )
     return pooling
 
 
-def refuse_other_reading(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
-    """Raise `EncoderError` where a model reads texts as distcse does not: its vectors would not be the model's own."""
-    if pooling_of(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
+def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
+    """Refuse a model whose preprocessing distcse does not reproduce, and a prompt without the [MASK] that pooling needs.
+
+    Raises:
+        EncoderSettingError: Pooling is `mask`, and the prompt lacks the mask token.
+        UnsupportedModelError: The model lowercases outside the tokenizer, or pools without the prompt.
+    """
+    if resolve_pooling(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
         raise EncoderSettingError(
-            f"pooling mask wants a prompt with {tokenizer.mask_token} in it, such as "
-            f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'; got {section.prompt!r}"
+            f"pooling mask needs a prompt with {tokenizer.mask_token}, but prompt is {section.prompt!r}; write, for example, "
+            f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'"
         )
     normalizer = tokenizer.backend_tokenizer.normalizer
     if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
         raise UnsupportedModelError(
-            f"{section.backbone} lowercases texts (do_lower_case in sentence_bert_config.json) and its tokenizer does not; "
-            "save it with a tokenizer that does"
+            f"{section.backbone} lowercases texts (do_lower_case in sentence_bert_config.json), but its tokenizer does not; "
+            "save it with a tokenizer that lowercases"
         )
     if (section.prompt or layout.prompt) and (not layout.pools_prompt or section.backbone.startswith(_INSTRUCTOR)):
         raise UnsupportedModelError(
-            f"{section.backbone} leaves the prompt's tokens out of its vectors (include_prompt: false), which distcse does not do"
+            f"{section.backbone} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
+            "use another model, or one without a prompt"
         )
 
 
 def position_limit(backbone: nn.Module) -> int | None:
-    """Tokens that a backbone has positions for; None where its positions are relative."""
+    """Return the maximum number of tokens by the backbone's position embeddings; None for relative positions."""
     config: Any = backbone.config
     positions: int | None = getattr(config, "max_position_embeddings", None)
     embeddings = next((m for n, m in backbone.named_modules() if n.endswith("position_embeddings")), None)
     padding = getattr(embeddings, "padding_idx", None)
     if positions is not None and padding is not None:
-        positions -= padding + 1  # RoBERTa counts positions from padding_idx + 1
+        positions -= padding + 1  # RoBERTa's positions begin at padding_idx + 1
     return positions
 
 
 def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
-    """Tokens kept of a sentence: what the recipe says, else the folder, else the most the backbone takes."""
+    """Return the maximum number of tokens per sentence: the recipe's, or else the folder's, or else the backbone's.
+
+    Raises:
+        EncoderSettingError: None of them defines it, or it exceeds the backbone's positions.
+    """
     positions = position_limit(backbone)
-    wished = section.max_length or layout.max_length
-    if wished is None:
+    requested = section.max_length or layout.max_length
+    if requested is None:
         limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]
         if not limits:
-            raise EncoderSettingError(f"{section.backbone} does not say its length; set max_length")
+            raise EncoderSettingError(f"{section.backbone} does not define its maximum length; set max_length")
         return int(min(limits))
-    if positions is not None and wished > positions:
+    if positions is not None and requested > positions:
         raise EncoderSettingError(
-            f"{section.backbone}: max_length is {wished}; allowed: at most {positions}, the backbone's positions"
+            f"{section.backbone}: max_length is {requested}; allowed: at most {positions}, the backbone's positions"
         )
-    return int(wished)
+    return int(requested)

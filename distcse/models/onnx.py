@@ -1,8 +1,8 @@
-"""An encoder as an ONNX file: written by torch's exporter, made int8 by onnxruntime, read back by it.
+"""Export an encoder to ONNX with torch's exporter, quantize it to int8, and run it with onnxruntime.
 
-Inputs are `input_ids` and `attention_mask`, (batch, length) int64. Outputs are `last_hidden_state`, (batch, length, H), which
-readers that pool by themselves take (text-embeddings-inference, fastembed, transformers.js), and `sentence_embedding`,
-(batch, H), pooled and of length 1.
+Inputs are `input_ids` and `attention_mask`, (batch, length) int64. Outputs are `last_hidden_state`, (batch, length, H), for
+readers with their own pooling (text-embeddings-inference, fastembed, transformers.js), and `sentence_embedding`,
+(batch, H), pooled and normalized.
 """
 
 from __future__ import annotations
@@ -27,34 +27,41 @@ from distcse.models.encoder import Encoder
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 
 OPSET = 18
-_MOST_WEIGHTS = 500_000_000
+_MAX_WEIGHTS = 500_000_000
 _TOKENS, VECTORS = "last_hidden_state", "sentence_embedding"
 
 
 def require_onnx() -> None:
-    """Raise `EncoderError` where a package that exporting needs is not installed."""
-    lacking = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if lacking:
-        raise ExportDependencyError(f'an ONNX file needs {" and ".join(lacking)}; pip install "distcse[onnx]"')
+    """Raise `ExportDependencyError` if a package for the export is not installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ExportDependencyError(f'an ONNX file needs {" and ".join(missing)}; pip install "distcse[onnx]"')
 
 
 def write_onnx(encoder: Encoder, file: Path) -> None:
-    """Write an encoder as one file, for batches of any size and sentences of any length up to the encoder's.
+    """Write an encoder as one ONNX file with dynamic batch size and length.
 
-    Token vectors are an output where the last layer is what is pooled, and nothing comes after that: a reader that pooled them
-    for another model would get other vectors than the model's own.
+    `last_hidden_state` is an output only if the model pools the last layer and has no modules after pooling. Otherwise,
+    readers with their own pooling would compute different embeddings.
+
+    Args:
+        encoder: The encoder.
+        file: Path of the file.
 
     Raises:
-        EncoderError: It has more weights than one file holds, or torch cannot export it.
+        ExportDependencyError: A package is not installed.
+        ExportError: The weights exceed the size limit of an ONNX file, or torch cannot export the model.
     """
     require_onnx()
     weights = sum(part.numel() for part in encoder.parameters())
-    if weights > _MOST_WEIGHTS:
-        raise ExportError(f"{weights / 1e6:,.0f} M weights do not fit into one ONNX file, which ends at 2 GB")
+    if weights > _MAX_WEIGHTS:
+        raise ExportError(
+            f"{weights / 1e6:,.0f} M weights exceed the 2 GB limit of an ONNX file; export a smaller model"
+        )
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     graph = _Graph(encoder).eval()
     ids, mask = torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
-    mask[1, 5:] = 0  # without padding in sight, transformers leaves the mask out of the graph
+    mask[1, 5:] = 0  # without padding in the example, transformers omits the mask from the graph
     try:
         with _quiet("torch.onnx"):
             program = torch.onnx.export(
@@ -67,20 +74,24 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as refused:  # the exporter has a dozen kinds, all of which mean that it cannot
-        told = " ".join(str(refused).split())[:300]
-        raise ExportError(f"torch cannot export this {_family(encoder)} to ONNX: {told}") from refused
+    except Exception as error:  # the exporter raises many types, and all mean that it cannot export the model
+        reason = " ".join(str(error).split())[:300]
+        raise ExportError(f"torch cannot export this {_family(encoder)} to ONNX: {reason}") from error
     assert program is not None
-    about = {"pooling": encoder.pooling, "max_length": str(encoder.max_length), "prompt": encoder.prompt}
-    program.model.metadata_props.update({f"distcse.{name}": value for name, value in about.items()})
+    metadata = {"pooling": encoder.pooling, "max_length": str(encoder.max_length), "prompt": encoder.prompt}
+    program.model.metadata_props.update({f"distcse.{name}": value for name, value in metadata.items()})
     program.save(file, external_data=False)
 
 
 def write_int8(source: Path, file: Path) -> None:
-    """Write an ONNX file with int8 weights, activations quantised as they come (onnxruntime's dynamic quantisation).
+    """Quantize an ONNX file to int8 weights per channel, with dynamic quantization of the activations.
 
-    Each column of a matrix has a scale of its own. Weights take 7 of the 8 bits: processors without VNNI add two products in
-    16 bits, where 8-bit ones overflow, and the vectors would then be others on other machines.
+    Weights use 7 of the 8 bits: CPUs without VNNI add two products in 16 bits, which would overflow with 8-bit weights, so
+    that embeddings would differ between machines.
+
+    Args:
+        source: The file of `write_onnx`.
+        file: Path of the quantized file.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -89,11 +100,11 @@ def write_int8(source: Path, file: Path) -> None:
 
 
 class OnnxEncoder:
-    """An ONNX file in place of the weights it was made of.
+    """Encodes texts with an ONNX file.
 
     Args:
-        file: What `write_onnx` or `write_int8` wrote.
-        encoder: Whose tokenizer, prompt and length are used.
+        file: The file of `write_onnx` or `write_int8`.
+        encoder: The exported encoder; its tokenizer, prompt and length are used.
     """
 
     def __init__(self, file: Path, encoder: Encoder) -> None:
@@ -105,19 +116,24 @@ class OnnxEncoder:
         self._encoder = encoder
 
     def encode(self, texts: Sequence[str], batch_tokens: int = 4096) -> NDArray[np.float32]:
-        """(n,) texts -> (n, H) float32 vectors of length 1, in the texts' order."""
+        """Encode n texts to (n, d) normalized float32 vectors.
+
+        Args:
+            texts: The texts.
+            batch_tokens: Maximum number of tokens per run, with padding. Default: 4096.
+        """
         ids = self._encoder.token_ids(texts)
         pad, cpu = self._encoder.tokenizer.pad_token_id or 0, torch.device("cpu")
         vectors = np.empty((len(ids), self._encoder.dimension), dtype=np.float32)
-        for places in by_length(ids, batch_tokens):
-            rows, mask = padded([ids[place] for place in places], pad, cpu)
-            given = {"input_ids": rows.numpy(), "attention_mask": mask.numpy()}
-            (vectors[places],) = self._session.run([VECTORS], given)
+        for batch in by_length(ids, batch_tokens):
+            rows, mask = padded([ids[index] for index in batch], pad, cpu)
+            inputs = {"input_ids": rows.numpy(), "attention_mask": mask.numpy()}
+            (vectors[batch],) = self._session.run([VECTORS], inputs)
         return vectors
 
 
 class _Graph(nn.Module):
-    """What becomes the file."""
+    """The exported module."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -126,7 +142,7 @@ class _Graph(nn.Module):
         self.outputs = [*([_TOKENS] if pools_last_layer else []), VECTORS]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        """(B, L) ids and mask -> the outputs, in their order."""
+        """Compute the outputs of (B, L) ids and mask, in the order of `outputs`."""
         tokens, vectors = self._encoder.tokens_and_vectors(input_ids, attention_mask)
         vectors = unit(vectors, dim=1)
         return (tokens, vectors) if len(self.outputs) == 2 else (vectors,)
@@ -134,16 +150,16 @@ class _Graph(nn.Module):
 
 @contextmanager
 def _quiet(logger: str | None) -> Iterator[None]:
-    """Without what libraries say of names of axes, of packages for pictures and of steps that are for pictures."""
-    speaking = logging.getLogger(logger)
-    level = speaking.level
-    speaking.setLevel(logging.ERROR)
+    """Suppress warnings and the logger's messages below ERROR, such as advice to preprocess vision models."""
+    quieted = logging.getLogger(logger)
+    level = quieted.level
+    quieted.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        speaking.setLevel(level)
+        quieted.setLevel(level)
 
 
 def _family(encoder: Encoder) -> str:

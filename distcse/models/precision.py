@@ -1,4 +1,4 @@
-"""The arithmetic of a frozen pass."""
+"""Precision of forward passes: autocast, and the data type of frozen weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from distcse.device import HALF_PRECISIONS
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """What to enter for `fp32`, or for `bf16` or `fp16` autocast."""
+    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`."""
     return torch.autocast(device.type, HALF_PRECISIONS[precision]) if precision in HALF_PRECISIONS else nullcontext()
 
 
-def held_as(precision: str, device: str) -> torch.dtype:
-    """The kind of number that frozen weights are on a device.
+def frozen_weight_dtype(precision: str, device: str) -> torch.dtype:
+    """Return the data type in which frozen weights are loaded.
 
-    On a GPU that of the products: half the memory, and nothing is cast. On a CPU float32, which `lay_out` brings into the
-    kind and order of its kernels.
+    On a GPU it is the precision of the forward passes: half the memory, and no casts. On a CPU it is float32, which
+    `use_mkldnn_linear` converts.
     """
     return torch.float32 if device == "cpu" else HALF_PRECISIONS.get(precision, torch.float32)

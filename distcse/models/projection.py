@@ -1,4 +1,4 @@
-"""Heads between the pooled vector and the objective. In training only: no saved model holds one."""
+"""Projection heads between the pooled vector and the objective, used in training only and never saved."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distcse.recipe import Projection
 
 
 def build_projection(kind: Projection, width: int) -> nn.Module:
-    """A fresh head from (…, width) to (…, width)."""
-    makers = {"tanh_mlp": TanhMLP, "batch_norm_mlp": BatchNormMLP}
-    return makers[kind](width) if kind in makers else nn.Identity()
+    """Create a projection head from (…, width) to (…, width) with random weights; `none` is the identity."""
+    classes = {"tanh_mlp": TanhMLP, "batch_norm_mlp": BatchNormMLP}
+    return classes[kind](width) if kind in classes else nn.Identity()
 
 
 class TanhMLP(nn.Sequential):
-    """SimCSE's head: Linear and tanh, weights from N(0, 0.02), never the backbone's own pooler."""
+    """SimCSE's head: Linear and tanh, with weights from N(0, 0.02²), not those of the backbone's pooler."""
 
     def __init__(self, width: int) -> None:
         linear = nn.Linear(width, width)
@@ -28,7 +28,7 @@ class TanhMLP(nn.Sequential):
 
 
 class BatchNormMLP(nn.Sequential):
-    """DiffCSE's head (App. A): Linear to twice the width, batch norm, ReLU, Linear back, batch norm without affine."""
+    """DiffCSE's head (App. A): Linear to 2 · width, batch norm, ReLU, Linear to width, batch norm without affine."""
 
     def __init__(self, width: int) -> None:
         super().__init__(
@@ -41,28 +41,28 @@ class BatchNormMLP(nn.Sequential):
 
 
 class GlobalBatchNorm(nn.BatchNorm1d):
-    """Batch norm whose statistics span the batches of all workers, with the gradient of one worker on all rows.
+    """Batch norm over the global batch of all workers; with one worker, `nn.BatchNorm1d`.
 
-    On one worker it is `nn.BatchNorm1d`. PyTorch's own SyncBatchNorm runs on GPUs only.
+    Output and gradients equal those of one worker with all rows. PyTorch's SyncBatchNorm runs on GPUs only.
     """
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(B, width) -> (B, width)."""
+        """Normalize (B, width) rows."""
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(rows)
-        kind = rows.dtype
-        rows = rows.to(torch.promote_types(kind, torch.float32))  # sums and numbers of rows are beyond bf16
+        dtype = rows.dtype
+        rows = rows.to(torch.promote_types(dtype, torch.float32))  # bf16 cannot represent the sums and row counts
         ones = rows.new_ones(1)
-        sums: Tensor = _AddOverWorkers.apply(torch.cat([rows.sum(dim=0), ones * len(rows)]))
+        sums: Tensor = _AllReduceSum.apply(torch.cat([rows.sum(dim=0), ones * len(rows)]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
-        variance = _AddOverWorkers.apply(((rows - mean) ** 2).sum(dim=0)) / count
-        self._remember(mean.detach(), variance.detach(), count)
-        normed = (rows - mean) * torch.rsqrt(variance + self.eps)
-        return (normed * self.weight + self.bias if self.affine else normed).to(kind)
+        variance = _AllReduceSum.apply(((rows - mean) ** 2).sum(dim=0)) / count
+        self._update_running_stats(mean.detach(), variance.detach(), count)
+        normalized = (rows - mean) * torch.rsqrt(variance + self.eps)
+        return (normalized * self.weight + self.bias if self.affine else normalized).to(dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         momentum = 0.1 if self.momentum is None else self.momentum
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.running_mean.lerp_(mean, momentum)
@@ -70,8 +70,8 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked += 1
 
 
-class _AddOverWorkers(torch.autograd.Function):
-    """Sum over workers; every worker's loss depends on it, so backward sums too."""
+class _AllReduceSum(torch.autograd.Function):
+    """Sums over workers. Backward sums the gradients too, because every worker's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Words around a sentence: a prefix, or a template that the sentence stands in (PromptBERT)."""
+"""Prompts: a prefix of each sentence, or a template around it (PromptBERT, Jiang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ SENTENCE = "{sentence}"
 
 
 def is_template(prompt: str) -> bool:
-    """Whether a prompt has a place for the sentence; else it is put before."""
+    """Return whether a prompt is a template with `{sentence}`; otherwise it is a prefix."""
     return SENTENCE in prompt
 
 
-def prompted(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: int) -> list[str]:
-    """Each text in its prompt. In a template a long text is cut, so that the words behind it are still there.
+def apply_prompt(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: int) -> list[str]:
+    """Insert each text into the prompt. A template truncates long texts, so that the words after them remain.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer.
+        texts: The texts.
+        prompt: A prefix, a template with `{sentence}`, or empty.
+        max_length: Maximum number of tokens of the result, with special tokens; used by templates.
 
     Raises:
-        EncoderError: A template that leaves no token for a sentence.
+        EncoderSettingError: The template leaves no token for the sentence.
     """
     if not prompt:
         return list(texts)
     if not is_template(prompt):
         return [prompt + text for text in texts]
-    room = max_length - len(tokenizer(prompt.replace(SENTENCE, ""))["input_ids"])
-    if room < 1:
-        raise EncoderSettingError(f"prompt {prompt!r} takes all of {max_length} tokens; raise max_length")
-    cut = tokenizer(
-        list(texts), truncation=True, max_length=room, add_special_tokens=False, return_offsets_mapping=True
+    available = max_length - len(tokenizer(prompt.replace(SENTENCE, ""))["input_ids"])
+    if available < 1:
+        raise EncoderSettingError(f"prompt {prompt!r} needs all {max_length} tokens; raise max_length")
+    truncated = tokenizer(
+        list(texts), truncation=True, max_length=available, add_special_tokens=False, return_offsets_mapping=True
     )["offset_mapping"]
-    ends = [offsets[-1][1] if offsets else 0 for offsets in cut]
+    ends = [offsets[-1][1] if offsets else 0 for offsets in truncated]
     return [prompt.replace(SENTENCE, text[:end]) for text, end in zip(texts, ends, strict=True)]

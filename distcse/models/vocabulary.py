@@ -1,4 +1,7 @@
-"""Whether a folder holds its tokenizer's vocabulary. Where it does not, transformers may make up a tokenizer without words."""
+"""Checks of a model folder's tokenizer files.
+
+Without a vocabulary file, transformers may create a tokenizer that has only special tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import EncoderError, ModelFormatError, TokenizerMismatchError, TokenizerMissingError
-from distcse.models.st_format import written_json
+from distcse.models.st_format import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.*.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
-_WANTED = "tokenizer.json, vocab.txt, vocab.json with merges.txt, or a SentencePiece *.model"
+_EXPECTED = "tokenizer.json, vocab.txt, vocab.json with merges.txt, or a SentencePiece *.model"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
-    """Files that a vocabulary is read from, by the names that the tokenizers of transformers have for them."""
+    """Return the folder's vocabulary files, by the file names that transformers' tokenizers use."""
     return sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a file that a vocabulary is read from."""
+    """Return whether a folder has a vocabulary file."""
     return bool(vocabulary_files(folder))
 
 
 def refuse_broken_files(folder: Path) -> None:
-    """Raise `EncoderError` where the tokenizer would read a Git LFS pointer, or an empty file.
+    """Refuse tokenizer files that are Git LFS pointers or empty.
 
-    With a complete tokenizer.json no other vocabulary is read: the others may be pointers.
+    With a complete tokenizer.json, other vocabulary files are not read, and may be pointers.
+
+    Raises:
+        ModelFormatError: A file that the tokenizer reads is a pointer or empty.
     """
     complete = folder / "tokenizer.json"
     if complete.is_file() and not _is_pointer(complete):
@@ -37,16 +43,18 @@ def refuse_broken_files(folder: Path) -> None:
         vocabularies, others = vocabulary_files(folder), [folder / "merges.txt", folder / "tokenizer_config.json"]
     pointer = next((file for file in [*vocabularies, *others] if _is_pointer(file)), None)
     if pointer is not None:
-        raise ModelFormatError(f"{pointer} is a Git LFS pointer, not the file; fetch it: git -C {folder} lfs pull")
+        raise ModelFormatError(f"{pointer} is a Git LFS pointer, not the file; download it: git -C {folder} lfs pull")
     empty = next((file for file in vocabularies if file.stat().st_size == 0), None)
     if empty is not None:
-        raise ModelFormatError(f"{empty} is empty; {_saving(folder)}")
+        raise ModelFormatError(f"{empty} is empty; {_describe_fix(folder)}")
 
 
-def refuse_without_words(folder: Path, tokenizer: Any) -> None:
-    """Raise `EncoderError` for a loaded tokenizer that would read all texts alike: one that knows no words.
+def refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """Refuse a loaded tokenizer whose vocabulary has only special, added and unused tokens.
 
-    Special tokens, tokens that were added to a vocabulary, and places that were left unused are no words.
+    Raises:
+        TokenizerMissingError: The folder has no vocabulary file.
+        TokenizerMismatchError: The tokenizer does not read the vocabulary files of the folder.
     """
     others = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     for token in tokenizer.get_vocab():
@@ -54,38 +62,38 @@ def refuse_without_words(folder: Path, tokenizer: Any) -> None:
             return
     names = ", ".join(file.name for file in vocabulary_files(folder))
     if not names:
-        raise TokenizerMissingError(_nothing_there(folder))
+        raise TokenizerMissingError(_describe_missing(folder))
     kind = type(tokenizer)
     reads = ", ".join(sorted({str(name) for name in kind.vocab_files_names.values()}))
     raise TokenizerMismatchError(
-        f"{folder} has a tokenizer without words, to which all texts are alike: {kind.__name__} reads {reads}, and finds "
-        f"none in {names}; {_saving(folder)}"
+        f"{folder} has a tokenizer without a vocabulary: {kind.__name__} reads {reads}, but the folder has {names}; "
+        f"{_describe_fix(folder)}"
     )
 
 
-def unloadable(folder: Path, refused: Exception) -> EncoderError:
-    """The error for a tokenizer that transformers does not load: it names the missing files where files are missing."""
-    reads_others = "auto_map" in written_json(folder / "tokenizer_config.json")  # by code of the model's author
+def tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
+    """Return the error for a tokenizer that transformers cannot load; it names missing files where they are the cause."""
+    has_custom_code = "auto_map" in read_json(folder / "tokenizer_config.json")  # may read other files
     names = {file.name for file in vocabulary_files(folder)}
-    if not names and not reads_others:
-        return TokenizerMissingError(_nothing_there(folder))
-    reason = " ".join(str(refused).split())[:400]
-    if names == {"vocab.json"} and not reads_others and not (folder / "merges.txt").is_file():
+    if not names and not has_custom_code:
+        return TokenizerMissingError(_describe_missing(folder))
+    reason = " ".join(str(error).split())[:400]
+    if names == {"vocab.json"} and not has_custom_code and not (folder / "merges.txt").is_file():
         reason = "vocab.json without merges.txt"
-    return TokenizerMismatchError(f"{folder} has no tokenizer that loads: {reason}; {_saving(folder)}")
+    return TokenizerMismatchError(f"{folder} has a tokenizer that does not load: {reason}; {_describe_fix(folder)}")
 
 
-def _nothing_there(folder: Path) -> str:
-    return f"{folder} has no tokenizer: it holds none of {_WANTED}; {_saving(folder)}"
+def _describe_missing(folder: Path) -> str:
+    return f"{folder} has no tokenizer: it has none of {_EXPECTED}; {_describe_fix(folder)}"
 
 
-def _saving(folder: Path) -> str:
-    """How a folder gets its tokenizer."""
+def _describe_fix(folder: Path) -> str:
+    """Return the command that saves a tokenizer in the folder."""
     return f"save the original model's tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in its place."""
+    """Return whether a file is the pointer that a clone without Git LFS contains."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(_LFS_POINTER)) == _LFS_POINTER

@@ -1,1 +1,1 @@
-"""What a recipe costs on given machines, before anything is spent: tokens, FLOPs, bytes, memory, time and what binds."""
+"""Estimates what a recipe costs on given machines: tokens, FLOPs, bytes, memory, time, and the bottleneck."""

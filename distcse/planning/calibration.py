@@ -1,4 +1,4 @@
-"""This machine's constants: measured for a recipe's own passes, kept in the cache, found there by later plans."""
+"""Measures this machine's rates for a recipe's passes and caches them for later plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distcse import host
 from distcse.device import cpu_name, cpu_speed
 from distcse.errors import WorkFailedError
 from distcse.files import write_text_atomic
-from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, sheet_of
+from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, find_data_sheet
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
 from distcse.trainer import allocator
@@ -30,12 +30,12 @@ _FOLDER = "calibration"
 _LONGER = 64
 _SHORTER = 16
 _TRUSTED = (0.1, 10.0)
-"""Factors outside are noise: attention is under 1% of a pass of short sentences."""
+"""An attention factor outside this range is measurement noise: attention is under 1 % of a pass of short sentences."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of pass that a recipe makes."""
+class PassKind:
+    """A kind of forward or training pass that a recipe makes."""
 
     shape: Shape
     training: bool
@@ -45,12 +45,12 @@ class Kind:
 
     @property
     def key(self) -> str:
-        """What its factors are kept under."""
+        """The key of its factors in the calibration file."""
         return factor_key(self.training, self.precision, self.dropout, self.shape.width)
 
 
-def here(threads: int) -> dict[str, Any]:
-    """What decides this machine's rates."""
+def describe_machine(threads: int) -> dict[str, Any]:
+    """Return what determines this machine's rates: hardware, threads and library versions."""
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -66,20 +66,27 @@ def here(threads: int) -> dict[str, Any]:
     }
 
 
-def calibrate(kinds: list[Kind], cache: Path, threads: int) -> Path:
-    """Measure these passes and what else a plan wants, in a process of its own; kinds measured before stay known.
+def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
+    """Measure the given kinds of passes and this machine's rates in a separate process.
+
+    Factors of other kinds that were measured before stay in the file.
+
+    Args:
+        kinds: Passes to measure; not empty. The first one's shape sets the sizes for the rates.
+        cache: The recipe's cache folder.
+        threads: Threads of one worker.
 
     Returns:
-        The file that holds the constants.
+        The file with the rates and factors.
 
     Raises:
-        RunError: The process failed, with its last line.
+        WorkFailedError: The measuring process failed; the message ends with its last line.
     """
-    description = here(threads)
+    description = describe_machine(threads)
     device = "cuda" if description["gpu"] else "cpu"
     folder = cache / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    asked = {kind.key: kind for kind in kinds}
+    by_key = {kind.key: kind for kind in kinds}
     first = kinds[0].shape
     request = {
         "threads": threads,
@@ -88,14 +95,14 @@ def calibrate(kinds: list[Kind], cache: Path, threads: int) -> Path:
         "inner": first.inner,
         "precisions": sorted({"fp32", "bf16", *(kind.precision for kind in kinds)}),
         "folder": str(folder),
-        "passes": [_asked(kind) for kind in asked.values()],
+        "passes": [_pass_request(kind) for kind in by_key.values()],
     }
     answer = _probe(request)
-    file = _file(cache, description)
+    file = _calibration_file(cache, description)
     earlier = _read(file) or {}
     measured = {
-        key: asdict(_factors(kind, found, answer))
-        for (key, kind), found in zip(asked.items(), answer["passes"], strict=True)
+        key: asdict(_fit_factors(kind, found, answer))
+        for (key, kind), found in zip(by_key.items(), answer["passes"], strict=True)
     }
     content = {
         "format": _FORMAT,
@@ -114,20 +121,20 @@ _RATES = ("process", "matmul", "bandwidth", "optimiser", "table_read", "disk", "
 
 
 def this_machine(cache: Path, threads: int) -> Machine:
-    """This machine as it was measured, with so many threads; with built-in constants where it was not."""
-    description = here(threads)
-    plain = builtin_cpu(threads, host.memory(), cpu_speed().speedups["bf16"])
+    """Return this machine with `threads` threads: with its measured rates, or with built-in ones if it was never calibrated."""
+    description = describe_machine(threads)
+    uncalibrated = builtin_cpu(threads, host.memory(), cpu_speed().speedups["bf16"])
     if description["gpu"]:
-        plain = replace(_gpu_here(), host_memory=host.memory(), threads=threads)
-    content = _read(_file(cache, description))
+        uncalibrated = replace(_local_gpu(), host_memory=host.memory(), threads=threads)
+    content = _read(_calibration_file(cache, description))
     if content is None:
-        return plain
+        return uncalibrated
     rates = {name: content[name] for name in _RATES if name not in ("host_matmul", "sort", "table_read")}
     busy = f", while others used {content['busy']:.0%} of its time" if content["busy"] > 0.1 else ""
     return replace(
-        plain,
+        uncalibrated,
         name=f"{description['gpu'] or description['cpu']}, {threads} thread{'s' if threads > 1 else ''}",
-        told_by=f"measured here on {content['measured']}{busy}",
+        source=f"measured here on {content['measured']}{busy}",
         factors={key: Factors(**found) for key, found in content["factors"].items()},
         host_matmul=content["host_matmul"],
         sort=content["sort"],
@@ -136,13 +143,13 @@ def this_machine(cache: Path, threads: int) -> Machine:
     )
 
 
-def _gpu_here() -> Machine:
+def _local_gpu() -> Machine:
     import torch
 
-    return sheet_of(torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory))
+    return find_data_sheet(torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory))
 
 
-def _asked(kind: Kind) -> dict[str, Any]:
+def _pass_request(kind: PassKind) -> dict[str, Any]:
     positions = 512
     longer = min(positions, max(_LONGER, kind.max_length))
     folder = folder_of(kind.shape.name)
@@ -167,7 +174,7 @@ def _asked(kind: Kind) -> dict[str, Any]:
 
 def _probe(request: dict[str, Any]) -> dict[str, Any]:
     threads = str(request["threads"])
-    environment = {**os.environ, **allocator.FAST, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    environment = {**os.environ, **allocator.MALLOC_ENV, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     done = subprocess.run(
         [sys.executable, "-m", "distcse.planning.probe"],
         input=json.dumps(request),
@@ -176,22 +183,22 @@ def _probe(request: dict[str, Any]) -> dict[str, Any]:
         env=environment,
     )
     if done.returncode:
-        told = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise WorkFailedError(f"the measuring process ended with status {done.returncode}: {told[-1]}")
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise WorkFailedError(f"the measuring process ended with status {done.returncode}: {lines[-1]}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
 
-def _factors(kind: Kind, found: dict[str, Any], rates: dict[str, Any]) -> Factors:
-    """The factors by which the measured passes take longer than at the machine's rates.
+def _fit_factors(kind: PassKind, found: dict[str, Any], rates: dict[str, Any]) -> Factors:
+    """Fit the factors by which the measured passes take longer than the machine's rates predict.
 
-    A pass at two lengths and one of hardly any tokens: three equations for linear maps, attention and the host.
+    Passes at two lengths and one of 4 tokens give three equations for three unknowns: linear maps, attention, host.
     """
     layers = found["measured_layers"]
     rate, bandwidth = rates["matmul"][kind.precision], rates["bandwidth"]
 
     def parts(texts: float, length: float) -> tuple[float, float, float]:
-        shape = replace(kind.shape.with_depth(layers), at_one=False)
+        shape = replace(kind.shape.with_depth(layers), single_token=False)
         return Pass(shape, texts, length, kind.training, kind.precision, kind.dropout).parts(rate, bandwidth)
 
     texts, length, seconds = found["embedding"]
@@ -204,24 +211,24 @@ def _factors(kind: Kind, found: dict[str, Any], rates: dict[str, Any]) -> Factor
     linear, attention, _ = parts(1, 4)
     equations.append([linear, attention, layers])
     taken.append(found["tiny"])
-    solved = _solved(np.array(equations), np.array(taken))
+    solved = _solve(np.array(equations), np.array(taken))
     return Factors(float(solved[0]), float(solved[1]), float(embedding), float(solved[2]))
 
 
-def _solved(equations: Any, taken: Any) -> Any:
-    """Non-negative (linear, attention, host); one factor for both where noise drowns attention's share."""
+def _solve(equations: Any, taken: Any) -> Any:
+    """Solve for non-negative (linear, attention, host); linear and attention share a factor if attention's is only noise."""
     from scipy.optimize import nnls
 
-    weights = 1 / taken  # as exact for the tiny pass as for the others
+    weights = 1 / taken  # relative errors, so that the tiny pass counts as much as the others
     solved, _ = nnls(equations * weights[:, None], taken * weights)
     if _TRUSTED[0] <= solved[1] <= _TRUSTED[1]:
         return solved
-    together = np.stack([equations[:, 0] + equations[:, 1], equations[:, 2]], axis=1)
-    both, _ = nnls(together * weights[:, None], taken * weights)
-    return np.array([both[0], both[0], both[1]])
+    joint_equations = np.stack([equations[:, 0] + equations[:, 1], equations[:, 2]], axis=1)
+    joint, _ = nnls(joint_equations * weights[:, None], taken * weights)
+    return np.array([joint[0], joint[0], joint[1]])
 
 
-def _file(cache: Path, description: dict[str, Any]) -> Path:
+def _calibration_file(cache: Path, description: dict[str, Any]) -> Path:
     key = hashlib.blake2b(json.dumps([_FORMAT, description]).encode(), digest_size=8).hexdigest()
     return cache / _FOLDER / f"{key}.json"
 
@@ -229,6 +236,6 @@ def _file(cache: Path, description: dict[str, Any]) -> Path:
 def _read(file: Path) -> dict[str, Any] | None:
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
-    except (OSError, ValueError):  # none, or half of one: measured again
+    except (OSError, ValueError):  # missing or truncated: measure again
         return None
     return content if content.get("format") == _FORMAT else None

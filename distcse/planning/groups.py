@@ -1,4 +1,4 @@
-"""The plan of mutual distillation: for every group and formulation what training and scoring cost, and how phases line up."""
+"""Estimates a mutual distillation: training and scoring of every group in every phase, and the time that groups wait."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from distcse.recipe import EncoderSection, GroupSection, LoopSection, MutualReci
 from distcse.trainer.schedule import total_steps
 
 _ADAMW_BYTES = 40.0
+"""Bytes that an AdamW update reads and writes per parameter."""
 _FILLED = 1.1
-"""Tokens with padding over real ones: batches are cut into parts of like length."""
+"""Tokens with padding over real ones: a batch is split into parts of similar length."""
 _EAGER_BELOW = 128
+"""Tokens below which attention on a CPU is eager."""
 _ASSUMED_PAIRS = 10_000
 
 
 @dataclass(frozen=True)
 class GroupRun:
-    """One group: its two formulations over the run's pairs."""
+    """A group and the shapes of its bi-encoder and its cross-encoder."""
 
     section: GroupSection
     bi: Shape
@@ -34,7 +36,7 @@ class GroupRun:
 
     @classmethod
     def of(cls, section: GroupSection) -> GroupRun:
-        """With its shapes, each from its config.json."""
+        """Read both shapes, each from its model's config.json."""
         bi = read_shape(section)
         if section.cross_backbone is None:
             return cls(section, bi, bi)
@@ -44,13 +46,14 @@ class GroupRun:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One group in one phase."""
+class GroupPhaseCost:
+    """Cost of one group in one phase."""
 
     group: str
     phase: str
     steps: int
     training: float
+    """Seconds."""
     scoring: float
     """Seconds."""
     flops: float
@@ -58,13 +61,13 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Seconds of training and scoring."""
         return self.training + self.scoring
 
 
 @dataclass(frozen=True)
 class MutualPlan:
-    """All groups over all cycles."""
+    """Estimated cost of all groups over all cycles on a cluster."""
 
     recipe: MutualRecipe
     cluster: Cluster
@@ -74,13 +77,19 @@ class MutualPlan:
 
     @classmethod
     def of(cls, recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> MutualPlan:
-        """With pairs counted where that is cheap; `rows` says how many there are."""
+        """Read the groups' shapes and the number of pairs.
+
+        Args:
+            recipe: The recipe.
+            cluster: Where it would run.
+            rows: Number of pairs; None takes the recipe's, counts those of its files, or assumes 10,000.
+        """
         first = recipe.groups[0]
         if recipe.pairs.mine is not None:
             lengths = read_lengths(recipe.pairs.mine.corpus, first, None)
             pairs = rows or recipe.pairs.mine.pairs
         else:
-            counted = _counted(recipe)
+            counted = _count_pairs(recipe)
             pairs = rows or counted or recipe.pairs.limit or _ASSUMED_PAIRS
             why = "pairs in files are not tokenised for a plan"
             why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
@@ -89,45 +98,45 @@ class MutualPlan:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all groups have devices of their own at the same time."""
+        """Whether all groups run at the same time, each on its own devices."""
         return self.recipe.ray and self.cluster.devices >= sum(group.section.workers for group in self.groups)
 
     @property
-    def stages(self) -> list[list[Stage]]:
-        """By phase, then by group: the start, then cross and bi of every cycle."""
+    def stages(self) -> list[list[GroupPhaseCost]]:
+        """Costs by phase, then by group: the start, then cross and bi of every cycle."""
         phases = [Phase(number) for number in range(last_phase(self.recipe.mutual.cycles).number + 1)]
         return [[self._stage(group, phase) for group in self.groups] for phase in phases]
 
     @property
     def seconds(self) -> float:
-        """A phase ends with its slowest group where they run side by side, else after all of them."""
-        together = max if self.side_by_side else sum
-        return sum(together(stage.seconds for stage in stages) for stages in self.stages)
+        """Seconds of the run: a phase takes as long as its slowest group, or as all groups together without side_by_side."""
+        combine = max if self.side_by_side else sum
+        return sum(combine(stage.seconds for stage in stages) for stages in self.stages)
 
     @property
     def idle(self) -> float:
-        """Share of the groups' time in which one waits for others."""
+        """Fraction of the groups' time spent waiting for other groups."""
         if not self.side_by_side:
             return 0.0
         worked = sum(stage.seconds for stages in self.stages for stage in stages)
         return 1 - worked / (len(self.groups) * self.seconds)
 
     def memory(self, group: GroupRun, kind: Kind) -> WorkerMemory:
-        """A worker that trains this formulation, and the scorer beside it."""
+        """Memory of a worker that trains this formulation, including the scorer process next to it."""
         section, machine = self._section(kind), self.cluster.machine
         work = self._pass(group, kind, section.batch_size / group.section.workers, True)
         shape = work.shape
         stage, on_cpu = section.zero_stage, machine.kind == "cpu"
         eager = on_cpu and self._longest(group, kind) < _EAGER_BELOW
-        kept = activation_bytes(work, machine.kind, eager) * machine.activation_share + backward_bytes(work)
+        activations = activation_bytes(work, machine.kind, eager) * machine.activation_share + backward_bytes(work)
         scorer = 4.0 * shape.parameters + (machine.process if on_cpu else 0.0)
         checkpoint = gathered_bytes(shape.parameters, stage) if on_cpu else 0.0
         kept_states = states(shape.parameters, stage, group.section.workers)
-        return WorkerMemory(stage, kept_states, scorer, kept, machine.process, checkpoint)
+        return WorkerMemory(stage, kept_states, scorer, activations, machine.process, checkpoint)
 
     @property
     def problems(self) -> list[Problem]:
-        """What cannot be."""
+        """Reasons why the plan cannot run."""
         machine, found = self.cluster.machine, []
         for group in self.groups:
             for kind in ("cross", "bi"):
@@ -137,7 +146,7 @@ class MutualPlan:
                     what = f"group {name} needs {need / 2**30:,.2f} GiB for its {kind}-encoder, more than {machine.name} has"
                     found.append(Problem(what, f"lower {kind}.batch_size, or raise workers of the group"))
         if machine.kind == "cpu" and self.cluster.nodes == 1:
-            # All on one machine: at once side by side, and in turns one of them.
+            # One machine holds all groups that run at the same time.
             each = [
                 group.section.workers * max(self.memory(group, kind).total for kind in ("cross", "bi"))
                 for group in self.groups
@@ -146,7 +155,10 @@ class MutualPlan:
             if need > 0.92 * machine.memory and not found:
                 what = f"all groups need {need / 2**30:,.2f} GiB together, more than {machine.name} has"
                 found.append(
-                    Problem(what, "lower cross.batch_size and bi.batch_size, or write ray=false: groups in turns")
+                    Problem(
+                        what,
+                        "lower cross.batch_size and bi.batch_size, or write ray=false: one group runs after the other",
+                    )
                 )
         if self.pairs < self.recipe.bi.batch_size:
             found.append(
@@ -156,14 +168,14 @@ class MutualPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as a JSON object."""
         return {
             "recipe": self.recipe.name,
-            "cluster": self.cluster.told,
+            "cluster": self.cluster.spec,
             "machine": self.cluster.machine.name,
-            "constants": self.cluster.machine.told_by,
+            "constants": self.cluster.machine.source,
             "pairs": self.pairs,
-            "lengths": self.lengths.told_by,
+            "lengths": self.lengths.source,
             "side_by_side": self.side_by_side,
             "seconds": self.seconds,
             "idle": self.idle,
@@ -175,21 +187,21 @@ class MutualPlan:
             "problems": [str(problem) for problem in self.problems],
         }
 
-    def _stage(self, group: GroupRun, phase: Phase) -> Stage:
+    def _stage(self, group: GroupRun, phase: Phase) -> GroupPhaseCost:
         scoring = self._pass(group, phase.kind, self.pairs, False)
         batches = max(1.0, scoring.tokens / 4096)
         workers, machine = group.section.workers, self.cluster.machine
         terms = scoring.terms(machine)
         scored = Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind) / workers
         if phase.number == 0:
-            return Stage(group.section.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
+            return GroupPhaseCost(group.section.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
         section = self._section(phase.kind)
         rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross.both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
         work = self._pass(group, phase.kind, section.batch_size / workers, True)
         step = self._step(work, section, workers)
         flops = scoring.flops + steps * workers * work.flops
-        return Stage(
+        return GroupPhaseCost(
             group.section.name, phase.name, steps, steps * step.seconds(machine.kind), scored, flops, step.binding
         )
 
@@ -202,14 +214,14 @@ class MutualPlan:
         return total + Terms(network=transfer_seconds(sent, workers, self.cluster))
 
     def _pass(self, group: GroupRun, kind: Kind, pairs: float, training: bool) -> Pass:
-        """A bi-encoder reads two sentences of a pair, a cross-encoder both as one text."""
+        """Passes over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""
         shape = group.bi if kind == "bi" else group.cross
         lengths = self.lengths if kind == "bi" else self.lengths.pairs()
         length = lengths.mean(self._longest(group, kind)) * (_FILLED if training else 1.0)
         texts = 2 * pairs if kind == "bi" else pairs
         precision = self._section(kind).precision if training else self.recipe.mutual.precision
-        wished = group.section.dropout
-        dropout = training and (shape.dropout if wished is None else wished) > 0
+        probability = shape.dropout if group.section.dropout is None else group.section.dropout
+        dropout = training and probability > 0
         return Pass(shape, texts, length, training, precision, dropout)
 
     def _longest(self, group: GroupRun, kind: Kind) -> int:
@@ -219,8 +231,8 @@ class MutualPlan:
         return self.recipe.bi if kind == "bi" else self.recipe.cross
 
 
-def _counted(recipe: MutualRecipe) -> int | None:
-    """How many pairs the recipe's files hold; None where they are not to be had."""
+def _count_pairs(recipe: MutualRecipe) -> int | None:
+    """Count the pairs in the recipe's files; None if they cannot be read."""
     from distcse.experiments.mutual.pairs import read_pairs
 
     try:

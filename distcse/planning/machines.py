@@ -1,4 +1,4 @@
-"""What machines can do: rates of GPUs by their data sheets, of this machine as measured, and clusters of either."""
+"""Rates and memory of machines: GPUs from their data sheets, CPUs from built-in or measured constants; clusters of them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from distcse.errors import CommandLineError
 GIB = 2**30
 NOT_MEASURED = "from the data sheet, not measured"
 
-# Shares of a data sheet's figure that a plan counts on: assumptions, stated in every plan. PyTorch's eager mode reaches
-# neither peak; large matrix products on one H200 reached 0.78 to 0.81 of its sheet, small ones reach less.
+# Assumed fractions of the data sheet's peak rates, printed in every plan. PyTorch's eager mode reaches neither peak: large
+# matrix products on one H200 reached 0.78 to 0.81 of it, small ones less.
 MATMUL_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8
 GPU_LAYER_HOST = 8e-4
-"""Seconds in which a host issues one layer's training step: 8,670 operator calls of a twelve-layer step, at about 1.1 µs each."""
+"""Seconds for the host to launch one layer's training step: 8,670 operator calls per twelve-layer step, at about 1.1 µs."""
 FORWARD_HOST_SHARE = 0.3
-"""Of a training step's calls those of a forward pass without gradient."""
+"""Operator calls of a forward pass without gradient, as a fraction of a training step's."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """How much longer a pass takes than its arithmetic and traffic at the machine's rates: 1 would be exact."""
+    """Measured time of a pass over the time that the machine's rates predict; 1 is an exact prediction."""
 
     linear: float
-    """Of the layers' matrices and what goes element by element with them."""
+    """For the layers' linear maps and the elementwise operations around them."""
     attention: float
-    """Of attention's products and what goes with them, which grow with the length."""
+    """For attention's matrix products and softmax, which grow with the length."""
     embedding: float
-    """Of the embeddings."""
+    """For the embeddings."""
     host: float
-    """Seconds in which the host issues one layer, whatever goes through it."""
+    """Seconds for the host to launch one layer, whatever the batch."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One worker's device, with the host that feeds it."""
+    """One worker's device and its share of the host."""
 
     name: str
     kind: str
@@ -45,68 +45,68 @@ class Machine:
     matmul: Mapping[str, float]
     """FLOP/s of matrix products, by precision."""
     bandwidth: float
-    """Bytes a second to and from its memory."""
+    """Bytes per second to and from its memory."""
     memory: float
     """Bytes on the device."""
     link: float
-    """Bytes a second to another device of its node, one way."""
+    """Bytes per second to another device of its node, one way."""
     layer_host: float
-    """Seconds in which the host issues one layer's training step."""
-    told_by: str
-    """Where these come from."""
+    """Seconds for the host to launch one layer's training step."""
+    source: str
+    """Where the rates come from, for the plan's assumptions."""
     host_memory: float = 128 * GIB
-    """Bytes of the host for each worker."""
+    """Host memory in bytes per worker."""
     host_matmul: float = 1.4e11
-    """FLOP/s of the host's thread that serves lists."""
+    """FLOP/s of the host thread that serves similarity lists."""
     table_read: float = 8e8
-    """Bytes a second at which rows of a table are gathered, widened and normalised."""
+    """Bytes per second at which rows of an embedding table are gathered, converted to fp32 and normalized."""
     sort: float = 7e7
-    """Numbers a second that one thread ranks."""
+    """Numbers per second that one thread ranks."""
     optimiser: float = 0.0
-    """Bytes a second of AdamW and clipping; 0 takes `bandwidth`."""
+    """Bytes per second of AdamW and gradient clipping; 0 means `bandwidth`."""
     tokenise: float = 12_000.0
-    """Sentences a second that one thread tokenises."""
+    """Sentences per second that one thread tokenizes."""
     disk: float = 2e8
-    """Bytes a second written and flushed."""
+    """Bytes per second written and synced."""
     process: float = 0.45 * GIB
-    """Memory of a process that has imported everything and holds nothing."""
+    """Bytes of a process after its imports."""
     activation_share: float = 1.0
-    """Memory of a training step beyond weights and moments, over that of the activations counted."""
+    """Measured over estimated activation memory of a training step."""
     factors: Mapping[str, Factors] = field(default_factory=dict)
-    """By `factor_key`, where passes were measured."""
+    """By `factor_key`; empty without a calibration."""
     threads: int = 1
 
     def rate(self, precision: str) -> float:
-        """FLOP/s in a precision; fp16 is as fast as bf16, and either as fp32 where the device has no units for it."""
+        """Return the FLOP/s in a precision; fp16 counts as bf16, and a precision without hardware units as fp32."""
         return self.matmul.get(precision) or self.matmul.get(
             "bf16" if precision == "fp16" else "fp32", self.matmul["fp32"]
         )
 
     def factors_of(self, training: bool, precision: str, dropout: bool, width: int) -> tuple[Factors, bool]:
-        """Factors of a pass, and whether they were measured for this width: else for another, or none at all."""
+        """Return the factors of a pass, and whether they were measured for this width rather than the nearest one or assumed."""
         key = factor_key(training, precision, dropout, width)
         if key in self.factors:
             return self.factors[key], True
         kind = key.rsplit("/", 1)[0]
-        alike = {
+        by_width = {
             int(other.rsplit("/", 1)[1]): found for other, found in self.factors.items() if other.startswith(f"{kind}/")
         }
-        if alike:
-            return alike[min(alike, key=lambda other: abs(other - width))], False
+        if by_width:
+            return by_width[min(by_width, key=lambda other: abs(other - width))], False
         return Factors(1.0, 1.0, 1.0, self.layer_host * (1.0 if training else FORWARD_HOST_SHARE)), False
 
 
 def factor_key(training: bool, precision: str, dropout: bool, width: int) -> str:
-    """What passes of one kind are called: `train/fp32/dropout/384`."""
+    """Return the key of a kind of pass: `train/fp32/dropout/384`."""
     return "/".join(["train" if training else "forward", precision, "dropout" if dropout else "plain", str(width)])
 
 
 def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, link: float) -> Machine:
-    """TFLOP/s (dense, no sparsity), GB/s, GiB, GB/s one way -> what a plan counts on."""
+    """Return a GPU's assumed rates from its data sheet: dense TFLOP/s, memory GB/s, GiB, link GB/s one way."""
     matmul = {"fp32": fp32 * 1e12 * MATMUL_SHARE}
     if bf16:
         matmul["bf16"] = bf16 * 1e12 * MATMUL_SHARE
-    told = f"{NOT_MEASURED}; counted on: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s"
+    source = f"{NOT_MEASURED}; assumed: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s"
     return Machine(
         name,
         "gpu",
@@ -115,15 +115,15 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
         memory * GIB,
         link * 1e9 * BANDWIDTH_SHARE,
         GPU_LAYER_HOST,
-        told,
+        source,
     )
 
 
 GPUS = {
     machine.name: machine
     for machine in (
-        # NVIDIA's data sheets, dense figures: FP32 (PyTorch's default for fp32 is no TF32), BF16 tensor cores, memory
-        # bandwidth, and half of the two-way NVLink figure, or of PCIe's.
+        # NVIDIA's data sheets, dense figures: FP32 (PyTorch does not use TF32 by default), BF16 tensor cores, memory
+        # bandwidth, and half of the two-way NVLink or PCIe bandwidth.
         _gpu("A100-40G", 19.5, 312, 1555, 40, 300),  # A100 data sheet (SXM4)
         _gpu("A100-80G", 19.5, 312, 2039, 80, 300),  # A100 data sheet (SXM4)
         _gpu("H100-80G", 66.9, 989.4, 3350, 80, 450),  # H100 data sheet (SXM5)
@@ -136,29 +136,34 @@ GPUS = {
     )
 }
 
-# Measured by `--calibrate` on an AMD EPYC (family 26, AVX-512 with bf16), one thread, PyTorch 2.13, while others used the
-# machine: what a CPU that was never measured is taken for, and the host of a GPU.
+# Measured by `--calibrate` on an AMD EPYC (family 26, AVX-512 with bf16), one thread, PyTorch 2.13, on a shared machine.
+# Used for a CPU that was never calibrated, and for the host of a GPU.
 _CPU_MATMUL = {"fp32": 9.5e10, "bf16": 4.1e11}
 _CPU_BANDWIDTH = 3.5e10
 _CPU_LAYER_HOST = 2e-3
 
 
-def sheet_of(name: str, memory: float) -> Machine:
-    """The data sheet of a GPU that calls itself so; the smallest known one's where there is none, which is said."""
+def find_data_sheet(name: str, memory: float) -> Machine:
+    """Return the data-sheet rates of a GPU; those of the L4 if it is unknown, which `source` states.
+
+    Args:
+        name: The GPU's name as CUDA reports it.
+        memory: Bytes.
+    """
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in re.split(r"[\s-]+", name)]
     if known:
         return replace(min(known, key=lambda gpu: abs(gpu.memory - memory)), memory=memory)
-    told = f"no data sheet of {name} is known, L4's stands for it: run with --calibrate"
-    return replace(GPUS["L4-24G"], name=name, memory=memory, told_by=told)
+    source = f"no data sheet of {name} is known, L4's is assumed: run with --calibrate"
+    return replace(GPUS["L4-24G"], name=name, memory=memory, source=source)
 
 
 def builtin_cpu(threads: int, memory: float, bf16_speedup: float | None = None) -> Machine:
-    """A CPU that nobody measured.
+    """Return a CPU with built-in rates, for a machine that was never calibrated.
 
     Args:
-        threads: Of a worker.
+        threads: Threads of a worker.
         memory: Bytes.
-        bf16_speedup: What bf16 products gain over fp32 ones on it; None takes what the constants' CPU gained.
+        bf16_speedup: Speed of bf16 matrix products over fp32 ones; None takes the ratio of the CPU with the built-in rates.
     """
     matmul = dict(_CPU_MATMUL)
     if bf16_speedup is not None:
@@ -171,7 +176,7 @@ def builtin_cpu(threads: int, memory: float, bf16_speedup: float | None = None) 
         memory=memory,
         link=2e9,
         layer_host=_CPU_LAYER_HOST,
-        told_by="built-in constants of another CPU, not of this one: run with --calibrate on the machine itself",
+        source="built-in constants of another CPU, not of this one: run with --calibrate on the machine itself",
         host_memory=memory,
         threads=threads,
     )
@@ -179,20 +184,20 @@ def builtin_cpu(threads: int, memory: float, bf16_speedup: float | None = None) 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of like devices."""
+    """Nodes with equal devices."""
 
-    told: str
-    """As the user wrote it."""
+    spec: str
+    """The value of `--cluster`."""
     nodes: int
     per_node: int
-    """Devices of a node: GPUs, or places for a CPU worker."""
+    """Devices per node: GPUs, or CPU workers."""
     machine: Machine
     network: float
-    """Bytes a second in and out of a node, one way."""
+    """Bytes per second in and out of a node, one way."""
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Devices of all nodes."""
         return self.nodes * self.per_node
 
 
@@ -200,10 +205,12 @@ _FORM = re.compile(r"^(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)$")
 
 
 def parse_cluster(text: str) -> tuple[int, int, str]:
-    """`2x8xH100-80G`: (2 nodes, 8 devices each, H100-80G); `8xL4-24G`: one node; `3xcpu`: three machines like this; `local`.
+    """Parse the value of `--cluster` into (nodes, devices per node, kind of device).
+
+    `2x8xH100-80G` is (2, 8, "H100-80G"), `8xL4-24G` one node, `3xcpu` three machines like this one, `local` this machine.
 
     Raises:
-        RecipeError: Another form, an unknown GPU, or one that comes with several memories.
+        CommandLineError: The form is wrong, or the GPU is unknown or comes with several memory sizes.
     """
     found = _FORM.match(text)
     if found is None:
@@ -217,7 +224,7 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
     if name == "local":
         if counts:
             raise CommandLineError(
-                f"--cluster {text!r}: local is this machine, once; write {counts[0]}xcpu for more like it"
+                f"--cluster {text!r}: local is this one machine; write {counts[0]}xcpu for several like it"
             )
         return 1, 1, name
     if name == "cpu":
@@ -227,7 +234,7 @@ def parse_cluster(text: str) -> tuple[int, int, str]:
     ]
     if len(known) != 1:
         raise CommandLineError(
-            f"--cluster: {name} is {'one of' if known else 'unknown; known are'} {', '.join(known or GPUS)}, cpu and local"
+            f"--cluster: {name} is {'ambiguous' if known else 'unknown'}; write one of {', '.join(known or GPUS)}, cpu and local"
         )
     nodes, per_node = (counts[0], counts[1]) if len(counts) > 1 else (1, counts[0] if counts else 1)
     return nodes, per_node, known[0]

@@ -1,4 +1,4 @@
-"""What travels between workers in a step, and how long it is under way."""
+"""Estimates the bytes that workers exchange in a step, and how long the transfer takes."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from distcse.planning.machines import Cluster
 from distcse.recipe import LoopSection
 
 _LATENCY = 2e-5
-"""Seconds of one hop of a collective: an assumption for NCCL between nodes."""
+"""Seconds per hop of a collective; assumed for NCCL between nodes."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one worker sends in a step."""
+    """Bytes that one worker moves in a step."""
 
     gradients: float
     """See `gradient_bytes`."""
     views: float
-    """Both views of the global batch gathered, their gradients added on the way back."""
+    """Both views of the global batch: all-gathered, and their gradients all-reduced."""
     lists: float
-    """Of the teachers' similarities, which it receives."""
+    """The teachers' similarity lists that it receives."""
 
     @property
     def total(self) -> float:
-        """In and out."""
+        """All bytes, in and out."""
         return self.gradients + self.views + self.lists
 
 
 def gradient_bytes(numbers: float, workers: int, training: LoopSection) -> float:
-    """Bytes a worker moves in a step, on average, that all have the gradients' sum and the weights after it.
+    """Return the bytes that a worker moves per step, on average, to synchronize gradients and weights in fp32.
 
     A ring moves 2 (W - 1) / W of a message for an all-reduce, (W - 1) / W for an all-gather or a reduce-scatter. Stage 0
-    all-reduces once an update; stage 1 reduce-scatters and all-gathers once an update; stage 2 reduce-scatters every step;
-    stage 3 gathers weights forward and backward every step besides. All is fp32.
+    all-reduces once per update. Stage 1 reduce-scatters and all-gathers once per update. Stage 2 reduce-scatters every
+    step. Stage 3 also all-gathers the weights in every forward and backward pass.
 
     Args:
-        numbers: Of the gradients that are sent.
+        numbers: Elements of the gradients that are sent.
         workers: W.
-        training: ZeRO's stage, and steps an update.
+        training: Gives the ZeRO stage and the gradient accumulation.
     """
     updates = 1 / training.gradient_accumulation
     passes = {0: 2 * updates, 1: 2 * updates, 2: 1 + updates, 3: 3.0}[training.zero_stage]
@@ -47,15 +47,15 @@ def gradient_bytes(numbers: float, workers: int, training: LoopSection) -> float
 
 
 def step_traffic(gradients: float, width: int, rows: float, columns: float, workers: int, teachers: int) -> Traffic:
-    """Bytes a worker moves in a step. Views are fp32, gathered and their gradients added by rings.
+    """Return the bytes that a worker moves in a step. Views are fp32, exchanged with ring collectives.
 
     Args:
-        gradients: Bytes of the gradients.
-        width: d, numbers of a vector.
-        rows: R of this worker.
-        columns: L, length of its lists.
+        gradients: Bytes of the gradients, from `gradient_bytes`.
+        width: d, dimension of a sentence vector.
+        rows: R, sentences of this worker.
+        columns: L, length of its similarity lists.
         workers: W.
-        teachers: T that answer over the network.
+        teachers: Teachers that send lists over the network.
     """
     ring = (workers - 1) / workers
     both_views = 2 * rows * workers * width * 4.0
@@ -63,10 +63,10 @@ def step_traffic(gradients: float, width: int, rows: float, columns: float, work
 
 
 def transfer_seconds(traffic: Traffic, workers: int, cluster: Cluster) -> float:
-    """Seconds of a step's collectives and lists, nothing hidden behind the backward pass: the engines hide nothing.
+    """Return the seconds of a step's collectives and lists, none of it overlapped with the backward pass.
 
-    Inside a node the link between two devices counts, over several the network of a node, which all of its devices share in
-    a ring that enters and leaves every node once.
+    Within a node, the link between two devices limits the rate; across nodes, the network of a node, which a ring enters and
+    leaves once.
     """
     if workers == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""One pass of texts through a backbone: its FLOPs, its traffic, and the seconds they take on a machine."""
+"""Cost of one pass through a backbone: FLOPs, memory traffic, and seconds on a machine."""
 
 from __future__ import annotations
 
@@ -9,108 +9,110 @@ from distcse.planning.shapes import Shape
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-# Elements that a layer reads and writes for one token beside its matrix products, in eager mode: a training step moves about
-# 100 h of them where the inner width is 4 h (activations, norms, GELU, dropout, residuals, and their gradients).
+# Elements that a layer reads and writes per token in elementwise operations in eager mode: activations, norms, GELU, dropout,
+# residuals and their gradients. A training step moves about 100 h where the inner width is 4 h.
 _TRAINING_OF_WIDTH, _TRAINING_OF_INNER, _TRAINING_OF_SCORES = 36, 16, 16
 _FORWARD_OF_WIDTH, _FORWARD_OF_INNER, _FORWARD_OF_SCORES = 12, 4.5, 6
 _TRAINING_OF_EMBEDDING, _FORWARD_OF_EMBEDDING = 14, 6
-# Queries, keys and values spread over the rectangle and what attention makes of them gathered, there and back.
+# A packed batch scatters queries, keys and values into the padded batch and gathers attention's output, forward and backward.
 _PACKING = 16
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds by what they go into."""
+    """Seconds of a step by resource."""
 
     math: float = 0.0
     """Matrix products."""
     traffic: float = 0.0
-    """Reading and writing memory, element by element."""
+    """Memory traffic of elementwise operations."""
     host: float = 0.0
-    """Issuing operations: Python, dispatch, kernel launches."""
+    """Launching operations: Python, dispatch, kernel launches."""
     network: float = 0.0
-    """Between workers."""
+    """Transfers between workers."""
     waiting: float = 0.0
-    """For lists that the teachers have not served yet."""
+    """Waiting for teachers' lists."""
 
     def __add__(self, other: Terms) -> Terms:
-        return Terms(*(mine + theirs for mine, theirs in zip(self.values, other.values, strict=True)))
+        return Terms(*(left + right for left, right in zip(self.values, other.values, strict=True)))
 
     def times(self, factor: float) -> Terms:
-        """So many of it."""
-        return Terms(*(factor * mine for mine in self.values))
+        """Return the terms multiplied by a factor."""
+        return Terms(*(factor * value for value in self.values))
 
     @property
     def values(self) -> tuple[float, float, float, float, float]:
-        """In the fields' order."""
+        """The terms in the fields' order."""
         return self.math, self.traffic, self.host, self.network, self.waiting
 
     def seconds(self, kind: str) -> float:
-        """A CPU does one after the other; a GPU works while the host issues what follows, and the longer of both counts."""
+        """Return the total: a GPU overlaps with its host, so the longer counts; on a CPU (`kind` is `cpu`) both add up."""
         device = self.math + self.traffic
-        beside = self.network + self.waiting
-        return (device + self.host if kind == "cpu" else max(device, self.host)) + beside
+        waits = self.network + self.waiting
+        return (device + self.host if kind == "cpu" else max(device, self.host)) + waits
 
     @property
     def binding(self) -> str:
-        """What takes longest."""
+        """Name of the longest term: the bottleneck."""
         names = ("matrix products", "memory traffic", "host and launches", "network", "teachers' lists")
-        return names[max(range(len(names)), key=lambda place: self.values[place])]
+        return names[max(range(len(names)), key=lambda index: self.values[index])]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Texts of one length through a backbone, forward or forward and backward."""
+    """A forward pass, or a training step's forward and backward pass, over texts of equal length."""
 
     shape: Shape
     texts: float
     length: float
-    """Tokens of each, padding included."""
+    """Tokens per text, padding included."""
     training: bool = False
     precision: str = "fp32"
     dropout: bool = False
-    packed: float | None = None
-    """Tokens of each without its padding, where that goes through attention alone."""
+    unpadded_length: float | None = None
+    """Tokens per text without padding, if the batch is packed: only attention then sees padding. None if not packed."""
 
     @property
     def tokens(self) -> float:
-        """Padding included."""
+        """Tokens of all texts, padding included."""
         return self.texts * self.length
 
     @property
-    def mapped(self) -> float:
-        """Tokens that go through the linear maps."""
-        return self.texts * (self.packed or self.length)
+    def linear_tokens(self) -> float:
+        """Tokens that go through the linear maps; without padding if the batch is packed."""
+        return self.texts * (self.unpadded_length or self.length)
 
     @property
     def linear_flops(self) -> float:
-        """Backward costs twice the forward."""
-        return self.mapped * self.shape.linear_flops * (3 if self.training else 1)
+        """FLOPs of the linear maps; a backward pass costs twice the forward pass."""
+        return self.linear_tokens * self.shape.linear_flops * (3 if self.training else 1)
 
     @property
     def attention_flops(self) -> float:
-        """Of the scores and the sum over values."""
+        """FLOPs of attention: scores and the weighted sum of values."""
         return self.tokens * self.shape.attention_flops(self.length) * (3 if self.training else 1)
 
     @property
     def flops(self) -> float:
-        """Of the whole pass."""
+        """FLOPs of the pass."""
         return self.linear_flops + self.attention_flops
 
     @property
     def linear_bytes(self) -> float:
-        """Activations element by element, and the weights: read forward, read backward, their gradient written."""
+        """Bytes of elementwise operations and of the weights: read forward, read backward, their gradient written."""
         shape, size = self.shape, BYTES[self.precision]
         of_width, of_inner = (
             (_TRAINING_OF_WIDTH, _TRAINING_OF_INNER) if self.training else (_FORWARD_OF_WIDTH, _FORWARD_OF_INNER)
         )
-        of_token = of_width * shape.width + of_inner * shape.inner + (_PACKING * shape.width if self.packed else 0)
-        activations = self.mapped * shape.linear_layers * of_token * size
+        of_token = (
+            of_width * shape.width + of_inner * shape.inner + (_PACKING * shape.width if self.unpadded_length else 0)
+        )
+        activations = self.linear_tokens * shape.linear_layers * of_token * size
         return activations + shape.layers * shape.layer_parameters * 4 * (3 if self.training else 1)
 
     @property
     def attention_bytes(self) -> float:
-        """Of the L × L scores of every head."""
+        """Bytes of the L × L scores of every head."""
         of_scores = _TRAINING_OF_SCORES if self.training else _FORWARD_OF_SCORES
         return (
             self.tokens
@@ -123,13 +125,13 @@ class Pass:
 
     @property
     def embedding_bytes(self) -> float:
-        """Looked up, normed; in training the dense gradient of the whole vocabulary, cleared and written."""
+        """Bytes of lookup and norm; in training also the dense gradient of the full vocabulary, cleared and written."""
         of_width = _TRAINING_OF_EMBEDDING if self.training else _FORWARD_OF_EMBEDDING
         tokens = self.tokens * of_width * self.shape.width * 4
         return tokens + (2 * 4 * self.shape.embedding_parameters if self.training else 0)
 
     def terms(self, machine: Machine) -> Terms:
-        """Seconds on a machine."""
+        """Return the seconds on a machine, by resource."""
         factors, _ = machine.factors_of(self.training, self.precision, self.dropout, self.shape.width)
         rate = machine.rate(self.precision)
         math = (factors.linear * self.linear_flops + factors.attention * self.attention_flops) / rate
@@ -141,7 +143,7 @@ class Pass:
         return Terms(math=math, traffic=traffic, host=factors.host * self.shape.layers)
 
     def parts(self, rate: float, bandwidth: float) -> tuple[float, float, float]:
-        """Seconds at these rates, before any factor: of the linear maps, of attention, of the embeddings."""
+        """Return the seconds of linear maps, attention and embeddings at these rates, without calibration factors."""
         return (
             self.linear_flops / rate + self.linear_bytes / bandwidth,
             self.attention_flops / rate + self.attention_bytes / bandwidth,

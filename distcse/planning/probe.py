@@ -1,6 +1,6 @@
-"""What this machine does: measured in a process of its own, with the allocator that training processes have.
+"""Measures this machine's rates in a separate process, with the memory allocator of training processes.
 
-Read by `calibration.py`, which writes a request on standard input and takes the answer from standard output.
+`calibration.py` starts it, writes a JSON request to its standard input and reads the JSON answer from its standard output.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 _BUDGET = 1024
 """Tokens of a measured pass."""
 _DEEPEST = 4
-"""Layers that are measured of a deeper backbone: they are all alike."""
+"""Most layers to measure of a backbone; all of its layers are equal."""
 _SECONDS = 0.5
-"""Spent on each measurement, at least."""
+"""Least time for each measurement."""
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     timed = _Clock(device, threads)
     from transformers import BertModel  # noqa: F401
 
-    import distcse.experiments.distillation.run  # noqa: F401  (a process that trains has all of it in memory)
+    import distcse.experiments.distillation.run  # noqa: F401  (as in a training process)
 
     process = anonymous_bytes()
     found: dict[str, Any] = {
@@ -47,7 +47,7 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
         "bandwidth": _bandwidth(timed, device),
         "optimiser": _optimiser(timed, device),
     }
-    found["passes"] = [_passes(timed, device, asked) for asked in request["passes"]]
+    found["passes"] = [_passes(timed, device, spec) for spec in request["passes"]]
     found["table_read"], found["disk"] = _table(timed, Path(request["folder"]), request["width"])
     found["sort"] = _sort(timed)
     found["host_matmul"] = _host_matmul(timed)
@@ -56,8 +56,10 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Clock:
-    """Seconds of a piece of work: the median of several. One thread is timed by the CPU it used, so that what else the machine
-    does counts little; several threads and GPUs by the wall."""
+    """Times a function: the median of several calls.
+
+    One CPU thread is timed by its CPU time, which other load on the machine hardly changes; threads and GPUs by wall time.
+    """
 
     def __init__(self, device: Any, threads: int) -> None:
         self._device = device
@@ -66,7 +68,7 @@ class _Clock:
 
     @property
     def busy(self) -> float:
-        """Share of the time in which this process did not run, though it could: others did."""
+        """Fraction of the time in which other processes used this one's CPU; 0 if timed by wall time."""
         return max(0.0, 1.0 - self._cpu / self._wall) if self._wall and self._by_cpu else 0.0
 
     def __call__(self, work: Callable[[], Any], least: int = 3) -> float:
@@ -92,7 +94,7 @@ class _Clock:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's, now; files that are mapped can be given back at any time."""
+    """Return this process's resident memory without mapped files, whose pages the kernel can drop at any time."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -107,7 +109,7 @@ def _half(precision: str, device: Any) -> Any:
 
 
 def _matmul(timed: _Clock, device: Any, precision: str, width: int, inner: int) -> float:
-    """FLOP/s of the backbone's own widest map."""
+    """Measure the FLOP/s of the backbone's widest linear map."""
     import torch
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -119,7 +121,7 @@ def _matmul(timed: _Clock, device: Any, precision: str, width: int, inner: int) 
 
 
 def _bandwidth(timed: _Clock, device: Any) -> float:
-    """Bytes a second, read and written."""
+    """Measure the bytes per second of a copy, read and written."""
     import torch
 
     numbers = torch.ones(32 * 2**20, device=device)
@@ -128,7 +130,7 @@ def _bandwidth(timed: _Clock, device: Any) -> float:
 
 
 def _optimiser(timed: _Clock, device: Any) -> float:
-    """Bytes a second of clipping and AdamW: 40 for each parameter."""
+    """Measure the bytes per second of clipping and AdamW, at 40 bytes per parameter."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.randn(1000, 1000, device=device)) for _ in range(16)]
@@ -143,75 +145,75 @@ def _optimiser(timed: _Clock, device: Any) -> float:
     return 40.0 * sum(parameter.numel() for parameter in parameters) / timed(update)
 
 
-def _passes(timed: _Clock, device: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a pass at two lengths, without layers, and of hardly any tokens; memory of the longer training step."""
+def _passes(timed: _Clock, device: Any, spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure the seconds of a pass at two lengths, of one without layers, and of one with 4 tokens."""
     import torch
 
-    layers = min(asked["layers"], _DEEPEST)
-    whole = _backbone(asked, layers).to(device)
+    layers = min(spec["layers"], _DEEPEST)
+    model = _backbone(spec, layers).to(device)
     times = []
-    for length in asked["lengths"]:
+    for length in spec["lengths"]:
         texts = max(1, _BUDGET // length)
-        times.append([texts, length, timed(_step(whole, texts, length, device, asked))])
-    texts, length = max(1, _BUDGET // asked["lengths"][-1]), asked["lengths"][-1]
-    tiny = timed(_step(whole, 1, 4, device, asked))
-    without = _backbone(asked, 0).to(device)
+        times.append([texts, length, timed(_step(model, texts, length, device, spec))])
+    texts, length = max(1, _BUDGET // spec["lengths"][-1]), spec["lengths"][-1]
+    tiny = timed(_step(model, 1, 4, device, spec))
+    embeddings_only = _backbone(spec, 0).to(device)
     return {
-        **asked,
+        **spec,
         "measured_layers": layers,
         "times": times,
-        "embedding": [texts, length, timed(_step(without, texts, length, device, asked))],
-        "tiny": tiny - timed(_step(without, 1, 4, device, asked)),
+        "embedding": [texts, length, timed(_step(embeddings_only, texts, length, device, spec))],
+        "tiny": tiny - timed(_step(embeddings_only, 1, 4, device, spec)),
         "threads": torch.get_num_threads(),
     }
 
 
-def _backbone(asked: dict[str, Any], layers: int) -> Any:
+def _backbone(spec: dict[str, Any], layers: int) -> Any:
     from transformers import AutoConfig, AutoModel
 
     from distcse.models.fast.dropout import fast_dropout
     from distcse.models.layers import keep_layers
     from distcse.models.loading import attention_of, set_dropout
 
-    config = AutoConfig.from_pretrained(asked["folder"]) if asked["folder"] else AutoConfig.for_model(**asked["config"])
-    set_dropout(config, 0.1 if asked["dropout"] else 0.0)
-    model: Any = AutoModel.from_config(config, attn_implementation=attention_of(asked["max_length"]) or "sdpa")
+    config = AutoConfig.from_pretrained(spec["folder"]) if spec["folder"] else AutoConfig.for_model(**spec["config"])
+    set_dropout(config, 0.1 if spec["dropout"] else 0.0)
+    model: Any = AutoModel.from_config(config, attn_implementation=attention_of(spec["max_length"]) or "sdpa")
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
     keep_layers(model, range(layers))
     fast_dropout(model)
-    return model.train(asked["training"])
+    return model.train(spec["training"])
 
 
-def _step(model: Any, texts: int, length: int, device: Any, asked: dict[str, Any]) -> Callable[[], None]:
+def _step(model: Any, texts: int, length: int, device: Any, spec: dict[str, Any]) -> Callable[[], None]:
     import torch
 
     ids = torch.randint(1, model.config.vocab_size, (texts, length), device=device)
     mask = torch.ones_like(ids)
 
     def train() -> None:
-        with _half(asked["precision"], device):
+        with _half(spec["precision"], device):
             output = model(input_ids=ids, attention_mask=mask).last_hidden_state
         output.float().mean().backward()
         model.zero_grad(set_to_none=True)
 
     def forward() -> None:
-        with torch.no_grad(), _half(asked["precision"], device):
+        with torch.no_grad(), _half(spec["precision"], device):
             model(input_ids=ids, attention_mask=mask)
 
-    return train if asked["training"] else forward
+    return train if spec["training"] else forward
 
 
-def _table(timed: _Clock, folder: Path, width: int) -> tuple[float, float]:
-    """(bytes a second of rows gathered at random, widened and normalised; bytes a second written and flushed)."""
+def _table(timed: _Clock, parent: Path, width: int) -> tuple[float, float]:
+    """Measure bytes per second of random rows read from a table as normalized fp32, and of a shard written and synced."""
     import numpy as np
 
     from distcse.teachers.table import EmbeddingTable, TableIdentity
 
     rows = 32 * 2**20 // (2 * width)
-    with TemporaryDirectory(dir=folder) as beside:
+    with TemporaryDirectory(dir=parent) as folder:
         identity = TableIdentity("probe", "probe", rows, None, None, "", "fp32", rows)
-        table = EmbeddingTable.locate(Path(beside), identity)
+        table = EmbeddingTable.locate(Path(folder), identity)
         vectors = np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32)
         began = time.perf_counter()
         table.write_shard(0, vectors)
@@ -221,7 +223,7 @@ def _table(timed: _Clock, folder: Path, width: int) -> tuple[float, float]:
 
 
 def _sort(timed: _Clock) -> float:
-    """Numbers a second that are ranked."""
+    """Measure the numbers per second that one thread ranks."""
     import numpy as np
 
     from distcse.rank_space.space import rank_vectors
@@ -231,7 +233,7 @@ def _sort(timed: _Clock) -> float:
 
 
 def _host_matmul(timed: _Clock) -> float:
-    """FLOP/s of NumPy on the lists of one step."""
+    """Measure the FLOP/s of NumPy on one step's similarity lists."""
     import numpy as np
 
     vectors = np.random.default_rng(0).standard_normal((4, 128, 384), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""A plan as lines to read: what, how long, how much, what binds, and on which assumptions."""
+"""Formats a plan as text: cost, bottleneck, assumptions, advice and problems."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from distcse.planning.groups import MutualPlan
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import WorkerMemory
 from distcse.planning.plan import StudentPlan
-from distcse.planning.scaling import Row
+from distcse.planning.scaling import ScalingRow
 
-_NOT_COUNTED = "not counted: start of Ray and imports, downloads, measurements at the end, other users of the machines"
+_NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evaluation, other load on the machines"
 
 
 def student_lines(plan: StudentPlan) -> list[str]:
-    """Of a student's run."""
+    """Format the plan of a student's run as lines of text."""
     run, machine = plan.run, plan.cluster.machine
     training = run.recipe.training
     real, processed = plan.tokens
     step, kind = plan.step, machine.kind
     lines = [
-        f"{run.recipe.name} on {plan.cluster.told}: {_machines(plan.cluster)}",
+        f"{run.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
         "",
         f"student    {run.student.name}, {run.student.layers} layers of width {run.student.width}, "
         f"{run.student.parameters / 1e6:.1f} M parameters; {run.trained / 1e6:.1f} M are trained",
@@ -29,7 +29,7 @@ def student_lines(plan: StudentPlan) -> list[str]:
         f"{run.padded(plan.batch / plan.workers):.1f}",
         f"steps      {run.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
         f"{'two views' if run.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
-        f"tokens     {_count(real)} read by the student, {_count(processed)} with padding, a view",
+        f"tokens     {_count(real)} read by the student, {_count(processed)} with padding, per view",
         "",
         f"{'phase':<20}{'time':>12}{'PFLOP':>12}   binds",
     ]
@@ -42,30 +42,30 @@ def student_lines(plan: StudentPlan) -> list[str]:
         f"{'all':<20}{span(plan.seconds):>12}{total / 1e15:>12,.4g}",
         "",
         f"step       {_ms(plan.step_seconds)}: matrix products {_ms(step.math)}, memory traffic {_ms(step.traffic)}, host "
-        f"{_ms(step.host)}{' (beside)' if kind == 'gpu' else ''}, network {_ms(step.network)}, "
+        f"{_ms(step.host)}{' (overlapped)' if kind == 'gpu' else ''}, network {_ms(step.network)}, "
         f"waiting for lists {_ms(step.waiting)}",
         f"binds      {step.binding}",
-        f"network    {_bytes(plan.traffic.total)} a step and worker: gradients {_bytes(plan.traffic.gradients)}, views "
+        f"network    {_bytes(plan.traffic.total)} per step and worker: gradients {_bytes(plan.traffic.gradients)}, views "
         f"{_bytes(plan.traffic.views)}, lists {_bytes(plan.traffic.lists)}",
-        f"tables     {', '.join(f'{name} {_bytes(size)}' for name, size in plan.tables.items()) or 'none'}; cache in all "
+        f"tables     {', '.join(f'{name} {_bytes(size)}' for name, size in plan.tables.items()) or 'none'}; total cache "
         f"{_bytes(plan.disk_bytes)}",
         "",
         *_memory_lines(plan.memories, run.recipe.training.zero_stage, machine.memory),
-        f"host       {_bytes(plan.host_bytes)} a worker for the order of rows and checkpoints, of {_bytes(machine.host_memory)}",
+        f"host       {_bytes(plan.host_bytes)} per worker for row order and checkpoints, of {_bytes(machine.host_memory)}",
     ]
     return [
         *lines,
         "",
-        *_assumptions(plan.cluster, [run.lengths.told_by, *_shapes(plan), *_measured(plan)]),
+        *_assumptions(plan.cluster, [run.lengths.source, *_shapes(plan), *_measured(plan)]),
         *_verdict(plan),
     ]
 
 
 def mutual_lines(plan: MutualPlan) -> list[str]:
-    """Of groups that teach each other."""
-    how = "side by side" if plan.side_by_side else "in turns"
+    """Format the plan of a mutual distillation as lines of text."""
+    how = "in parallel" if plan.side_by_side else "one after the other"
     lines = [
-        f"{plan.recipe.name} on {plan.cluster.told}: {_machines(plan.cluster)}",
+        f"{plan.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
         "",
         f"{plan.pairs:,} pairs, {plan.recipe.mutual.cycles} cycles, {len(plan.groups)} groups {how}",
         "",
@@ -81,22 +81,22 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
     if plan.side_by_side:
         lines.append(f"idle       {plan.idle:.0%} of the groups' time: a phase ends with its slowest group")
     for group in plan.groups:
-        told = ", ".join(f"{kind} {_bytes(plan.memory(group, kind).total)}" for kind in ("bi", "cross"))
-        lines.append(f"memory     {group.section.name}: {told} a worker, its scorer beside it")
-    shapes = [f"shape of {g.bi.name} known by {g.bi.told_by}" for g in plan.groups if g.bi.told_by != "config.json"]
-    lines += ["", *_assumptions(plan.cluster, [plan.lengths.told_by, *shapes, "mining and dev scores are not counted"])]
+        sizes = ", ".join(f"{kind} {_bytes(plan.memory(group, kind).total)}" for kind in ("bi", "cross"))
+        lines.append(f"memory     {group.section.name}: {sizes} per worker, including its scorer")
+    shapes = [f"shape of {g.bi.name} from {g.bi.source}" for g in plan.groups if g.bi.source != "config.json"]
+    lines += ["", *_assumptions(plan.cluster, [plan.lengths.source, *shapes, "mining and dev scores are not counted"])]
     return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]
 
 
-def scaling_lines(rows: Sequence[Row], told: str) -> list[str]:
-    """Of the same run on more and more devices."""
+def scaling_lines(rows: Sequence[ScalingRow], machine: str) -> list[str]:
+    """Format the cost of the same run on different numbers of devices as lines of text."""
     head = (
         f"{'devices':>8}{'teachers':>12}{'train':>7}{'step':>10}{'effic.':>8}{'student':>12} |"
         f"{'batch':>9}{'step':>10}{'compute':>10}{'straggle':>10}{'network':>10}{'lists':>10}{'effic.':>8}{'memory':>11}  binds"
     )
     lines = [
         "",
-        f"on more of {told} (simulated; left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
+        f"on more of {machine} (simulated; left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
         head,
     ]
     for row in rows:
@@ -107,26 +107,28 @@ def scaling_lines(rows: Sequence[Row], told: str) -> list[str]:
             f"{_ms(weak.network):>10}{_ms(weak.waiting):>10}{weak.efficiency:>8.0%}{_bytes(weak.memory):>11}  {weak.binding}"
         )
     if any(row.weak.binding == "teachers' lists" for row in rows):
-        lines.append("lists bind: these rows have the recipe's teachers.num_servers; try as many as workers")
+        lines.append(
+            "teachers' lists are the bottleneck with the recipe's teachers.num_servers; try as many servers as workers"
+        )
     return lines
 
 
 def span(seconds: float) -> str:
-    """A length of time, in the unit that suits it."""
+    """Format seconds in a readable unit."""
     for unit, name in ((86400 * 365, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
     return f"{seconds:.1f} s" if seconds >= 1 or not seconds else _ms(seconds)
 
 
-def _memory_lines(memories: Sequence[WorkerMemory], chosen: int, room: float) -> list[str]:
+def _memory_lines(memories: Sequence[WorkerMemory], chosen: int, available: float) -> list[str]:
     head = (
         f"{'memory':<11}{'weights':>10}{'gradients':>11}{'moments':>10}{'copies':>10}{'frozen':>10}{'activations':>13}"
     )
-    lines = [f"{head}{'process':>10}{'in all':>11}   of {_bytes(room)}"]
+    lines = [f"{head}{'process':>10}{'total':>11}   of {_bytes(available)}"]
     for memory in memories:
-        kept = memory.states
-        parts = (kept.weights, kept.gradients, kept.moments, kept.copies, memory.frozen)
+        held = memory.states
+        parts = (held.weights, held.gradients, held.moments, held.copies, memory.frozen)
         widths = (10, 11, 10, 10, 10)
         line = f"{'ZeRO ' + str(memory.stage):<11}" + "".join(
             f"{_bytes(part):>{width}}" for part, width in zip(parts, widths, strict=True)
@@ -140,13 +142,13 @@ def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
     machine = cluster.machine
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in sorted(machine.matmul.items()))
     found = [
-        f"{machine.name}: {machine.told_by}",
+        f"{machine.name}: {machine.source}",
         f"rates: {rates}; memory {machine.bandwidth / 1e9:,.0f} GB/s; links {machine.link / 1e9:,.0f} GB/s, nodes "
         f"{cluster.network / 1e9:,.1f} GB/s one way",
-        f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread a server; hosts have "
-        f"{_bytes(machine.host_memory)} a worker",
-        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s; a thread tokenises {machine.tokenise:,.0f} texts a second",
-        "collectives are not hidden behind the backward pass; ring for bytes, tree for hops of 20 µs",
+        f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread per server; hosts have "
+        f"{_bytes(machine.host_memory)} per worker",
+        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s; a thread tokenizes {machine.tokenise:,.0f} texts/s",
+        "collectives do not overlap with the backward pass; rings for bytes, trees with 20 µs per hop for latency",
         *others,
         _NOT_COUNTED,
     ]
@@ -162,7 +164,7 @@ def _measured(plan: StudentPlan) -> list[str]:
         if not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]:
             missing.append(f"width {work.shape.width} in {work.precision}")
     return (
-        [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, others were: --calibrate"]
+        [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, only others: run with --calibrate"]
         if missing
         else []
     )
@@ -170,12 +172,10 @@ def _measured(plan: StudentPlan) -> list[str]:
 
 def _shapes(plan: StudentPlan) -> list[str]:
     shapes = [plan.run.student, *(teacher.shape for teacher in plan.run.teachers if teacher.shape), plan.run.generator]
-    known = dict.fromkeys(
-        f"shape of {shape.name} known by {shape.told_by}"
-        for shape in shapes
-        if shape and shape.told_by != "config.json"
+    lines = dict.fromkeys(
+        f"shape of {shape.name} from {shape.source}" for shape in shapes if shape and shape.source != "config.json"
     )
-    return list(known)
+    return list(lines)
 
 
 def _verdict(plan: StudentPlan) -> list[str]:
@@ -194,8 +194,8 @@ def _teacher(plan: StudentPlan, number: int) -> str:
     if teacher.shape is None:
         return f"{teacher.name}, behind an endpoint"
     shape = teacher.shape
-    told = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
-    return f"{teacher.name}, {told}, {teacher.section.forward_precision}, {teacher.kind}"
+    size = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
+    return f"{teacher.name}, {size}, {teacher.section.forward_precision}, {teacher.kind}"
 
 
 def _count(number: float) -> str:
@@ -213,5 +213,5 @@ def _bytes(size: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    seconds = round(seconds, 9)  # what two sums differ by is no time
+    seconds = round(seconds, 9)  # removes rounding errors of sums
     return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"

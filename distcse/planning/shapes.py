@@ -1,4 +1,4 @@
-"""The shape of a backbone, from its config.json alone: no weights are read, and none fetched from a hub."""
+"""Reads the shape of a backbone from its config.json, without reading or downloading weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, read_layout
 from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
-_DESCRIBING = ["config.json"]
+_FILES = ["config.json"]
 
 _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
-    # A name with this in it has the sizes that its paper states: BERT (Devlin et al. 2019, §3), RoBERTa (Liu et al. 2019),
-    # DistilBERT (Sanh et al. 2019), MiniLM (Wang et al. 2020). The classes' defaults are those of the base models.
+    # Part of a hub name -> model type and published sizes: BERT (Devlin et al. 2019, §3), RoBERTa (Liu et al. 2019),
+    # DistilBERT (Sanh et al. 2019), MiniLM (Wang et al. 2020). The config classes' defaults are the base models' sizes.
     "distilroberta-base": (
         "roberta",
         {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6},
@@ -51,111 +51,114 @@ _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of an encoder that decide what it costs."""
+    """Sizes of an encoder that determine its cost."""
 
     name: str
     family: str
     layers: int
     width: int
-    """h: numbers of a token's vector between layers."""
+    """h: hidden size."""
     dimension: int
-    """d: numbers of a sentence's vector; h, where no linear map after pooling makes others of it."""
+    """d: dimension of a sentence vector; h without a linear map after pooling."""
     inner: int
-    """Widest linear map inside a layer: the feed-forward part."""
+    """Width of a layer's widest linear map: the feed-forward layer."""
     heads: int
     layer_weights: int
-    """Numbers in the matrices of one layer: half its multiply-adds a token, attention's own apart."""
+    """Elements of one layer's weight matrices: its multiply-adds per token, without attention's products."""
     layer_parameters: int
-    """All numbers of one layer."""
+    """Parameters of one layer."""
     embedding_parameters: int
-    """All else: embeddings and their norms, and linear maps after pooling."""
+    """All other parameters: embeddings and their norms, and linear maps after pooling."""
     vocabulary: int
-    word_width: int
-    """Numbers of a word's vector; h, where the student's words are not narrow."""
+    embedding_size: int
+    """Embedding size; h without factorized embeddings."""
     frozen_parameters: int = 0
-    """In memory, but not trained: a pooler that no pooling here uses."""
+    """Parameters in memory that are not trained: a pooler, which no pooling uses."""
     dropout: float = 0.0
-    """Largest dropout probability that the model came with."""
-    told_by: str = "config.json"
-    at_one: bool = False
-    """The last layer is computed at the one token that pooling reads (see models/fast/last_layer.py)."""
+    """Largest dropout probability in the model's config."""
+    source: str = "config.json"
+    """Where the sizes come from, for the plan's assumptions."""
+    single_token: bool = False
+    """Whether the last layer is computed only at the token that pooling reads (see models/fast/last_layer.py)."""
     packs: bool = False
-    """On a CPU a batch goes through without its padding (see models/fast/packing.py)."""
+    """Whether a batch on a CPU skips its padding (see models/fast/packing.py)."""
 
     @property
     def parameters(self) -> int:
-        """Trained numbers."""
+        """Number of trained parameters."""
         return self.embedding_parameters + self.layers * self.layer_parameters
 
     @property
     def linear_flops(self) -> int:
-        """Forward FLOPs of a token in all layers, attention's products apart: 24 h² a layer where the inner width is 4 h."""
+        """Forward FLOPs per token in the linear maps of all layers: 24 h² per layer where the inner width is 4 h."""
         return round(2 * self.layer_weights * self.linear_layers)
 
     @property
     def linear_layers(self) -> float:
-        """Layers' worth of linear maps: of a last layer at one token, keys and values are those of all tokens."""
-        return self.layers - (1 - 2 * self.width**2 / self.layer_weights if self.at_one and self.layers else 0)
+        """Number of layers of linear maps; a last layer at one token still computes keys and values of all tokens."""
+        return self.layers - (1 - 2 * self.width**2 / self.layer_weights if self.single_token and self.layers else 0)
 
     @property
     def attending_layers(self) -> int:
-        """Layers in which every token looks at all: with its last at one token, one fewer."""
-        return self.layers - (self.at_one and self.layers > 0)
+        """Number of layers in which every token attends to all; without a last layer at one token."""
+        return self.layers - (self.single_token and self.layers > 0)
 
     def attention_flops(self, length: int | float) -> float:
-        """Forward FLOPs of a token's attention among `length` tokens in all layers: 4 L h a layer."""
+        """Return the forward FLOPs of a token's attention to `length` tokens in all layers: 4 L h per layer."""
         return 4.0 * length * self.width * self.attending_layers
 
     def forward_flops(self, length: int | float) -> float:
-        """Forward FLOPs of one token in a text of `length` tokens."""
+        """Return the forward FLOPs per token in a text of `length` tokens."""
         return self.linear_flops + self.attention_flops(length)
 
     def with_depth(self, layers: int) -> Shape:
-        """The same with another number of layers."""
+        """Return this shape with another number of layers."""
         return replace(self, layers=layers)
 
 
 def read_shape(section: EncoderSection) -> Shape:
-    """The shape of a recipe's encoder, cut to its layers and with its narrow words where it is a student.
+    """Return the shape of a recipe's encoder, with a student's chosen layers and embedding size.
 
-    A hub's model is read from the local cache, else known by its name where it is one of the packaged recipes', else its
-    config.json alone is fetched.
+    The config.json of a hub model comes from the local cache. If it is not there, the shape of a well-known model follows
+    from its name, and the config.json of another one is downloaded.
 
     Raises:
-        EncoderError: Nothing there, no encoder, or a folder with weights whose tokenizer does not load.
+        ModelNotFoundError: There is no such folder or hub model.
+        ModelLoadError: The config.json is not that of an encoder.
+        TokenizerMismatchError: A folder with weights has a tokenizer that does not load.
     """
-    config, told_by = _config_of(section.backbone, section.trust_remote_code)
+    config, source = _config_of(section.backbone, section.trust_remote_code)
     _check_tokenizer(section)
-    backbone = _without_numbers(config, section)
-    layers = _kept_layers(section)
+    backbone = _meta_model(config, section)
+    layers = _chosen_layers(section)
     if layers is not None:
         from distcse.models.layers import keep_layers
 
         keep_layers(backbone, layers)
-    shape = _measured(section.backbone, backbone, told_by)
+    shape = _shape_of(section.backbone, backbone, source)
     if isinstance(section, StudentSection) and section.embedding_size is not None:
-        shape = _with_narrow_words(shape, config, section.embedding_size)
+        shape = _with_embedding_size(shape, config, section.embedding_size)
     layout = _layout(section)
     pooling, head = section.pooling or layout.pooling, [dense for _, dense in layout.head if dense is not None]
     return replace(
         shape,
         dimension=head[-1].outputs if head else shape.width,
         embedding_parameters=shape.embedding_parameters + sum(dense.parameters for dense in head),
-        at_one=pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
+        single_token=pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
         packs=pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
     )
 
 
 def masked_lm_head(shape: Shape) -> tuple[int, int]:
-    """(multiply-adds a token, numbers beside the shared word matrix) of a generator's head: h × h, then h × V."""
+    """Return (multiply-adds per token, parameters without the tied embeddings) of a masked-LM head: h × h, then h × V."""
     transform = shape.width * shape.width
     return transform + shape.width * shape.vocabulary, transform + 3 * shape.width + shape.vocabulary
 
 
 def folder_of(name: str, trust_remote_code: bool = False) -> Path | None:
-    """Where a model's small files are, without asking a network; None for what only a hub has."""
+    """Return the local folder with a model's config.json; None if the model would have to be downloaded."""
     try:
-        return resolve_model(name, trust_remote_code, _DESCRIBING, only_local=True)
+        return resolve_model(name, trust_remote_code, _FILES, only_local=True)
     except EncoderError:
         return None
 
@@ -165,19 +168,17 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
     folder = folder_of(name, trust_remote_code)
     if folder is None and (known := _published(name)) is not None:
-        return known, "its name: the published sizes, config.json not seen"
+        return known, "the sizes published for its name, config.json not read"
     if folder is None:
-        folder = resolve_model(name, trust_remote_code, _DESCRIBING)
+        folder = resolve_model(name, trust_remote_code, _FILES)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
-    except (OSError, ValueError, KeyError, ImportError) as refused:
-        raise ModelLoadError(
-            f"{name} has no config.json that is read: {' '.join(str(refused).split())[:300]}"
-        ) from refused
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"{name}: its config.json cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 def _check_tokenizer(section: EncoderSection) -> None:
-    """Load the tokenizer of a folder that holds weights. What a hub's cache lacks is fetched when the run starts."""
+    """Load the tokenizer of a folder with weights; a hub model's tokenizer may be downloaded later, by the run."""
     from distcse.models.loading import load_tokenizer
 
     folder = folder_of(section.backbone, section.trust_remote_code)
@@ -196,8 +197,8 @@ def _published(name: str) -> Any:
     return None
 
 
-def _without_numbers(config: Any, section: EncoderSection) -> Any:
-    """The model of a config on torch's meta device: every parameter has a shape and no storage."""
+def _meta_model(config: Any, section: EncoderSection) -> Any:
+    """Return the model of a config on torch's meta device: parameters have shapes but no storage."""
     import torch
 
     from distcse.models.loading import model_class
@@ -205,8 +206,8 @@ def _without_numbers(config: Any, section: EncoderSection) -> Any:
     try:
         with torch.device("meta"):
             return model_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except (ValueError, KeyError, ImportError) as refused:
-        raise ModelLoadError(f"{section.backbone} is no encoder: {' '.join(str(refused).split())[:300]}") from refused
+    except (ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
 
 
 def _layout(section: EncoderSection) -> Layout:
@@ -214,7 +215,7 @@ def _layout(section: EncoderSection) -> Layout:
     return read_layout(folder) if folder else Layout()
 
 
-def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
+def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
     if not isinstance(section, TrainedSection) or section.layers is None:
         return None
     if isinstance(section, StudentSection) and section.num_layers is not None:
@@ -222,7 +223,7 @@ def _kept_layers(section: EncoderSection) -> Sequence[int] | None:
     return section.named_layers
 
 
-def _measured(name: str, backbone: Any, told_by: str) -> Shape:
+def _shape_of(name: str, backbone: Any, source: str) -> Shape:
     from torch import nn
 
     from distcse.models.layers import layers_of
@@ -231,7 +232,7 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
     stack = layers_of(backbone)
     pooler = getattr(backbone, "pooler", None)
     frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
-    # The last layer stands for all: ModernBERT's first has no norm before attention. What they differ by counts with the rest.
+    # The last layer represents all: ModernBERT's first lacks a norm. The difference is counted with the embeddings.
     linears = [module for module in stack[-1].modules() if isinstance(module, nn.Linear)]
     layer = sum(parameter.numel() for parameter in stack[-1].parameters())
     total = sum(parameter.numel() for parameter in backbone.parameters())
@@ -248,23 +249,23 @@ def _measured(name: str, backbone: Any, told_by: str) -> Shape:
         layer_parameters=layer,
         embedding_parameters=total - frozen - len(stack) * layer,
         vocabulary=int(backbone.get_input_embeddings().num_embeddings),
-        word_width=int(backbone.get_input_embeddings().embedding_dim),
+        embedding_size=int(backbone.get_input_embeddings().embedding_dim),
         frozen_parameters=frozen,
         dropout=max((float(value) for _, value in dropouts(config)), default=0.0),
-        told_by=told_by,
+        source=source,
     )
 
 
-def _with_narrow_words(shape: Shape, config: Any, dimension: int) -> Shape:
-    """Embeddings of `dimension` numbers, their norm, and the matrix that widens them (see models/factorized_embeddings.py)."""
+def _with_embedding_size(shape: Shape, config: Any, dimension: int) -> Shape:
+    """Return the shape with embeddings of `dimension`, their norm and projection (see models/factorized_embeddings.py)."""
     positions = int(config.max_position_embeddings)
     if config.model_type != "bert":
-        positions -= int(config.pad_token_id) + 1  # RoBERTa counts positions from there
+        positions -= int(config.pad_token_id) + 1  # RoBERTa's positions start after the padding id
     rows = shape.vocabulary + positions + int(config.type_vocab_size)
     return replace(
         shape,
         family="electra",
         embedding_parameters=rows * dimension + 2 * dimension + dimension * shape.width + shape.width,
-        word_width=dimension,
+        embedding_size=dimension,
         frozen_parameters=0,
     )

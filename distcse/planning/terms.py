@@ -1,4 +1,4 @@
-"""What a recipe's objective and teachers add to a step, beside the student's own passes."""
+"""Cost of the loss and of the teachers' similarity lists in a step."""
 
 from __future__ import annotations
 
@@ -8,79 +8,79 @@ from distcse.planning.machines import Machine
 from distcse.planning.passes import Terms
 from distcse.recipe import ObjectiveSection
 
-# Times that an R x L matrix of numbers is read or written, forward and backward together.
+# How often a loss term reads or writes an R x L matrix, forward and backward together.
 _INFO_NCE, _CONSISTENCY, _LIST_NET, _LIST_MLE, _RANK_REGRESSION, _MIXING = 12, 30, 18, 60, 14, 4
 _CALLS = {"info_nce": 25, "consistency": 60, "rank": 40, "rank_regression": 30, "regression": 15}
 _CALL_HOST = 1.2e-5
-"""Seconds of one operation and its gradient on the host."""
+"""Seconds for the host to launch one operation and its gradient."""
 
 
 @dataclass(frozen=True)
-class Lists:
-    """Sizes of one worker's lists."""
+class ListSizes:
+    """Sizes of one worker's similarity lists."""
 
     rows: float
     """R: sentences of this worker."""
     columns: float
     """C: sentences of the global batch."""
-    remembered: float
-    """K: vectors of the memory."""
+    queued: float
+    """K: vectors of the embedding queue."""
     width: int
-    """d of the student."""
+    """d: dimension of the student's vectors."""
 
     @property
     def length(self) -> float:
-        """L: how long a list is."""
-        return self.columns + self.remembered
+        """L = C + K: length of a list."""
+        return self.columns + self.queued
 
 
 @dataclass(frozen=True)
 class ObjectiveWork:
-    """What the terms of an objective compute in a step."""
+    """Cost of the loss in a step."""
 
     flops: float
-    """Of the cosines, forward and backward, in fp32."""
+    """FLOPs of the cosine similarities, forward and backward, in fp32."""
     bytes: float
-    """Of the terms themselves, element by element."""
+    """Bytes of elementwise operations."""
     calls: int
-    """Operations the host issues."""
+    """Operations that the host launches."""
     held: float
-    """Bytes of R x L matrices that are alive together."""
+    """Bytes of R x L matrices that are alive at the same time."""
 
     def terms(self, machine: Machine) -> Terms:
-        """Seconds on a machine."""
+        """Return the seconds on a machine, by resource."""
         return Terms(self.flops / machine.rate("fp32"), self.bytes / machine.bandwidth, self.calls * _CALL_HOST)
 
 
-def objective_work(objective: ObjectiveSection, lists: Lists, teachers: int) -> ObjectiveWork:
-    """The work of all terms that have a weight; the discriminator's passes are counted with the student's."""
-    rank, named = objective.rank, dict[str, bool]()
-    named["info_nce"] = objective.info_nce is not None and objective.info_nce.weight > 0
-    named["consistency"] = objective.consistency is not None and objective.consistency.beta > 0
-    named["rank"] = rank is not None and rank.gamma > 0
-    named["rank_regression"] = objective.rank_regression is not None and objective.rank_regression.weight > 0
-    named["regression"] = objective.regression is not None and objective.regression.weight > 0
-    batch, whole = lists.rows * lists.columns, lists.rows * lists.length
+def objective_work(objective: ObjectiveSection, lists: ListSizes, teachers: int) -> ObjectiveWork:
+    """Return the cost of all loss terms with a weight; the discriminator's passes are counted with the student's."""
+    rank, active = objective.rank, dict[str, bool]()
+    active["info_nce"] = objective.info_nce is not None and objective.info_nce.weight > 0
+    active["consistency"] = objective.consistency is not None and objective.consistency.beta > 0
+    active["rank"] = rank is not None and rank.gamma > 0
+    active["rank_regression"] = objective.rank_regression is not None and objective.rank_regression.weight > 0
+    active["regression"] = objective.regression is not None and objective.regression.weight > 0
+    batch, full = lists.rows * lists.columns, lists.rows * lists.length
     products = 0.0
-    if any(named[name] for name in ("info_nce", "consistency", "rank", "rank_regression")):
-        products += batch  # S
-    products += batch if named["consistency"] else 0.0  # S'
-    products += whole - batch if named["rank"] else 0.0  # the memory's part of the list
+    if any(active[name] for name in ("info_nce", "consistency", "rank", "rank_regression")):
+        products += batch  # the similarities S
+    products += batch if active["consistency"] else 0.0  # the second similarities S' (consistency)
+    products += full - batch if active["rank"] else 0.0  # the queue's part of the list
     touched = 4.0 * (
-        batch * (named["info_nce"] * _INFO_NCE + named["consistency"] * _CONSISTENCY)
-        + batch * named["rank_regression"] * _RANK_REGRESSION
-        + (whole * (_LIST_MLE if rank.form == "list_mle" else _LIST_NET) if rank is not None and named["rank"] else 0.0)
-        + (whole * _MIXING * teachers if named["rank"] or named["rank_regression"] else 0.0)
-        + lists.rows * lists.width * (12 if named["regression"] else 0)
+        batch * (active["info_nce"] * _INFO_NCE + active["consistency"] * _CONSISTENCY)
+        + batch * active["rank_regression"] * _RANK_REGRESSION
+        + (full * (_LIST_MLE if rank.form == "list_mle" else _LIST_NET) if rank is not None and active["rank"] else 0.0)
+        + (full * _MIXING * teachers if active["rank"] or active["rank_regression"] else 0.0)
+        + lists.rows * lists.width * (12 if active["regression"] else 0)
     )
-    calls = sum(count for name, count in _CALLS.items() if named[name]) + 40
+    calls = sum(count for name, count in _CALLS.items() if active[name]) + 40
     return ObjectiveWork(6.0 * products * lists.width, touched, calls, touched / 4)
 
 
-def list_seconds(machine: Machine, dimension: int, lists: Lists, references: int | None) -> float:
-    """Seconds in which one thread of the host answers one worker's question for one step, from a table.
+def list_seconds(machine: Machine, dimension: int, lists: ListSizes, references: int | None) -> float:
+    """Return the seconds in which one host thread computes one worker's similarity lists of a step from a table.
 
-    All L columns are gathered for R rows. In rank space every column is ordered among the references first.
+    It gathers all L columns for R rows. In rank space, it first ranks the references for every column.
     """
     length, rows = lists.length, lists.rows
     gathered = length * dimension * 2 / machine.table_read

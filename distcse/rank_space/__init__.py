@@ -1,7 +1,7 @@
-"""Rank space (RankEncoder): sentences as orders of reference sentences; an encoder that scores pairs by it."""
+"""Rank space (RankEncoder): sentences as rankings of reference sentences, and an encoder that scores pairs with them."""
 
 from distcse.rank_space.device import DeviceRankSpace, rank_space
-from distcse.rank_space.encoder import RankSpaceEncoder, is_rank_space, numbered
+from distcse.rank_space.encoder import RankSpaceEncoder, index_pairs, is_rank_space
 from distcse.rank_space.pairs import pair_similarities
 from distcse.rank_space.space import RankSpace, inner_products, rank_vectors
 
@@ -9,9 +9,9 @@ __all__ = [
     "DeviceRankSpace",
     "RankSpace",
     "RankSpaceEncoder",
+    "index_pairs",
     "inner_products",
     "is_rank_space",
-    "numbered",
     "pair_similarities",
     "rank_space",
     "rank_vectors",

@@ -1,4 +1,4 @@
-"""Pairs of sentences by their ranks: each sentence ranked once, and its rank vector kept while pairs of it are to come."""
+"""Similarities of pairs in rank space: each sentence is ranked once, and its rank vector is kept until its last pair."""
 
 from __future__ import annotations
 
@@ -12,51 +12,60 @@ from numpy.typing import NDArray
 from distcse.rank_space.space import Ranker
 
 _BYTES = 256 * 2**20
-"""Rank vectors that are made at a time, and the similarities that they are made of."""
-_INSIDE = 2**30
-"""Rank vectors that are kept in memory; more lie in a file."""
-_TERMS = 4096
-"""Of an inner product that are summed in float32."""
+"""Memory for a chunk of rank vectors, and the similarities they are computed from."""
+_MAX_MEMORY_BYTES = 2**30
+"""Largest size of the kept rank vectors in memory; larger ones are in a temporary file."""
+_FLOAT32_TERMS = 4096
+"""Number of terms of an inner product that are summed in float32."""
 
 
 def pair_similarities(
     space: Ranker, vectors: NDArray[np.floating], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """(p,) Spearman correlations of p pairs of rows of (m, d) unit vectors; each row is ranked once.
+    """Compute the Spearman correlations of p pairs of sentences.
 
-    Rows that are paired are ranked soon after one another, so that few are kept at a time: of STS-B's sentences about a hundred,
-    of 0.4 MB each among 100,000 references. Kept ones that would take more than a gibibyte lie in a temporary file.
+    Each sentence is ranked once. Paired sentences are ranked close together, so that few rank vectors are kept at once:
+    about a hundred for STS-B, 0.4 MB each with 100,000 references. More than 1 GiB of them are kept in a temporary file.
+
+    Args:
+        space: The rank space.
+        vectors: (m, d) unit vectors of the sentences.
+        first: (p,) row index of each pair's first sentence.
+        second: (p,) row index of each pair's second sentence.
+
+    Returns:
+        (p,) correlations in [-1, 1].
     """
     if not len(first):
         return np.empty(0)
-    order = _partners_together(len(vectors), first, second)
-    place = np.argsort(order)
-    early, late = np.sort(np.stack([place[first], place[second]]), axis=0)
-    wanted_until = np.arange(len(vectors))
-    np.maximum.at(wanted_until, early, late)
-    by_late = np.argsort(late, kind="stable")
-    found = np.empty(len(first), dtype=np.float64)
+    order = _order_by_pairs(len(vectors), first, second)
+    position = np.argsort(order)
+    earlier, later = np.sort(np.stack([position[first], position[second]]), axis=0)
+    needed_until = np.arange(len(vectors))
+    np.maximum.at(needed_until, earlier, later)
+    by_later = np.argsort(later, kind="stable")
+    similarities = np.empty(len(first), dtype=np.float64)
     step = max(1, _BYTES // (8 * len(space)))
     bounds = range(step, len(vectors), step)
-    most = max((int(np.count_nonzero(wanted_until[:bound] >= bound)) for bound in bounds), default=0)
-    with _room(most, len(space)) as room:
-        free, kept = list(range(most)), dict[int, int]()
+    max_kept = max((int(np.count_nonzero(needed_until[:bound] >= bound)) for bound in bounds), default=0)
+    with _buffer(max_kept, len(space)) as buffer:
+        free_slots, slots = list(range(max_kept)), dict[int, int]()
         for begin in range(0, len(vectors), step):
             end = min(begin + step, len(vectors))
             ranks = space.ranks(vectors[order[begin:end]])
-            for pair in by_late[slice(*np.searchsorted(late, (begin, end), sorter=by_late))]:
-                one = int(early[pair])
-                other = ranks[one - begin] if one >= begin else room[kept[one]]
-                found[pair] = _product(ranks[late[pair] - begin], other)
-            free += [kept.pop(row) for row in list(kept) if wanted_until[row] < end]
-            for row in (begin + np.flatnonzero(wanted_until[begin:end] >= end)).tolist():
-                kept[row] = free.pop()
-                room[kept[row]] = ranks[row - begin]
-    return np.clip(found, -1.0, 1.0)
+            for pair in by_later[slice(*np.searchsorted(later, (begin, end), sorter=by_later))]:
+                row = int(earlier[pair])
+                other = ranks[row - begin] if row >= begin else buffer[slots[row]]
+                similarities[pair] = _product(ranks[later[pair] - begin], other)
+            free_slots += [slots.pop(row) for row in list(slots) if needed_until[row] < end]
+            for row in (begin + np.flatnonzero(needed_until[begin:end] >= end)).tolist():
+                slots[row] = free_slots.pop()
+                buffer[slots[row]] = ranks[row - begin]
+    return np.clip(similarities, -1.0, 1.0)
 
 
-def _partners_together(rows: int, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.intp]:
-    """An order of all rows in which the two of a pair are near to each other."""
+def _order_by_pairs(rows: int, first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return an order of all rows in which paired rows are close (reverse Cuthill-McKee)."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
@@ -66,15 +75,15 @@ def _partners_together(rows: int, first: NDArray[np.int64], second: NDArray[np.i
 
 
 def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Inner product, some thousand terms at a time in float32 and those sums in float64: off by 1e-8 at most."""
-    whole = len(one) // _TERMS * _TERMS
-    parts = np.vecdot(one[:whole].reshape(-1, _TERMS), other[:whole].reshape(-1, _TERMS))
-    return float(parts.sum(dtype=np.float64)) + float(one[whole:] @ other[whole:])
+    """Compute an inner product, in float32 within blocks and in float64 over blocks; the error is at most 1e-8."""
+    blocked = len(one) // _FLOAT32_TERMS * _FLOAT32_TERMS
+    parts = np.vecdot(one[:blocked].reshape(-1, _FLOAT32_TERMS), other[:blocked].reshape(-1, _FLOAT32_TERMS))
+    return float(parts.sum(dtype=np.float64)) + float(one[blocked:] @ other[blocked:])
 
 
 @contextmanager
-def _room(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
-    if 4 * rows * references <= _INSIDE:
+def _buffer(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
+    if 4 * rows * references <= _MAX_MEMORY_BYTES:
         yield np.empty((rows, references), dtype=np.float32)
         return
     with tempfile.TemporaryFile() as file:

@@ -1,7 +1,7 @@
-"""Rank space (Seonwoo et al. 2023): a sentence is the order in which it sees n reference sentences.
+"""Rank space (RankEncoder, Seonwoo et al. 2023): represent a sentence by its ranking of n reference sentences.
 
-Two sentences are alike as far as they order the references alike: the inner product of their unit rank vectors, which is
-Spearman's correlation of their similarities to the references (RankEncoder Eq. 3 and 4).
+The similarity of two sentences is the inner product of their unit rank vectors, which is Spearman's correlation of their
+similarities to the references (RankEncoder Eq. 3 and 4).
 """
 
 from __future__ import annotations
@@ -14,99 +14,114 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BYTES = 256 * 2**20
-"""Held at a time beside the references, of rank vectors in float64."""
-_SIMILARITIES = 32 * 2**20
-"""Held at a time, of similarities: a chunk of rows, some of which the caches still have when they are ordered."""
+"""Memory for a chunk of float64 rank vectors."""
+_SIMILARITY_BYTES = 32 * 2**20
+"""Memory for a chunk of similarities; small, so that rows are still in the CPU's caches when they are sorted."""
 BINS = 2**16
-LOST = 1e-11
-"""Most that t / n of a row may be (see `counted_rank_vectors`)."""
+MAX_BINNING_ERROR = 1e-11
+"""Largest t / n of a row (see `histogram_rank_vectors`)."""
 
 
 def rank_vectors(similarities: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """(m, n) similarities to n references -> (m, n) unit rank vectors g (Eq. 3), ascending ranks, ties by place; into `out`.
+    """Compute unit rank vectors g (Eq. 3) by sorting each row.
 
-    One order a row: ranks are written through it. A permutation's mean and norm are constants, so nothing is reduced.
+    Mean and norm are constants of a permutation, so that no reduction is needed.
+
+    Args:
+        similarities: (m, n) similarities to n references.
+        out: (m, n) array for the result. Default: a new one.
+
+    Returns:
+        (m, n) rank vectors, with ascending ranks and ties in the order of the references.
     """
     rows, references = similarities.shape
-    places = ((np.arange(references) - (references - 1) / 2) * unit_scale(references)).astype(np.float32)
+    unit_ranks = ((np.arange(references) - (references - 1) / 2) * unit_scale(references)).astype(np.float32)
     ranks = np.empty((rows, references), dtype=np.float32) if out is None else out
-    for order, found in zip(_orders(similarities), ranks, strict=True):
-        found[order] = places
+    for order, rank_vector in zip(_orders(similarities), ranks, strict=True):
+        rank_vector[order] = unit_ranks
     return ranks
 
 
 def unit_scale(n: int) -> float:
-    """What n centred ranks are multiplied by for length 1."""
+    """Return the factor that normalizes n centered ranks to length 1."""
     return math.sqrt(12 / (n * (n**2 - 1)))
 
 
 def _orders(similarities: NDArray[np.floating]) -> Iterator[NDArray[np.integer]]:
-    """Of each row the places of its numbers, ascending, equal ones as they come; each is written over by the next one.
+    """Yield each row's stable ascending argsort; each array is overwritten by the next one.
 
-    Floats are ordered as their bits are, once those of the negative ones are turned round. With the places below them they are
-    whole numbers, which numpy sorts where they lie by vector instructions: 100,000 in half the time of its argsort.
+    The bits of float32 numbers, inverted for negative ones, compare like the numbers. With the index in the lower 32 bits,
+    they are int64 keys, which NumPy sorts in place with SIMD: 100,000 keys in half the time of its argsort.
     """
     if similarities.dtype != np.float32:
         yield from (np.argsort(row, kind="stable") for row in similarities)
         return
     references = similarities.shape[1]
-    places, keys = np.arange(references), np.empty(references, np.int64)
-    numbers, turned = np.empty(references, np.float32), np.empty(references, np.int32)
+    indices, keys = np.arange(references), np.empty(references, np.int64)
+    numbers, inverted = np.empty(references, np.float32), np.empty(references, np.int32)
     bits = numbers.view(np.int32)
     for row in similarities:
-        np.add(row, np.float32(0), out=numbers)  # no -0, which equals 0
-        np.right_shift(bits, 31, out=turned)
-        turned &= 0x7FFFFFFF
-        bits ^= turned
+        np.add(row, np.float32(0), out=numbers)  # converts -0 to 0, because they compare equal
+        np.right_shift(bits, 31, out=inverted)
+        inverted &= 0x7FFFFFFF
+        bits ^= inverted
         keys[:] = bits
         keys <<= 32
-        keys |= places
+        keys |= indices
         keys.sort()
         keys &= 0xFFFFFFFF
         yield keys
 
 
-def counted_rank_vectors(
+def histogram_rank_vectors(
     similarities: NDArray[np.floating], out: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """The same without a sort: a row's similarities are counted into 65,536 bins, and a bin's references share its mean rank.
+    """Compute approximate unit rank vectors without a sort: count similarities in 65,536 bins, and assign each bin's mean rank.
 
-    What that leaves out of a row's rank vector g is e, orthogonal to all that bins can tell, of squared length t = Σ (c³ - c) /
-    (n³ - n) over the bins' counts c. A similarity is off by e · g', about √(t / n); a row where that is more than 3e-6 (few
-    references, or many as good as equal) is sorted. Among 100,000 references similarities are off by 1e-6.
+    The error e of a rank vector g is orthogonal to all vectors that are constant on the bins. Its squared length is
+    t = Σ (c³ - c) / (n³ - n), over the bins' counts c. A similarity's error e · g' is about √(t / n). Rows for which that
+    exceeds 3e-6, because of few references or many nearly equal similarities, are sorted. With 100,000 references, errors are
+    1e-6.
+
+    Args:
+        similarities: (m, n) similarities to n references.
+        out: (m, n) array for the result. Default: a new one.
+
+    Returns:
+        (m, n) rank vectors.
     """
     ranks = np.empty(similarities.shape, dtype=np.float32) if out is None else out
     n = similarities.shape[1]
     half = unit_scale(n) / 2
-    scaled, whole, bins = np.empty(n, np.float32), np.empty(n, np.int32), np.empty(n, np.intp)
-    for row, found in zip(similarities, ranks, strict=True):
+    scaled, truncated, bins = np.empty(n, np.float32), np.empty(n, np.int32), np.empty(n, np.intp)
+    for row, rank_vector in zip(similarities, ranks, strict=True):
         low, high = row.min(), row.max()
         if not low < high:
-            rank_vectors(row[None], found[None])
+            rank_vectors(row[None], rank_vector[None])
             continue
         np.subtract(row, low, out=scaled)
         scaled *= np.float32((BINS - 1) / (high - low))
-        np.copyto(whole, scaled, casting="unsafe")  # by way of 32 bits, which vector instructions can
-        np.copyto(bins, whole)
+        np.copyto(truncated, scaled, casting="unsafe")  # to int32 first, a conversion that has SIMD instructions
+        np.copyto(bins, truncated)
         counts = np.bincount(bins, minlength=BINS)
-        full = counts.astype(np.float64)
-        lost = full @ (full * full) - n
-        if lost > LOST * n * (n**3 - n):
-            rank_vectors(row[None], found[None])
+        counts_float = counts.astype(np.float64)
+        error = counts_float @ (counts_float * counts_float) - n
+        if error > MAX_BINNING_ERROR * n * (n**3 - n):
+            rank_vectors(row[None], rank_vector[None])
             continue
-        twice = np.cumsum(counts)  # of a bin's mean rank
-        twice *= 2
-        twice -= counts
-        twice -= n
-        np.take((twice * half).astype(np.float32), bins, out=found)
+        twice_mean_rank = np.cumsum(counts)  # of each bin, centered
+        twice_mean_rank *= 2
+        twice_mean_rank -= counts
+        twice_mean_rank -= n
+        np.take((twice_mean_rank * half).astype(np.float32), bins, out=rank_vector)
     return ranks
 
 
-RANKS: dict[str, Callable[[NDArray[np.floating], NDArray[np.float32] | None], NDArray[np.float32]]] = {
+RANK_METHODS: dict[str, Callable[[NDArray[np.floating], NDArray[np.float32] | None], NDArray[np.float32]]] = {
     "sort": rank_vectors,
-    "histogram": counted_rank_vectors,
+    "histogram": histogram_rank_vectors,
 }
-"""By the recipe's names."""
+"""Rank methods by their names in recipes."""
 
 
 Products = Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -114,61 +129,74 @@ Products = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 class Ranker(Protocol):
-    """What orders n references as sentences see them."""
+    """Ranks n references by their similarity to sentences."""
 
     def __len__(self) -> int: ...
 
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """(m, d) unit vectors -> (m, n) unit rank vectors; into `out` where it is given."""
+        """Return (m, n) unit rank vectors of (m, d) unit vectors, written to `out` if it is given."""
         ...
 
     def similarities(self, vectors: NDArray[np.floating], rows: slice = ...) -> NDArray[np.float32]:
-        """(m, d) unit vectors -> (R, m) Spearman correlations of their similarities to the references."""
+        """Return the (R, m) Spearman correlations between R selected rows and all of (m, d) unit vectors."""
         ...
 
 
 class RankSpace:
-    """n reference vectors, and the rank vectors of others among them.
+    """Computes rank vectors and Spearman correlations with n references, on the CPU.
 
     Args:
-        references: (n, d) unit vectors, n ≥ 2; of another length they weigh in the order, as in the public code's inference.
-        ranks: `sort`, exact; or `histogram`, faster among tens of thousands and off by 1e-5 at most.
-        products: What makes of (m, d) vectors their (m, n) similarities to the references, where something is faster at that
-            than NumPy.
+        references: (n, d) vectors, n ≥ 2. Unit vectors rank by cosine, others by inner product, as in the public code's
+            inference.
+        rank_method: `sort` (default), exact; or `histogram`, faster with tens of thousands of references, error at most 1e-5.
+        products: Computes the (m, n) similarities of (m, d) vectors to the references. Default: NumPy's matrix product.
+
+    Raises:
+        ValueError: There are fewer than two references.
     """
 
-    def __init__(self, references: NDArray[np.float32], ranks: str = "sort", products: Products | None = None) -> None:
-        self._count = len(enough(references))
+    def __init__(
+        self, references: NDArray[np.float32], rank_method: str = "sort", products: Products | None = None
+    ) -> None:
+        self._count = len(require_two(references))
         self._products = products or (lambda vectors: vectors @ references.T)
-        self._rank_vectors = RANKS[ranks]
+        self._rank_vectors = RANK_METHODS[rank_method]
 
     def __len__(self) -> int:
         return self._count
 
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """(m, d) unit vectors -> (m, n) unit rank vectors, a chunk of rows at a time; into `out` where it is given."""
+        """Return (m, n) unit rank vectors of (m, d) unit vectors, written to `out` if it is given."""
         ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
-        step = max(1, _SIMILARITIES // (4 * len(self)))
+        step = max(1, _SIMILARITY_BYTES // (4 * len(self)))
         for begin in range(0, len(vectors), step):
             chunk = slice(begin, begin + step)
             self._rank_vectors(self._products(np.asarray(vectors[chunk], dtype=np.float32)), ranks[chunk])
         return ranks
 
     def similarities(self, vectors: NDArray[np.floating], rows: slice = slice(None)) -> NDArray[np.float32]:
-        """(m, d) unit vectors -> (R, m) Spearman correlations of their similarities to the references."""
+        """Return the (R, m) Spearman correlations between R selected rows and all of (m, d) unit vectors."""
         ranks = self.ranks(vectors)
         return inner_products(ranks[rows], ranks)
 
 
-def enough(references: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Those references; `ValueError` where there are not two."""
+def require_two(references: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the references, or raise `ValueError` if there are fewer than two."""
     if len(references) < 2:
-        raise ValueError(f"{len(references)} references; an order needs two")
+        raise ValueError(f"{len(references)} references; a ranking needs at least two")
     return references
 
 
 def inner_products(ranks: NDArray[np.float32], others: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """(m, n) and (k, n) unit rank vectors -> (m, k) similarities in [-1, 1], summed in float64 over chunks of references."""
+    """Compute the inner products of unit rank vectors, in float64 over chunks of references.
+
+    Args:
+        ranks: (m, n) rank vectors.
+        others: (k, n) rank vectors. Default: `ranks`.
+
+    Returns:
+        (m, k) float32 similarities in [-1, 1].
+    """
     others = ranks if others is None else others
     total = np.zeros((len(ranks), len(others)))
     step = max(1, _BYTES // (8 * (len(ranks) + len(others))))

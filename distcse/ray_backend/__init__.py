@@ -1,1 +1,1 @@
-"""What stands on Ray: the cluster, its nodes and their devices, the event channel, metrics."""
+"""Ray backend: the cluster, its nodes and their devices, the event channel, and metrics."""

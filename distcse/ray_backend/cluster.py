@@ -1,9 +1,9 @@
-"""The Ray cluster a run stands on: joined where there is one, started on this machine where there is none."""
+"""Joins the Ray cluster of a run, or starts one on this machine."""
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # Ray does in the thread, and a process that has begun to end can no longer
+import concurrent.futures.thread  # Ray imports it in our thread, where it fails once the interpreter shuts down
 import ctypes
 import logging
 import os
@@ -23,215 +23,231 @@ from distcse.trainer import allocator
 
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A dev score is reported by a barrier that the controller polls: at its default of 2 s every report costs 2 s.
+    # Ray Train polls reports of dev scores at this interval; with the default of 2 s, each report would take 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # Nobody pre-empts a laptop; the watcher only logs errors there.
+    # Outside of clouds there is no preemption, and the watcher only logs errors.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _BEFORE_IMPORT = {
     "RAY_AUTH_MODE": "token",
-    # One machine and no more: as on macOS, every port is bound to the loopback address.
+    # Binds every port to the loopback address, as on macOS, because the cluster has only this machine.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""What Ray reads when it is imported. Imported before by somebody else, it asks for a token of its own accord."""
+"""Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds for a cluster's address to take a connection."""
-_PASSED_ON = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
-_OF_THE_NODE = ("DISTCSE_MIRROR",)
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
-"""Ends of names whose values Ray must not be told: it writes a worker's environment into logs and shows it to all."""
+_CONNECT_TIMEOUT_S = 10.0
+"""Seconds for a cluster's address to accept a connection."""
+_PASSED_PREFIXES = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
+_NODE_VARIABLES = ("DISTCSE_MIRROR",)
+_SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
+"""Suffixes of variables that are never passed to Ray, because it logs and displays workers' environments."""
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Which cluster, and how."""
+class _ClusterConfig:
+    """Address and settings of a cluster."""
 
     address: str | None
     cpus: int | None
     environment: dict[str, Any] | None
 
     @staticmethod
-    def now(cpus: int | None, fast_allocator: bool) -> _Wanted:
-        environment = {"env_vars": allocator.FAST} if fast_allocator else None
-        return _Wanted(os.environ.get("RAY_ADDRESS"), cpus, environment)
+    def from_environment(cpus: int | None, fast_allocator: bool) -> _ClusterConfig:
+        environment = {"env_vars": allocator.MALLOC_ENV} if fast_allocator else None
+        return _ClusterConfig(os.environ.get("RAY_ADDRESS"), cpus, environment)
 
-    def come(self) -> None:
-        """Join or start it."""
+    def connect(self) -> None:
+        """Join or start the cluster."""
         import ray
 
-        logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
+        logging.getLogger("ray._private.worker").addFilter(_is_not_sigterm_warning)
         if self.address:
-            _ask(self.address)
+            _check_address(self.address)
             ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=self.environment)
         else:
-            _start_here(self.cpus, self.environment)
+            _start_local_cluster(self.cpus, self.environment)
 
 
-class _Coming:
-    """A cluster that comes up in a thread of its own.
+class _StartingCluster:
+    """A cluster that is joined or started on a background thread.
 
-    The thread stays until the cluster is ended: Linux kills processes that were started with the thread that started them.
+    The thread lives until the cluster ends, because Linux kills the cluster's processes together with the thread that started
+    them.
     """
 
-    def __init__(self, wanted: _Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, config: _ClusterConfig) -> None:
+        self.config = config
         self.up: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._come, name="cluster", daemon=True)
-        if wanted.address is None:
-            _set_local_environment()  # here and not in the thread: Ray may be imported as soon as this returns
-            atexit.register(self.end)  # waits until it is up: who ends before leaves some of Ray's processes behind
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        if config.address is None:
+            _set_local_environment()  # not in the thread: Ray can be imported as soon as this returns
+            atexit.register(self.end)  # it waits for the start, because exiting earlier leaves Ray processes behind
         self._thread.start()
 
     @property
     def is_gone(self) -> bool:
-        """It did not come up, or somebody else has ended it."""
+        """Whether it failed to start, or other code has ended it."""
         return self.up.done() and not _is_up()
 
-    def _come(self) -> None:
+    def _run(self) -> None:
         try:
-            self.wanted.come()
-            _give_back_sigterm()
-        except BaseException as refused:
-            self.up.set_exception(refused)
+            self.config.connect()
+            _restore_sigterm()
+        except BaseException as error:
+            self.up.set_exception(error)
         else:
             self.up.set_result(None)
-            self._over.wait()
+            self._ended.wait()
 
     def wait(self) -> None:
-        """Wait until it is up. `RunError` where it cannot be joined or started."""
+        """Wait until the cluster is up.
+
+        Raises:
+            RayConnectionError: It cannot be joined or started.
+        """
         try:
             self.up.result()
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as refused:
-            address = self.wanted.address
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            address = self.config.address
             raise RayConnectionError(
-                f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {refused}. "
+                f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {error}. "
                 "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
                 "ray=false for groups"
-            ) from refused
+            ) from error
 
     def end(self) -> None:
-        """Leave or end it, when it is up."""
+        """Wait until the cluster is up, then leave or end it."""
         atexit.unregister(self.end)
         if self.up.exception() is None:
             import ray
 
             ray.shutdown()
-        self._over.set()
+        self._ended.set()
         self._thread.join()
 
 
-_coming: _Coming | None = None
-"""What `start_ray` began, until `cluster` takes it over: Ray is one a process, and so is this."""
+_starting: _StartingCluster | None = None
+"""The cluster that `start_ray` began to start and `cluster` has not entered yet. A process has one Ray, so this is global."""
 
 
 def start_ray(cpus: int | None = None, fast_allocator: bool = False) -> bool:
-    """Let the cluster that `cluster` will be asked for come up, while this process imports and reads.
+    """Start or join the cluster in the background, to enter it later with `cluster`.
 
-    What goes wrong is told by `cluster`. Arguments as there. One that nobody enters ends with the process.
+    `cluster` raises the error if it fails. A cluster that is never entered ends with the process.
+
+    Args:
+        cpus: See `cluster`.
+        fast_allocator: See `cluster`.
 
     Returns:
-        Whether it was begun here: False where there is one, or one is coming up.
+        False if there is a cluster already, or one is starting.
     """
-    global _coming
-    _forget_what_is_gone()
-    if _coming is not None or _is_up():
+    global _starting
+    _end_if_gone()
+    if _starting is not None or _is_up():
         return False
-    _coming = _Coming(_Wanted.now(cpus, fast_allocator))
+    _starting = _StartingCluster(_ClusterConfig.from_environment(cpus, fast_allocator))
     return True
 
 
 @contextmanager
-def coming_up(wanted: bool) -> Iterator[None]:
-    """While this is entered a cluster comes up, where one is wanted and none is there; after an error it is ended."""
-    begun = wanted and start_ray()
+def starting_ray(enabled: bool) -> Iterator[None]:
+    """Context manager: call `start_ray` if `enabled`, and end the started cluster if the block raises an error."""
+    is_started = enabled and start_ray()
     try:
         yield
     except BaseException:
-        if begun:
+        if is_started:
             shutdown_ray()
         raise
 
 
 @contextmanager
 def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[None]:
-    """Join the cluster of RAY_ADDRESS (a Ray job sets it), or this process's own, or start one here and end it after.
+    """Context manager: use this process's Ray connection, join the cluster of RAY_ADDRESS, or start a local cluster.
+
+    It leaves or ends the cluster afterwards, unless the process was connected before. A Ray job has RAY_ADDRESS set.
 
     Args:
-        cpus: CPUs that a cluster started here claims to have; None counts those that this process may use.
-        fast_allocator: All processes of this one's actors, not only Ray Train's, are for training.
+        cpus: Number of CPUs of a local cluster. Default: those that this process may use.
+        fast_allocator: Whether all actors' processes get the allocator settings for training. Default: only those of
+            training workers.
+
+    Raises:
+        RayConnectionError: The cluster cannot be joined or started.
     """
-    global _coming
-    _forget_what_is_gone()
-    if _coming is None and _is_up():
+    global _starting
+    _end_if_gone()
+    if _starting is None and _is_up():
         yield
         return
-    wanted = _Wanted.now(cpus, fast_allocator)
-    if _coming is not None and _coming.wanted != wanted:
+    config = _ClusterConfig.from_environment(cpus, fast_allocator)
+    if _starting is not None and _starting.config != config:
         shutdown_ray()
-    coming = _coming = _coming or _Coming(wanted)  # kept while it is waited for: whoever interrupts that may come again
-    coming.wait()
-    _coming = None
+    # Stays in `_starting` during the wait, so that a caller who interrupts it can enter the cluster later.
+    starting = _starting = _starting or _StartingCluster(config)
+    starting.wait()
+    _starting = None
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # see `_give_back_sigterm`
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # see `_restore_sigterm`
     try:
         yield
     finally:
-        coming.end()
+        starting.end()
 
 
 def wait_for_ray() -> None:
-    """Wait for the cluster that `start_ray` began (or begin one) without entering it: `cluster` still has to be.
+    """Wait for the cluster of `start_ray`, starting it if needed. It must still be entered with `cluster`.
 
     Raises:
-        RunError: It cannot be joined or started.
+        RayConnectionError: The cluster cannot be joined or started.
     """
     start_ray()
-    if _coming is not None:
-        _coming.wait()
+    if _starting is not None:
+        _starting.wait()
 
 
 def is_on_this_machine() -> bool:
-    """Whether the cluster of this process is one that distcse starts, or has begun to start, on this machine."""
-    if _coming is not None:
-        return _coming.wanted.address is None
+    """Return whether this process's cluster is, or will be, a local one that distcse starts."""
+    if _starting is not None:
+        return _starting.config.address is None
     return not _is_up() and "RAY_ADDRESS" not in os.environ
 
 
 def shutdown_ray() -> None:
-    """End a cluster that was brought up and not entered."""
-    global _coming
-    coming, _coming = _coming, None
-    if coming is not None:
-        coming.end()
+    """End a cluster that was started and not entered."""
+    global _starting
+    starting, _starting = _starting, None
+    if starting is not None:
+        starting.end()
 
 
-def _forget_what_is_gone() -> None:
-    if _coming is not None and _coming.is_gone:
+def _end_if_gone() -> None:
+    if _starting is not None and _starting.is_gone:
         shutdown_ray()
 
 
-def _give_back_sigterm() -> None:
-    """Ray's core takes SIGTERM for itself and ends the process at once; a scheduler that sends it wants a checkpoint.
+def _restore_sigterm() -> None:
+    """Replace Ray's SIGTERM handler, which ends the process immediately, so that a scheduler's SIGTERM saves a checkpoint.
 
-    `signal.signal` is for the main thread, which has other work now. To the system Python has one handler for all signals, so
-    that of SIGINT is what SIGTERM shall have; where it has none there, `cluster` gives it back.
+    `signal.signal` only works on the main thread. But Python installs the same C handler for all signals, so the handler of
+    SIGINT is installed for SIGTERM. If SIGINT has none, `cluster` restores it on the main thread.
     """
-    handler, other = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    handler, sigint_handler = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
     put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     if not callable(handler):
         put(signal.SIGTERM, int(handler or signal.SIG_DFL))
-    elif callable(other):
+    elif callable(sigint_handler):
         put(signal.SIGTERM, get(signal.SIGINT))
 
 
-def _not_of_threads(record: logging.LogRecord) -> bool:
-    """Ray warns that on a thread it sets no Python handler of SIGTERM, which is what is wanted."""
+def _is_not_sigterm_warning(record: logging.LogRecord) -> bool:
+    """Filter out Ray's warning that it cannot set a SIGTERM handler on a thread, which is intended here."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
@@ -239,38 +255,40 @@ def _is_up() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
-def _ask(address: str) -> None:
-    """Ray itself asks for minutes before it says that nobody answers."""
+def _check_address(address: str) -> None:
+    """Check that an address accepts connections, because Ray itself would try for minutes."""
     if "://" in address and not address.startswith("ray://"):
-        raise ValueError("that is where jobs are submitted; a driver joins HOST:PORT, mostly port 6379, or auto")
+        raise ValueError("this is an address for submitting jobs; set HOST:PORT, usually port 6379, or auto")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN).close()
-        except OSError as refused:
-            raise ConnectionError(f"nobody answers there ({refused.strerror or refused})") from None
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nothing answers at this address ({error.strerror or error})") from None
 
 
 def worker_environment(gpus: float) -> dict[str, str]:
-    """Environment variables of a training worker: what the allocator needs, and this process's own where they matter.
+    """Return the environment variables of a training worker: allocator settings, and relevant variables of this process.
 
-    Secrets such as HF_TOKEN are not among them: a worker has those of its node.
+    Secrets such as HF_TOKEN are excluded: a worker uses those of its node.
 
     Args:
-        gpus: GPUs that it was given; one without must not see those of others, which Ray hides only if told to.
+        gpus: GPUs of the worker. With 0, all GPUs are hidden from it, which Ray does not do by itself.
     """
-    given = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET)}
+    public = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET_SUFFIXES)}
     passed_on = {
-        name: value for name, value in given.items() if name.startswith(_PASSED_ON) and name not in _OF_THE_NODE
+        name: value
+        for name, value in public.items()
+        if name.startswith(_PASSED_PREFIXES) and name not in _NODE_VARIABLES
     }
-    return {**allocator.FAST, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    return {**allocator.MALLOC_ENV, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:
-    """Settings of a cluster of our own. Those of the user stand."""
+    """Set Ray's variables for a local cluster; variables that the user has set are kept."""
     settings = dict(_LOCAL_SETTINGS)
     if "RAY_AUTH_MODE" not in os.environ:
-        # A token guards the cluster's ports. Given here it lives as long as the cluster and is written to no file.
+        # A token protects the cluster's ports. Passed in the environment, it is written to no file.
         settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if "ray" not in sys.modules:
         settings.update(_BEFORE_IMPORT)
@@ -278,11 +296,11 @@ def _set_local_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _start_here(cpus: int | None, environment: dict[str, Any] | None) -> None:
+def _start_local_cluster(cpus: int | None, environment: dict[str, Any] | None) -> None:
     import ray
 
     port = _free_port()
-    # Ray Train's cleaner asks the State API; told nothing, it finds every Ray instance of the machine and gives up.
+    # Ray Train's cleanup uses the State API; without this address it fails if the machine has several Ray instances.
     os.environ["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{port}"
     ray.init(
         address="local",

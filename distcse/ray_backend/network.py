@@ -1,4 +1,4 @@
-"""The network that workers of several nodes talk over."""
+"""Network interface for communication between workers on several nodes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import socket
 import struct
 from ipaddress import IPv4Address, ip_address
 
-_ADDRESS_OF = 0x8915
-"""The kernel's SIOCGIFADDR."""
+_SIOCGIFADDR = 0x8915
+"""Linux's ioctl request for an interface's address."""
 
 
 def use_interface_of(address: str) -> None:
-    """Let gloo talk over the interface that has a node's address. Wants to be called before a process group is opened.
+    """Make gloo use the network interface with a node's address. Call it before creating a process group.
 
-    Left alone, gloo takes what the host's name resolves to: on Debian and in many containers the loopback, where no other
-    node answers. GLOO_SOCKET_IFNAME stands where the user has set it.
+    By default, gloo uses the address that the host name resolves to. On Debian and in many containers this is the loopback
+    address, which other nodes cannot reach. A GLOO_SOCKET_IFNAME that the user has set is kept.
     """
     interface = interface_of(address)
     if interface is not None:
@@ -24,16 +24,16 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has an IPv4 address; None where none has it."""
+    """Return the name of the network interface that has an IPv4 address; None if there is none."""
     if not isinstance(ip_address(address), IPv4Address):
         return None
-    wanted = socket.inet_aton(address)
+    packed_address = socket.inet_aton(address)
     for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                answer = fcntl.ioctl(asking.fileno(), _ADDRESS_OF, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # the interface has no address
                 continue
-        if answer[20:24] == wanted:
+        if answer[20:24] == packed_address:
             return name
     return None

@@ -1,4 +1,4 @@
-"""What the devices of the cluster's nodes are fast at, asked of each node once."""
+"""Speeds of the devices of all nodes in the cluster, measured or looked up once on each node."""
 
 from __future__ import annotations
 
@@ -11,53 +11,63 @@ from distcse.device import DeviceSpeed, cpu_speed, gpu_speed
 from distcse.ray_backend.cluster import is_on_this_machine, wait_for_ray
 from distcse.ray_backend.nodes import Node, alive
 
-_ANSWERS_WITHIN_S = 60.0
-"""A node imports PyTorch in seconds; one that does not answer by then is one that Ray has yet to find lost."""
+_ANSWER_TIMEOUT_S = 60.0
+"""Seconds for a node to answer. Importing PyTorch takes seconds; a node that takes longer is probably lost."""
 
 
 @dataclass(frozen=True)
 class ClusterSpeeds:
-    """Devices by node."""
+    """Device speeds of a cluster's nodes."""
 
     nodes: Sequence[tuple[Node, Sequence[DeviceSpeed]]]
+    """Each node that answered, with its devices."""
 
     def of(self, labels: Mapping[str, str] | None, gpus: float) -> list[DeviceSpeed]:
-        """The devices that an actor may get on nodes of these labels: GPUs where it takes any, else CPUs."""
+        """Return the devices that an actor can get.
+
+        Args:
+            labels: Labels of the nodes that the actor can run on; None is any node.
+            gpus: GPUs that the actor reserves. With 0, its devices are CPUs.
+        """
         kind = "gpu" if gpus else "cpu"
         return [device for node, devices in self.nodes if node.has(labels) for device in devices if device.kind == kind]
 
 
 def cluster_speeds() -> ClusterSpeeds:
-    """The devices of all nodes that answer. Waits for the cluster where it is still coming up."""
+    """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted.
+
+    Raises:
+        RayConnectionError: The cluster cannot be joined or started.
+    """
     wait_for_ray()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-    own = ray.get_runtime_context().get_node_id()
-    nodes, found = alive(), []
-    # Ray hides GPUs from a task that takes none, unless this says otherwise; `max_calls` ends the process and its CUDA context.
-    sees_gpus = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-    ask = ray.remote(num_cpus=0, max_calls=1, runtime_env=sees_gpus)(_speeds_here)
-    asked = {
-        node.id: ask.options(scheduling_strategy=OnNode(node.id, soft=False)).remote()
+    own_id = ray.get_runtime_context().get_node_id()
+    nodes, speeds = alive(), []
+    # Ray hides GPUs from a task that reserves none, unless this variable is 0. `max_calls` frees the process's CUDA context.
+    shows_gpus = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    query = ray.remote(num_cpus=0, max_calls=1, runtime_env=shows_gpus)(_local_speeds)
+    pending = {
+        node.id: query.options(scheduling_strategy=OnNode(node.id, soft=False)).remote()
         for node in nodes
-        if node.id != own or (node.resources.get("GPU") and not torch.cuda.is_available())
+        if node.id != own_id or (node.resources.get("GPU") and not torch.cuda.is_available())
     }
     answered, _ = (
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWERS_WITHIN_S) if asked else ([], [])
+        ray.wait(list(pending.values()), num_returns=len(pending), timeout=_ANSWER_TIMEOUT_S) if pending else ([], [])
     )
     for node in nodes:
-        if node.id not in asked:
-            found.append((node, _speeds_here()))
-        elif asked[node.id] in answered:
-            found.append((node, ray.get(asked[node.id])))
-    return ClusterSpeeds(found)
+        if node.id not in pending:
+            speeds.append((node, _local_speeds()))
+        elif pending[node.id] in answered:
+            speeds.append((node, ray.get(pending[node.id])))
+    return ClusterSpeeds(speeds)
 
 
 def needs_no_cluster() -> bool:
-    """Whether Ray will be started on this machine, which has no GPU: then this process can answer for it, and need not wait."""
+    """Return whether the cluster will be this machine without a GPU, whose speeds are known without waiting for Ray."""
     return is_on_this_machine() and not torch.cuda.is_available()
 
 
-def _speeds_here() -> list[DeviceSpeed]:
+def _local_speeds() -> list[DeviceSpeed]:
     return [cpu_speed(), *(gpu_speed(number) for number in range(torch.cuda.device_count()))]

@@ -1,5 +1,4 @@
-"""The nodes of a Ray cluster: which a recipe may use, by their labels, and whether there is room on them for what it asks, at its
-start and when nodes are lost."""
+"""Nodes of a Ray cluster: selects them by labels, and checks whether their resources suffice for a run, also after losses."""
 
 from __future__ import annotations
 
@@ -13,16 +12,17 @@ from typing import Any
 from distcse.errors import ClusterTooSmallError, NodeLabelError
 
 Resources = Mapping[str, float]
-"""Amounts by Ray's names: {"CPU": 4, "GPU": 1}."""
+"""Amounts by Ray's resource names: {"CPU": 4, "GPU": 1}."""
 
 _ROUNDING = 1e-9
-_PATIENCE = 60.0
-"""Seconds in which a node that is there starts a process."""
-WAIT = 600.0
-"""Seconds that a run waits for nodes that it lost: an autoscaler brings a new one in minutes."""
+_START_TIMEOUT_S = 60.0
+"""Seconds in which a live node starts a process."""
+MAX_WAIT_S = 600.0
+"""Seconds that a run waits for a replacement of a lost node: an autoscaler starts one in minutes."""
 STOPPED_WAIT_S = 15.0
-"""Seconds that a run waits for room once it was asked to stop: workers that have room are up by then, and save a checkpoint."""
-_LOOK = 2.0
+"""Seconds that a run waits for resources after a stop request. Workers that have resources start in this time and save a
+checkpoint."""
+_CHECK_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -34,201 +34,234 @@ class Node:
     labels: Mapping[str, str]
 
     def has(self, labels: Mapping[str, str] | None) -> bool:
-        """Whether it has all of some labels; None are those of any node."""
+        """Return whether the node has all of these labels; None matches any node."""
         return (labels or {}).items() <= self.labels.items()
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """Actors that must run at the same time, all alike."""
+    """Identical actors that must run at the same time."""
 
     description: str
-    """How the recipe asks for them, such as training.workers=2."""
+    """Description with recipe key and value, such as training.workers=2."""
     number: int
+    """Number of actors."""
     each: Resources
-    """What one of them takes, on one node."""
+    """Resources of one actor, all on one node."""
     labels: Mapping[str, str] | None
-    """Of the nodes that they may be put on; None is any node."""
-    fewer: str
-    """Knob that says how many."""
-    smaller: Mapping[str, str]
-    """Knobs that say how much one takes, by Ray's name for it."""
-    instead: str = ""
-    """Another way out."""
+    """Required labels of the actors' nodes; None is any node."""
+    number_key: str
+    """Recipe key of `number`."""
+    resource_keys: Mapping[str, str]
+    """Recipe keys of one actor's resources, by resource name."""
+    alternative: str = ""
+    """Another fix, such as `use teachers.mode=table`."""
 
-    def ways_out(self, kinds: Iterable[str]) -> str:
-        """What to lower where some resources do not suffice."""
-        knobs = [self.fewer, *(self.smaller[kind] for kind in kinds if kind in self.smaller)]
-        return " or ".join(knobs) + (f", or {self.instead}" if self.instead else "")
+    def keys_to_lower(self, kinds: Iterable[str]) -> str:
+        """Format the recipe keys to lower if resources of these kinds do not suffice, and the alternative."""
+        keys = [self.number_key, *(self.resource_keys[kind] for kind in kinds if kind in self.resource_keys)]
+        return " or ".join(keys) + (f", or {self.alternative}" if self.alternative else "")
 
 
 def alive() -> list[Node]:
-    """The nodes of the cluster."""
+    """Return the live nodes of the cluster."""
     import ray
 
     return [Node(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
 
 
-def nodes_with(labels: Mapping[str, str] | None, knob: str) -> list[Resources]:
-    """What each node of some labels has; with none, each node of the cluster.
+def nodes_with(labels: Mapping[str, str] | None, key: str) -> list[Resources]:
+    """Return the resources of each node with these labels.
 
     Args:
-        labels: Of the nodes that count.
-        knob: Where they were asked for.
+        labels: Required labels; None is any node.
+        key: The recipe key that sets the labels, for the error message.
 
     Raises:
-        RunError: No node has them.
+        NodeLabelError: No node has the labels.
     """
     chosen = [node.resources for node in alive() if node.has(labels)]
     if labels and not chosen:
-        asked = _told_labels(labels)
+        required = _format_labels(labels)
         raise NodeLabelError(
-            f'no node has the labels {asked} of {knob}; start some by ray start --labels "{asked}", or write null'
+            f'no node has the labels {required} of {key}; start nodes with ray start --labels "{required}", or write null'
         )
     return chosen
 
 
-def answering(labels: Mapping[str, str] | None) -> list[Resources]:
-    """What each node of some labels has that runs a task now. A node that is gone counts as alive for some seconds more."""
+def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
+    """Return the resources of each node with these labels that runs a test task. Ray notices a lost node only after seconds."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-    ask = ray.remote(num_cpus=0, max_retries=0)(_answer)
+    test_task = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
     nodes = [node for node in alive() if node.has(labels)]
-    answers = [ask.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
-    ray.wait(answers, num_returns=len(answers), timeout=_PATIENCE)
-    return [node.resources for node, answer in zip(nodes, answers, strict=True) if _came(answer)]
+    answers = [test_task.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
+    ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
+    return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
 
 
-def refuse_impossible(demands: Sequence[ResourceRequest], nodes: Sequence[Node]) -> None:
-    """Raise `RunError` where nodes can never run all demands at the same time.
+def refuse_impossible(requests: Sequence[ResourceRequest], nodes: Sequence[Node]) -> None:
+    """Refuse requests that the nodes can never run at the same time.
 
-    What is refused is impossible: too much in sum, or more of one kind than there is room for, as nothing lies on two nodes.
-    How unlike demands share nodes is left to Ray.
+    It checks the total of all requests, and that the actors of each request fit, as no actor can span two nodes. How
+    different requests share nodes is up to Ray.
+
+    Args:
+        requests: Everything that must run at the same time.
+        nodes: The nodes of the cluster.
+
+    Raises:
+        ClusterTooSmallError: The requests cannot run at the same time.
     """
-    for labels in (None, *(demand.labels for demand in demands if demand.labels)):
-        there = [node.resources for node in nodes if node.has(labels)]
-        _refuse_sum([d for d in demands if (labels or {}).items() <= (d.labels or {}).items()], there, whose(labels))
-    for demand in demands:
-        there = [node.resources for node in nodes if node.has(demand.labels)]
-        if (room := fitting(there, demand.each)) < demand.number:
+    for labels in (None, *(request.labels for request in requests if request.labels)):
+        available = [node.resources for node in nodes if node.has(labels)]
+        labelled = [r for r in requests if (labels or {}).items() <= (r.labels or {}).items()]
+        _refuse_total(labelled, available, describe_nodes(labels))
+    for request in requests:
+        available = [node.resources for node in nodes if node.has(request.labels)]
+        if (count := count_fitting(available, request.each)) < request.number:
             raise ClusterTooSmallError(
-                f"{demand.description} wants room for {demand.number} of {format_resources(demand.each)} each, and none lies on two "
-                f"nodes: {whose(demand.labels)} {format_nodes(there)}, room for {room}; lower {demand.ways_out(demand.each)}"
+                f"{request.description} needs {request.number} x {format_resources(request.each)}, each on one node, but "
+                f"{describe_nodes(request.labels)} {format_nodes(available)}, which fit {count}; "
+                f"lower {request.keys_to_lower(request.each)}"
             )
 
 
-def find_shortfall(demands: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
-    """What nodes have no room for at the same time, in words; None where they have room for all.
+def find_shortfall(requests: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
+    """Describe actors that the nodes cannot run at the same time; return None if they can run all.
 
-    Who has the least choice is put first, where it leaves the others most; which may, rarely, find no room where there is some.
+    A greedy placement: the actors with the fewest options first, each on the node where the others need the resources
+    least. In rare cases it finds a shortfall although a placement exists.
+
+    Args:
+        requests: Everything that must run at the same time.
+        nodes: The nodes of the cluster.
     """
-    left = [(node, dict(node.resources)) for node in nodes]
-    least_choice = sorted(demands, key=lambda d: (not d.labels, -d.each.get("GPU", 0.0), -d.each.get("CPU", 0.0)))
-    for demand in least_choice:
-        for placed in range(demand.number):
+    free = [(node, dict(node.resources)) for node in nodes]
+    fewest_options_first = sorted(
+        requests, key=lambda r: (not r.labels, -r.each.get("GPU", 0.0), -r.each.get("CPU", 0.0))
+    )
+    for request in fewest_options_first:
+        for num_placed in range(request.number):
             fits = [
-                (_wanted_by_others(node, there, demand, demands), number)
-                for number, (node, there) in enumerate(left)
-                if node.has(demand.labels) and fitting([there], demand.each)
+                (_cost_to_others(node, resources, request, requests), index)
+                for index, (node, resources) in enumerate(free)
+                if node.has(request.labels) and count_fitting([resources], request.each)
             ]
             if not fits:
-                where = f" on a node with {_told_labels(demand.labels)}" if demand.labels else ""
-                each = format_resources(demand.each)
-                return f"{demand.number - placed} of {demand.description} ({each} each){where}"
-            _, there = left[min(fits)[1]]
-            for kind, amount in demand.each.items():
-                there[kind] = there.get(kind, 0.0) - amount
+                where = f" on a node with {_format_labels(request.labels)}" if request.labels else ""
+                each = format_resources(request.each)
+                return f"{request.number - num_placed} of {request.description} ({each} each){where}"
+            _, resources = free[min(fits)[1]]
+            for kind, amount in request.each.items():
+                resources[kind] = resources.get(kind, 0.0) - amount
     return None
 
 
-def fitting(nodes: Sequence[Resources], each: Resources) -> int:
-    """How many actors of one kind nodes have room for."""
-    wanted = {kind: amount for kind, amount in each.items() if amount}
-    if not wanted:
+def count_fitting(nodes: Sequence[Resources], each: Resources) -> int:
+    """Return how many identical actors fit on nodes.
+
+    Args:
+        nodes: Resources of each node.
+        each: Resources of one actor.
+    """
+    required = {kind: amount for kind, amount in each.items() if amount}
+    if not required:
         return sys.maxsize if nodes else 0
-    return sum(min(int(node.get(kind, 0.0) / want + _ROUNDING) for kind, want in wanted.items()) for node in nodes)
+    return sum(min(int(node.get(kind, 0.0) / need + _ROUNDING) for kind, need in required.items()) for node in nodes)
 
 
 class ResourceWatchdog:
-    """Waits for nodes that were lost, but not for ever: Ray would. While none is lost, what runs has its room.
+    """Limits the time that a run waits for lost nodes, because Ray waits forever.
 
     Args:
-        demands: What the run needs.
-        tell: Told once, when something is lacking.
-        nodes: Of the cluster as the run found it; None are those of now.
+        requests: Resources that the run needs.
+        warn: Called with a message once resources are missing.
+        nodes: The cluster's nodes at the run's start. Default: the current ones.
     """
 
     def __init__(
-        self, demands: Sequence[ResourceRequest], tell: Callable[[str], None], nodes: Sequence[Node] | None = None
+        self, requests: Sequence[ResourceRequest], warn: Callable[[str], None], nodes: Sequence[Node] | None = None
     ) -> None:
-        self._demands = demands
-        self._tell = tell
-        self._there = {node.id for node in (alive() if nodes is None else nodes)}
-        self._looked = 0.0
-        self._since: float | None = None
+        self._requests = requests
+        self._warn = warn
+        self._initial_ids = {node.id for node in (alive() if nodes is None else nodes)}
+        self._checked_at = 0.0
+        self._missing_since: float | None = None
 
-    def look(self) -> None:
-        """Call often. Raises `RunError` where something has been lacking for `WAIT` seconds."""
+    def check(self) -> None:
+        """Check for lost nodes. Call it often: it does nothing for 2 s after a check.
+
+        Raises:
+            ClusterTooSmallError: A node was lost, and resources have been missing for `MAX_WAIT_S` seconds.
+        """
         now = time.monotonic()
-        if now - self._looked < _LOOK:
+        if now - self._checked_at < _CHECK_INTERVAL_S:
             return
-        self._looked = now
+        self._checked_at = now
         nodes = alive()
-        found = find_shortfall(self._demands, nodes) if self._there - {node.id for node in nodes} else None
-        if found is None:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-            self._tell(f"the cluster has no room any more for {found}; waiting up to {WAIT:g} s for a new node")
-        elif now - self._since >= WAIT:
+        shortfall = find_shortfall(self._requests, nodes) if self._initial_ids - {node.id for node in nodes} else None
+        if shortfall is None:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = now
+            self._warn(
+                f"the cluster lost a node and lacks resources for {shortfall}; waiting up to {MAX_WAIT_S:g} s for a new node"
+            )
+        elif now - self._missing_since >= MAX_WAIT_S:
             raise ClusterTooSmallError(
-                f"the cluster had no room for {found} for {WAIT:g} s: a node was lost. Add one, or ask for less; what was "
-                "done is kept, --resume goes on"
+                f"the cluster lost a node and lacked resources for {shortfall} for {MAX_WAIT_S:g} s; add a node or lower the "
+                "request, then continue with --resume"
             )
 
 
 def even_share(nodes: Sequence[float], workers: int) -> float:
-    """The most CPUs that each of some workers can have on nodes of these CPUs, to a tenth; no worker lies on two nodes."""
+    """Return the largest number of CPUs per worker, rounded down to 0.1, with which all workers fit.
+
+    Args:
+        nodes: CPUs of each node. A worker cannot span two nodes.
+        workers: Number of workers.
+    """
     shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
     enough = (share for share in shares if share and sum(int(cpus / share + _ROUNDING) for cpus in nodes) >= workers)
     return max(enough, default=0.1)
 
 
 def format_resources(amounts: Resources) -> str:
-    """Such as `4 CPUs and 0.5 GPUs`."""
-    told = [
+    """Format resources, such as `4 CPUs and 0.5 GPUs`."""
+    parts = [
         f"{amounts[kind]:g} {kind}{'' if amounts[kind] == 1 else 's'}" for kind in ("CPU", "GPU") if amounts.get(kind)
     ]
-    return " and ".join(told) or "no CPU"
+    return " and ".join(parts) or "no CPU"
 
 
-def _refuse_sum(demands: Sequence[ResourceRequest], nodes: Sequence[Resources], whose: str) -> None:
+def _refuse_total(requests: Sequence[ResourceRequest], nodes: Sequence[Resources], nodes_have: str) -> None:
     for kind in ("CPU", "GPU"):
-        there = sum(node.get(kind, 0.0) for node in nodes)
-        asking = [demand for demand in demands if demand.each.get(kind)]
-        asked = sum(demand.each[kind] * demand.number for demand in asking)
-        if asked > there + _ROUNDING:
-            ways = "; or ".join(dict.fromkeys(demand.ways_out([kind]) for demand in asking))
-            told = ", ".join(f"{demand.description} of {format_resources(demand.each)}" for demand in asking)
+        available = sum(node.get(kind, 0.0) for node in nodes)
+        takers = [request for request in requests if request.each.get(kind)]
+        required = sum(request.each[kind] * request.number for request in takers)
+        if required > available + _ROUNDING:
+            keys = "; or ".join(dict.fromkeys(request.keys_to_lower([kind]) for request in takers))
+            described = ", ".join(f"{request.description} of {format_resources(request.each)}" for request in takers)
             raise ClusterTooSmallError(
-                f"the run needs {asked:g} {kind}s at the same time ({told}), {whose} {there:g}; lower {ways}"
+                f"the run needs {required:g} {kind}s at the same time ({described}), but {nodes_have} {available:g}; lower {keys}"
             )
 
 
-def _wanted_by_others(
-    node: Node, there: Resources, demand: ResourceRequest, demands: Sequence[ResourceRequest]
+def _cost_to_others(
+    node: Node, free: Resources, request: ResourceRequest, requests: Sequence[ResourceRequest]
 ) -> tuple[int, float, float]:
-    """How much a demand takes from the others on a node with so much left: what has its labels, a GPU it has no use for, CPUs."""
-    asked = sum(bool(other.labels) and node.has(other.labels) for other in demands if other is not demand)
-    return asked, 0.0 if demand.each.get("GPU") else there.get("GPU", 0.0), there.get("CPU", 0.0)
+    """Rank a node for a request: requests that need its labels, free GPUs that this request does not use, free CPUs."""
+    competing = sum(bool(other.labels) and node.has(other.labels) for other in requests if other is not request)
+    return competing, 0.0 if request.each.get("GPU") else free.get("GPU", 0.0), free.get("CPU", 0.0)
 
 
-def _answer() -> None:
-    """Run on a node, to see whether it runs anything."""
+def _do_nothing() -> None:
+    """Task that tests whether a node runs tasks."""
 
 
-def _came(answer: Any) -> bool:
+def _has_succeeded(answer: Any) -> bool:
     import ray
 
     try:
@@ -238,16 +271,16 @@ def _came(answer: Any) -> bool:
         return False
 
 
-def whose(labels: Mapping[str, str] | None) -> str:
-    """The nodes with some labels as the subject of a sentence, such as `the nodes with role=students have`."""
-    return f"the nodes with {_told_labels(labels)} have" if labels else "the cluster has"
+def describe_nodes(labels: Mapping[str, str] | None) -> str:
+    """Format nodes with these labels as the beginning of a sentence, such as `the nodes with role=students have`."""
+    return f"the nodes with {_format_labels(labels)} have" if labels else "the cluster has"
 
 
-def _told_labels(labels: Mapping[str, str]) -> str:
+def _format_labels(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in labels.items())
 
 
 def format_nodes(nodes: Sequence[Resources]) -> str:
-    """Such as `2 x 4 CPUs, 1 x 8 CPUs and 1 GPU`."""
-    alike = Counter(format_resources(node) for node in nodes)
-    return ", ".join(f"{number} x {told}" for told, number in alike.items())
+    """Format the nodes' resources, such as `2 x 4 CPUs, 1 x 8 CPUs and 1 GPU`."""
+    counts = Counter(format_resources(node) for node in nodes)
+    return ", ".join(f"{number} x {resources}" for resources, number in counts.items())

@@ -1,4 +1,4 @@
-"""Whether the nodes that will work see the same folders: tried before any work, by files written here and read there."""
+"""Checks that all nodes see the same folders, by writing files on this node and reading them on the others."""
 
 from __future__ import annotations
 
@@ -14,102 +14,116 @@ from distcse.errors import SharedStorageError
 from distcse.files import write_text_atomic
 from distcse.storage import RemotePath
 
-_PATIENCE = 120
-"""Seconds for a node to answer: a process is started on it, and a network file system may sleep."""
+_ANSWER_TIMEOUT_S = 120
+"""Seconds for a node to answer: it starts a process, and a network file system can be slow at first."""
 
-Places = Mapping[str, Path]
-"""Folders by the knob that names them."""
+Paths = Mapping[str, Path]
+"""Files and folders by the recipe key that names them."""
 
 
-def require_shared(written: Places, read: Places, labels: Sequence[Mapping[str, str] | None]) -> None:
-    """Raise `RunError`, naming the node, the folder and the knob, where a node that may work does not see what this one does.
+def require_shared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str] | None]) -> None:
+    """Check that every node which can get work sees the same files as this node.
 
     Args:
-        written: Folders that the run writes and reads on several nodes; they exist here. Those in object storage are seen from
-            everywhere.
-        read: Files and folders that it reads only. What does not exist here is a name that each node resolves for itself.
-        labels: Of the nodes that may work; None is any node.
+        written: Existing folders that the run writes to on several nodes. Folders in object storage are not checked.
+        read: Files and folders that the run only reads. Those missing here are names, such as a hub model, that each node
+            resolves itself; they are not checked.
+        labels: Labels of the nodes that can get work; None is any node.
+
+    Raises:
+        SharedStorageError: A node does not see a path; the message names the node, the path and its recipe key.
     """
-    for address, problem in unseen(written, read, labels).items():
+    for address, problem in find_unshared(written, read, labels).items():
         raise SharedStorageError(f"node {address} {problem}")
 
 
-def unseen(written: Places, read: Places, labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
-    """What nodes that may work do not see, by their addresses, in words that follow these; see `require_shared`."""
-    nodes = _others(labels)
+def find_unshared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
+    """Return a problem for each node that does not see the same files, by the node's address; see `require_shared`.
+
+    A problem continues a sentence that begins with the node's address.
+    """
+    nodes = _other_nodes(labels)
     if not nodes:
         return {}
     token = secrets.token_hex(6)
-    marks = {
-        knob: folder / f".distcse-seen-{token}"
-        for knob, folder in written.items()
-        if not isinstance(folder, RemotePath)
+    markers = {
+        key: folder / f".distcse-seen-{token}" for key, folder in written.items() if not isinstance(folder, RemotePath)
     }
-    here = {knob: folder for knob, folder in read.items() if folder.exists()}
+    existing = {key: path for key, path in read.items() if path.exists()}
     try:
-        for mark in marks.values():
-            write_text_atomic(mark, token)
-        answers = _asked(nodes, marks, here, token)
+        for marker in markers.values():
+            write_text_atomic(marker, token)
+        answers = _query_nodes(nodes, markers, existing, token)
         return {address: problem for address, problem in answers.items() if problem is not None}
     finally:
-        for mark in marks.values():
-            mark.unlink(missing_ok=True)
+        for marker in markers.values():
+            marker.unlink(missing_ok=True)
 
 
-def _others(labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
-    """Addresses of the nodes that may work, this one apart, by their ids."""
-    mine = ray.get_runtime_context().get_node_id()
+def _other_nodes(labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
+    """Return the addresses of the nodes that can get work, except this one, by node id."""
+    own_id = ray.get_runtime_context().get_node_id()
     return {
         node["NodeID"]: node["NodeManagerAddress"]
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] != mine
-        if any((wanted or {}).items() <= node["Labels"].items() for wanted in labels)
+        if node["Alive"] and node["NodeID"] != own_id
+        if any((required or {}).items() <= node["Labels"].items() for required in labels)
     }
 
 
-def _asked(nodes: Mapping[str, str], marks: Places, read: Places, token: str) -> dict[str, str | None]:
-    """What each node, by its address, does not see; None where it sees all."""
-    looks = ray.remote(num_cpus=0, max_retries=0)(look)
+def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: str) -> dict[str, str | None]:
+    """Run `check_paths` on each node; return its answers by the node's address."""
+    task = ray.remote(num_cpus=0, max_retries=0)(check_paths)
     answers = {
-        address: looks.options(
-            name="look for shared storage", scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(marks, read, token, node)
+        address: task.options(
+            name="check shared storage", scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(markers, read, token, node)
         for node, address in nodes.items()
     }
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     for address, answer in answers.items():
         try:
-            found[address] = ray.get(answer, timeout=_PATIENCE)
+            problems[address] = ray.get(answer, timeout=_ANSWER_TIMEOUT_S)
         except GetTimeoutError:
-            found[address] = (
-                f"did not look at storage.runs within {_PATIENCE} s; take it out of the cluster, or mend it"
+            problems[address] = (
+                f"did not check storage.runs within {_ANSWER_TIMEOUT_S} s; repair it, or remove it from the cluster"
             )
-        except RayError as failed:
-            told = str(failed).strip().splitlines()[-1]
-            found[address] = (
-                f"cannot work for this run: {told}; is the same distcse installed there? distcse.doctor compares"
+        except RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            problems[address] = (
+                f"cannot work for this run: {reason}; install the same distcse there (distcse.doctor compares versions)"
             )
-    return found
+    return problems
 
 
-def look(marks: Places, read: Places, token: str, node: str) -> str | None:
-    """On the node of that id: what is wrong with what it sees, in words that follow its name."""
-    for knob, mark in marks.items():
-        beside = mark.with_name(f"{mark.name}-{node}")  # nodes look at the same time: each writes a file of its own
+def check_paths(markers: Paths, read: Paths, token: str, node: str) -> str | None:
+    """On another node: check that it sees the marker files and the paths that are read.
+
+    Args:
+        markers: Files with `token` that the driver has written, by recipe key.
+        read: Paths that must exist, by recipe key.
+        token: Expected content of the markers.
+        node: Id of this node.
+
+    Returns:
+        The problem, to follow the node's name in a sentence; None if there is none.
+    """
+    for key, marker in markers.items():
+        own_marker = marker.with_name(f"{marker.name}-{node}")  # nodes run this concurrently
         try:
-            if mark.read_text() != token:
-                return f"reads another file than was written at {mark.parent}, {knob}; mend that file system"
+            if marker.read_text() != token:
+                return f"reads another file than was written at {marker.parent}, {key}; fix that file system"
         except OSError:
             return (
-                f"does not see what is written to {mark.parent}, {knob}; set {knob} to a folder on storage that all nodes share, "
+                f"does not see what is written to {marker.parent}, {key}; set {key} to a folder on storage that all nodes share, "
                 "or keep the work on nodes that see it: training.node_labels and teachers.node_labels, or groups.N.node_labels"
             )
         try:
-            beside.write_text(token)
-            beside.unlink()
-        except OSError as refused:
-            return f"cannot write in {mark.parent}, {knob}: {refused.strerror}; let all nodes write there"
-    for knob, place in read.items():
-        if not place.exists():
-            return f"has no {place}, {knob}; put it on storage that all nodes share, or at the same place on each"
+            own_marker.write_text(token)
+            own_marker.unlink()
+        except OSError as error:
+            return f"cannot write in {marker.parent}, {key}: {error.strerror}; let all nodes write there"
+    for key, path in read.items():
+        if not path.exists():
+            return f"has no {path}, {key}; put it on storage that all nodes share, or at the same path on each node"
     return None

@@ -136,7 +136,7 @@ class TeacherSection(EncoderSection):
     endpoint: EndpointSection | None = None
     """Where the teacher is asked over HTTP instead of being loaded."""
     class_path: ClassPath | None = None
-    """`module:Class` of a kind of teacher of your own ([how to write one](extending.md)); `backbone` is then a name for it."""
+    """`module:Class` of a custom kind of teacher ([how to write one](../how-to/extend.md)); `backbone` is then its name."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
     """What `class_path` is made with, by name."""
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError, RenamedKeyError
+from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.complaints import error_class, explain, nearest
 from distcse.recipe.mutual import MutualRecipe
-from distcse.recipe.renaming import refuse_renamed, rename_path
+from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
 from distcse.storage import fetch, is_uri, resolve_path
@@ -98,8 +98,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         RenamedKeyError: A path has another name now.
         RecipeError: A path is no knob of this recipe, or is inside a section that the recipe leaves out; or a value is refused.
     """
-    if renamed := [f"{path} is now {new}" for path in values if (new := rename_path(path)) != path]:
-        raise RenamedKeyError("; ".join(renamed))
+    refuse_renamed_values(values)
     document = recipe.model_dump(mode="json")
     for path, value in values.items():
         *parents, last = path.split(".")

@@ -141,7 +141,7 @@ class DetectionSection(Section):
 
 
 class CustomLossSection(Section):
-    """A term of your own ([how to write one](extending.md))."""
+    """A custom term ([how to write one](../how-to/extend.md))."""
 
     class_path: ClassPath
     """`module:Class`, importable wherever the run's workers are."""

@@ -1,4 +1,4 @@
-"""The reference of all knobs as Markdown, made from the types: docs/recipe-reference.md is this and nothing else."""
+"""The reference of all knobs as Markdown, made from the types: docs/reference/recipe.md is this and nothing else."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _DOCUMENTS: Sequence[tuple[str, str, type[BaseModel], str]] = (
         "A recipe of mutual distillation",
         " of mutual distillation",
         MutualRecipe,
-        "A document with `groups`: several language models (or one) teach each other. [How it works](mutual.md).",
+        "A document with `groups`: several language models (or one) teach each other. "
+        "[How it works](../methods/trans-encoder.md).",
     ),
     (
         "A search space",
         " of a search space",
         Sweep,
-        "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](tuning.md).",
+        "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](../how-to/sweeps.md).",
     ),
 )
 _HEAD = """\

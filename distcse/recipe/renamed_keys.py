@@ -48,7 +48,7 @@ RENAMED_KEYS = {
     "mutual.initialisation": "mutual.initialization",
     "track": "loggers",
 }
-"""Old path → new path of a key; `*` stands for a position in a list or a name that the user chose."""
+"""Old path → new path of a key; `*` is a position in a list or a name that the user chose."""
 
 RENAMED_VALUES = {
     "training.engine": {"plain": "torch"},

@@ -6,10 +6,12 @@ comments, order, quotes, indentation and line breaks stay byte for byte.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import yaml
 
@@ -157,6 +159,18 @@ def refuse_renamed(
             messages.append(message)
     if messages:
         raise RenamedKeyError("\n".join(messages))
+
+
+def refuse_renamed_values(values: Mapping[str, Any]) -> None:
+    """Raise one `RenamedKeyError` that names all old keys and values of a recipe's values by path."""
+    messages = []
+    for path, value in values.items():
+        names, new_path = _RECIPE.rename(path)
+        inside = _find(json.dumps(value, default=str), names, path, path, new_path)  # JSON is YAML
+        messages += [f"{path} is now {new_path}"] if new_path != path else []
+        messages += [f"{renaming.old} is now {renaming.new}" for renaming in inside]
+    if messages:
+        raise RenamedKeyError("; ".join(messages))
 
 
 def _describe_override(override: str, prefix: str, root: _Names) -> str | None:

@@ -87,14 +87,14 @@ class EvaluationSection(Section):
     final_suites: list[Measure] | Literal["with_transfer"] | None = None
     """Measured at the end for start, student and teachers; null takes `sts`, `ranking`, `geometry` and `retrieval` where
     `data` is given, else `agreement`. `with_transfer` adds `transfer` to these where `data` is given: minutes per model
-    ([how many](evaluation.md#in-a-training-run))."""
+    ([how many](../how-to/evaluate.md#in-a-training-run))."""
     transfer: Literal["strict", "fast"] = "strict"
     """How the transfer tasks are fitted: as SentEval does, or by scikit-learn."""
 
 
 class StorageSection(Section):
     """Where things are kept: folders, on a cluster of several nodes on storage that all nodes share; or object storage,
-    `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX`, which every node reaches ([how](storage.md))."""
+    `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX`, which every node reaches ([how](../how-to/storage.md))."""
 
     runs: str = "runs"
     """Folder of run directories; each run makes one of its own."""

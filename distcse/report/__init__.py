@@ -1,1 +1,1 @@
-"""What people see of a run: the terminal, and the model's card."""
+"""Output for people: progress, tables on the terminal, report pages and model cards."""

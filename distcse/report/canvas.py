@@ -1,7 +1,7 @@
-"""What every picture of a report is drawn on: SVG that takes its colours from the page around it.
+"""Draws the charts of a report as SVG that takes its colours from the page.
 
-Each picture is small enough for a phone; the page sets them side by side where there is room. Text stays text. Colours are
-written as placeholders which become CSS variables, so a dark page or a printed one needs no second picture.
+Each chart fits on a phone, and wider pages place several in a row. Text stays text. Colours are drawn as placeholders and
+replaced by CSS variables, so that the same SVG suits a light, a dark and a printed page.
 """
 
 from __future__ import annotations
@@ -57,23 +57,30 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG element and what it shows, in words."""
+    """An SVG element with its title and its caption."""
 
     title: str
     note: str
     svg: str
     wide: bool = False
-    """Drawn at `WIDE`, to have the page's whole width."""
+    """Whether it is drawn at width `WIDE`, for the full width of the page."""
 
 
 def legend_above(axes: Axes) -> None:
-    """A legend that covers nothing."""
+    """Add a legend above the axes, where it covers no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
 
 
 def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT, width: float = WIDTH) -> str:
-    """Draw on one pair of axes; the element alone, sized by the page, its placeholders turned into CSS variables."""
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt keeps names inside two pictures apart
+    """Draw on one pair of axes and return the SVG element, with CSS variables as colours and without a fixed size.
+
+    Args:
+        name: Unique name of the chart, from which matplotlib derives the SVG's ids.
+        draw: Draws on the axes.
+        height: Inches.
+        width: Inches.
+    """
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt makes ids differ between charts
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.subplots())
         written = io.StringIO()

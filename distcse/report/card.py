@@ -1,4 +1,4 @@
-"""The model card: what the student is, who taught it, on what, and what was measured."""
+"""The model card of a student: its backbone, teachers, corpus and scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distcse.storage import is_uri, upload_dir
 
 
 def write_card(result: Result) -> None:
-    """Put README.md (the card) and distcse/recipe.yaml beside the saved model; the projection of its targets too."""
+    """Write README.md (the card), distcse/recipe.yaml and the targets' projection into the saved model's folder."""
     model, projection = result.directory.model, result.directory.projection
     (model / "distcse").mkdir(exist_ok=True)
     if projection.exists():
@@ -29,7 +29,7 @@ def write_card(result: Result) -> None:
 
 
 def card(result: Result) -> str:
-    """Markdown with the hub's metadata in its front matter."""
+    """Return the card as Markdown, with the hub's metadata in its front matter."""
     recipe = result.recipe
     start = recipe.student.backbone
     metadata = {
@@ -52,30 +52,30 @@ def card(result: Result) -> str:
         "## Use\n\n```python\nfrom sentence_transformers import SentenceTransformer\n\n"
         'model = SentenceTransformer("path/to/this/folder")\nvectors = model.encode(["A sentence.", "Another one."])\n```',
         _teachers(result),
-        _space(result),
-        scores_told(result.evaluation),
+        _shared_space(result),
+        scores_markdown(result.evaluation),
         "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
         "repeats the run.",
-        "## Limits\n\nThe student knows what its teachers know and its corpus shows. Licences of corpus, backbone and "
+        "## Limits\n\nThe student is limited by its teachers and its corpus. The licences of corpus, backbone and "
         f"teachers apply to it. Made by distcse {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def base_model(start: str) -> dict[str, str]:
-    """The hub's metadata of what a model began as; nothing where that is no model of the hub."""
-    elsewhere = os.path.isabs(start) or is_uri(start) or start.startswith(PACKAGE)
-    return {} if elsewhere else {"base_model": start}
+def base_model(backbone: str) -> dict[str, str]:
+    """Return the hub's `base_model` metadata; empty if the initial model is not from the hub."""
+    outside_hub = os.path.isabs(backbone) or is_uri(backbone) or backbone.startswith(PACKAGE)
+    return {} if outside_hub else {"base_model": backbone}
 
 
 def _summary(result: Result) -> str:
-    student, position = result.recipe.student, result.outcome.state
+    student, position = result.recipe.student, result.train_result.state
     layers = f", layers {student.layers}" if student.layers else ""
     best = position.best
-    dev = f" The best dev score was {best[1]:.2f}, at step {best[0]}; this is that checkpoint." if best else ""
+    dev = f" This is the checkpoint with the best dev score, {best[1]:.2f} at step {best[0]}." if best else ""
     return (
-        f"A sentence encoder that began as `{student.backbone}`{layers}, pooling `{student.pooling}`, and learned from "
-        f"{result.rows:,} unlabelled sentences in {position.step} of {result.outcome.steps} steps.{dev}"
+        f"A sentence encoder, initialized from `{student.backbone}`{layers}, pooling `{student.pooling}`, and trained on "
+        f"{result.rows:,} unlabelled sentences for {position.step} of {result.train_result.steps} steps.{dev}"
     )
 
 
@@ -92,25 +92,27 @@ def _teachers(result: Result) -> str:
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
 
 
-def _space(result: Result) -> str:
-    """Whose documents the student's queries find, where it learned vectors."""
+def _shared_space(result: Result) -> str:
+    """Return which teachers' document embeddings the student can search, if it was trained on their vectors."""
     regression, teachers = result.recipe.objective.regression, result.recipe.teachers.encoders
     if regression is None or not regression.weight:
         return ""
     chosen = [teachers[number].backbone for number in regression.teachers or range(len(teachers))]
     named = " and ".join(f"`{backbone}`" for backbone in chosen)
     if result.directory.projection.exists():
-        told = (
-            f"Its vectors are those of {named}, each times the root of its share, joined, and multiplied by the matrix in "
-            "`distcse/projection.safetensors`: documents that were embedded so are found by this model's queries."
+        text = (
+            f"Its vectors approximate those of {named}, each scaled by the root of its weight, concatenated, and multiplied by "
+            "the matrix in `distcse/projection.safetensors`. Use this model for queries on documents embedded this way."
         )
     else:
-        told = f"Its vectors lie in the space of {named}: documents embedded by that model are found by this model's queries."
-    return f"## Shared space\n\n{told}"
+        text = (
+            f"Its vectors lie in the space of {named}. Use this model for queries on documents embedded by that model."
+        )
+    return f"## Shared space\n\n{text}"
 
 
-def scores_told(evaluation: Evaluation | None) -> str:
-    """The tables of an evaluation, for a card; nothing where nothing was measured."""
+def scores_markdown(evaluation: Evaluation | None) -> str:
+    """Return an evaluation's tables as Markdown, for a card; empty without scores."""
     if evaluation is None or not evaluation.scores:
         return ""
     lines = ["## Scores", "", "Measured by distcse at the end of the run."]

@@ -1,4 +1,4 @@
-"""What the groups of a mutual distillation did: dev scores by cycle, how far their labels agree, and who worked when."""
+"""Reads a mutual distillation's history: dev scores by cycle, agreement of the groups' labels, and activities over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distcse.experiments.mutual.phases import Phase
 
 @dataclass(frozen=True)
 class Span:
-    """One group at one activity, in seconds since the run began."""
+    """An activity of a group, in seconds since the run began."""
 
     group: str
     phase: str
@@ -28,19 +28,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Cycles:
-    """A mutual distillation, phase by phase."""
+    """History of a mutual distillation by phase."""
 
     groups: list[str]
     dev: Mapping[str, Mapping[int, float]]
-    """By `group kind`, then by cycle: the best dev score of that phase."""
+    """Best dev score of a phase, by `group kind`, then by cycle."""
     agreement: Mapping[str, Mapping[str, float]]
-    """By phase, then by pair of groups: Spearman, times 100, of what both scored."""
+    """Spearman correlation × 100 of two groups' scores, by phase, then by pair of groups."""
     spans: Sequence[Span]
     dropped: Mapping[str, str]
+    """Reason for each dropped group."""
 
     @property
     def number(self) -> int:
-        """Cycles that any group ended."""
+        """Number of cycles that at least one group has completed."""
         return max((cycle for scores in self.dev.values() for cycle in scores), default=0)
 
     @property
@@ -50,37 +51,43 @@ class Cycles:
 
 
 def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Cycles:
-    """From a run's ledger and events."""
-    ledger = PhaseStore(run)
+    """Read the history from a run's phase store and its events.
+
+    Args:
+        run: The run's directory.
+        groups: Names of the groups.
+        events: The objects of events.jsonl.
+    """
+    store = PhaseStore(run)
     dev: dict[str, dict[int, float]] = {}
     agreement: dict[str, dict[str, float]] = {}
     number = 0
-    while posted := ledger.posted(phase := Phase(number)):
+    while posted := store.posted(phase := Phase(number)):
         for group, entry in posted.items():
             if entry.get("dev") is not None:
                 dev.setdefault(f"{group} {phase.kind}", {})[phase.cycle] = entry["dev"]
-        scores = {group: ledger.scores(group, phase).astype(np.float64) for group in groups if group in posted}
+        scores = {group: store.scores(group, phase).astype(np.float64) for group in groups if group in posted}
         compared = {f"{a} – {b}": spearman(scores[a], scores[b]) for a, b in combinations(scores, 2)}
         if compared:
             agreement[phase.name] = compared
         number += 1
     ordered = {name: dev[name] for group in groups for name in (f"{group} bi", f"{group} cross") if name in dev}
-    return Cycles(list(groups), ordered, agreement, _spans(events), ledger.dropped)
+    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped)
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Each activity lasts until its group's next one. A run that was resumed has a gap."""
+    """Return the activities; each lasts until its group's next one, with a gap where the run was resumed."""
     spans: list[Span] = []
-    open_: dict[str, tuple[str, str, float]] = {}
+    running: dict[str, tuple[str, str, float]] = {}
     began = events[0]["time"] if events else 0.0
     for event in events:
-        if event["event"] == "Note" and event["text"].startswith("run directory"):
-            open_.clear()
-        if event["event"] != "Doing":
+        if event["event"] == "LogMessage" and event["text"].startswith("run directory"):
+            running.clear()
+        if event["event"] != "GroupActivity":
             continue
         group, now = event["group"], event["time"] - began
-        if group in open_:
-            phase, activity, since = open_[group]
+        if group in running:
+            phase, activity, since = running[group]
             spans.append(Span(group, phase, activity, since, now))
-        open_[group] = (event["phase"], event["activity"], now)
+        running[group] = (event["phase"], event["activity"], now)
     return spans

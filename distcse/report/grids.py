@@ -1,4 +1,4 @@
-"""An evaluation as tables: what terminal, model card and report all show."""
+"""An evaluation as tables, for the terminal, model cards and report pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.evaluation.runs import Spread, has_several, joined, spreads
-from distcse.tuning.summary import Row
+from distcse.evaluation.runs import Spread, compute_spreads, group_runs, has_repeated_runs
+from distcse.tuning.summary import SummaryRow
 
 TITLES = {
     "sts": "STS",
@@ -30,7 +30,7 @@ MEASURES = {
     "ndcg": "NDCG ×100",
     "agreement": "Spearman ×100 with the teachers' lists",
 }
-_ONE_TABLE_A_MEASURE = ("sts", "transfer", "pairs", "ranking", "agreement")
+_TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "ranking", "agreement")
 _UNITS_OF_ONE = ("alignment", "uniformity")
 LOWER_IS_BETTER = ("alignment", "uniformity")
 TRANSDUCTIVE = "‡"
@@ -39,24 +39,26 @@ NOTICED = "†"
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure, with its mark and how it compares with the base's."""
+    """A score with its mark and its difference from the base model."""
 
     text: str
     mark: str = ""
     difference: str = ""
-    """`+1.23 [0.98, 1.45]`: the difference from the base and its 95 % interval; empty for the base."""
+    """`+1.23 [0.98, 1.45]`: difference from the base and its 95 % confidence interval; empty for the base."""
     clear: bool = False
+    """Whether the interval excludes 0."""
     best: bool = False
+    """Whether it is the best of its column."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: one row a model, one column a set or a measure."""
+    """A table with a row per model and a column per set or measure."""
 
     suite: str
     title: str
     measure: str
-    """What all columns measure; empty where each has a measure of its own."""
+    """The measure of all columns; empty if each column has its own."""
     columns: Sequence[str]
     rows: dict[str, list[Cell]]
     measure_key: str = ""
@@ -64,19 +66,19 @@ class Grid:
 
 
 def grids(evaluation: Evaluation) -> list[Grid]:
-    """The tables of an evaluation, in the order of its suites; each is followed by the means where something has several runs."""
+    """Return the tables of an evaluation in the order of its suites, each followed by means over runs if there are several."""
     found: list[Grid] = []
     for suite in dict.fromkeys(score.suite for score in evaluation.scores):
-        mine = [score for score in evaluation.scores if score.suite == suite]
+        suite_scores = [score for score in evaluation.scores if score.suite == suite]
         title = TITLES.get(suite, suite)
-        if suite in _ONE_TABLE_A_MEASURE:
-            for measure in _shown(suite, [score.measure for score in mine]):
-                chosen = [score for score in mine if score.measure == measure]
+        if suite in _TABLE_PER_MEASURE:
+            for measure in _shown(suite, [score.measure for score in suite_scores]):
+                chosen = [score for score in suite_scores if score.measure == measure]
                 sets = [score.set for score in chosen]
                 found += _with_means(evaluation, chosen, Grid(suite, title, MEASURES[measure], sets, {}, measure))
         else:
-            for name in dict.fromkeys(score.set for score in mine):
-                chosen = [score for score in mine if score.set == name]
+            for name in dict.fromkeys(score.set for score in suite_scores):
+                chosen = [score for score in suite_scores if score.set == name]
                 measures = [score.measure for score in chosen]
                 found += _with_means(evaluation, chosen, Grid(suite, f"{title}, {name}", "", measures, {}, set=name))
     return found
@@ -84,21 +86,21 @@ def grids(evaluation: Evaluation) -> list[Grid]:
 
 def _with_means(evaluation: Evaluation, scores: Sequence[Score], empty: Grid) -> Iterator[Grid]:
     yield replace(empty, rows=_rows(evaluation, scores))
-    if not has_several(evaluation):
+    if not has_repeated_runs(evaluation):
         return
-    runs = joined(about.name for about in evaluation.models)
+    runs = group_runs(about.name for about in evaluation.models)
     means = {name: [_mean(evaluation, score, name, runs[name]) for score in scores] for name in runs}
     yield replace(empty, title=f"{empty.title}, mean ± standard deviation over runs", rows=means)
 
 
 def _shown(suite: str, measures: list[str]) -> list[str]:
-    """Of STS the chosen aggregate alone, which stands first; of other suites all."""
+    """Return the measures to show: of STS only the chosen aggregate, which is first."""
     different = list(dict.fromkeys(measures))
     return different[:1] if suite == "sts" else different
 
 
 def legend(evaluation: Evaluation) -> list[str]:
-    """What the marks mean, for those that are there: a line for models that saw the same share of a set."""
+    """Return the meaning of the marks in an evaluation, a line for all models with the same overlap with a set."""
     models: dict[tuple[str, float], list[str]] = {}
     for about in evaluation.models:
         for entry, share in about.contamination.items():
@@ -106,22 +108,22 @@ def legend(evaluation: Evaluation) -> list[str]:
                 models.setdefault((entry.replace("/", " ", 1), share), []).append(about.name)
     lines = []
     for (name, share), of in models.items():
-        told = f"{', '.join(of)}, {name}:"
+        line = f"{', '.join(of)}, {name}:"
         if share >= TRANSDUCTIVE_FROM:
-            told = f"{TRANSDUCTIVE} {told} transductive, {100 * share:.0f} %"
+            line = f"{TRANSDUCTIVE} {line} transductive, {100 * share:.0f} %"
         else:
-            told = f"{NOTICED} {told} {100 * share:.1f} %"
-        lines.append(f"{told} of the set's sentences were in the training text")
+            line = f"{NOTICED} {line} {100 * share:.1f} %"
+        lines.append(f"{line} of the set's sentences were in the training text")
     return lines
 
 
 def number(measure: str, value: float) -> str:
-    """A figure as tables print it."""
+    """Format a score as tables show it."""
     return f"{value:.3f}" if measure in _UNITS_OF_ONE else f"{value:.2f}"
 
 
 def spread_text(measure: str, spread: Spread | None) -> str:
-    """Mean ± standard deviation as tables print them, of one run its figure; nothing where there is none."""
+    """Format mean ± standard deviation as tables show them; a single run's score, or an empty text for None."""
     if spread is None:
         return ""
     return number(measure, spread.mean) + (f" ± {number(measure, spread.deviation)}" if spread.number > 1 else "")
@@ -137,38 +139,38 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         return Cell("–")
     value = score.values[model]
     best = min(score.values.values()) if score.measure in LOWER_IS_BETTER else max(score.values.values())
-    apart = score.against(model, evaluation.base)
-    told = ""
-    if apart is not None:
-        low, high = number(score.measure, apart.low), number(score.measure, apart.high)
-        told = f"{'+' if apart.value >= 0 else ''}{number(score.measure, apart.value)} [{low}, {high}]"
+    comparison = score.against(model, evaluation.base)
+    difference = ""
+    if comparison is not None:
+        low, high = number(score.measure, comparison.low), number(score.measure, comparison.high)
+        difference = f"{'+' if comparison.value >= 0 else ''}{number(score.measure, comparison.value)} [{low}, {high}]"
     return Cell(
         number(score.measure, value),
         _mark_of(evaluation.overlap_fraction(score, model)),
-        told,
-        apart is not None and apart.clear,
+        difference,
+        comparison is not None and comparison.is_significant,
         best=len(score.values) > 1 and value == best,
     )
 
 
 def _mean(evaluation: Evaluation, score: Score, name: str, runs: Sequence[str]) -> Cell:
-    spread = spreads(score).get(name)
+    spread = compute_spreads(score).get(name)
     seen = max(evaluation.overlap_fraction(score, run) for run in runs)
     return Cell(spread_text(score.measure, spread) or "–", _mark_of(seen) if spread else "")
 
 
-def row_title(row: Row) -> str:
-    """A sweep's row by suite and set, with its mark."""
+def row_title(row: SummaryRow) -> str:
+    """Return a sweep row's title: suite, set and mark."""
     return f"{TITLES.get(row.suite, row.suite)}: {row.set} {_mark_of(row.seen)}".strip()
 
 
 def _mark_of(share: float) -> str:
-    """The mark of a figure on a set of which this share was in the training text."""
+    """Return the mark of a score on a set with this fraction of its sentences in the training text."""
     return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
 
 
 def markdown_table(grid: Grid, differences: bool = False) -> list[str]:
-    """The lines of a grid in Markdown; with differences, each figure's comparison with the base under it."""
+    """Return the lines of a table in Markdown, with the differences from the base under each score if requested."""
     lines = [f"| | {' | '.join(grid.columns)} |", f"|---{'|---:' * len(grid.columns)}|"]
     for model, cells in grid.rows.items():
         shown = [f"**{cell.text}**{cell.mark}" if cell.best else cell.text + cell.mark for cell in cells]

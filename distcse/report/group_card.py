@@ -1,4 +1,4 @@
-"""The cards of a mutual distillation's models: what each began as, whom it learned with, on which pairs, what was measured."""
+"""The model cards of a mutual distillation: backbone, other groups, pairs and scores of each model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distcse import __version__
 from distcse.experiments.mutual import Best, MutualResult
 from distcse.files import write_text_atomic
 from distcse.recipe import recipe_yaml
-from distcse.report.card import base_model, scores_told
+from distcse.report.card import base_model, scores_markdown
 from distcse.storage import upload_dir
 
 _USE_BI = """from sentence_transformers import SentenceTransformer
@@ -22,7 +22,7 @@ scores = model.predict([("A sentence.", "Another one.")])"""
 
 
 def write_group_cards(result: MutualResult) -> None:
-    """Put README.md (the card) and distcse/recipe.yaml beside every model that was chosen."""
+    """Write README.md (the card) and distcse/recipe.yaml into the folder of every best model."""
     for best in result.best:
         (best.model / "distcse").mkdir(exist_ok=True)
         write_text_atomic(best.model / "distcse" / "recipe.yaml", recipe_yaml(result.recipe))
@@ -31,7 +31,7 @@ def write_group_cards(result: MutualResult) -> None:
 
 
 def group_card(result: MutualResult, best: Best) -> str:
-    """Markdown with the hub's metadata in its front matter."""
+    """Return a model's card as Markdown, with the hub's metadata in its front matter."""
     group = next(group for group in result.recipe.groups if group.name == best.group)
     cross = best.kind == "cross"
     kind = "cross-encoder" if cross else "bi-encoder"
@@ -47,24 +47,24 @@ def group_card(result: MutualResult, best: Best) -> str:
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {result.recipe.name}: {best.group}, {kind}",
-        f"A {kind} that began as `{start}` and learned from {result.pairs:,} sentence pairs without labels, by Trans-Encoder's "
-        f"distillation{_company(result, best)}. This is the best of cycle {best.phase.cycle}.{dev}",
+        f"A {kind}, initialized from `{start}` and trained on {result.pairs:,} unlabelled sentence pairs with Trans-Encoder's "
+        f"distillation{_other_groups(result, best)}. This is the best checkpoint of cycle {best.phase.cycle}.{dev}",
         *(
-            f"Group {name} was dropped on the way ({why}); labels after that are without it."
+            f"Group {name} was dropped during training ({why}); later labels do not include it."
             for name, why in result.dropped.items()
         ),
         _transductive(result),
         f"## Use\n\n```python\n{_USE_CROSS if cross else _USE_BI}\n```",
-        scores_told(result.evaluation),
+        scores_markdown(result.evaluation),
         "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`.",
         f"## Limits\n\nLicences of pairs and backbones apply to it. Made by distcse {__version__}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _company(result: MutualResult, best: Best) -> str:
+def _other_groups(result: MutualResult, best: Best) -> str:
     others = [g.name for g in result.recipe.groups if g.name != best.group and g.name not in result.dropped]
-    return f", together with {', '.join(others)}: all learned from what they scored together" if others else ""
+    return f", together with {', '.join(others)}, with the groups' combined scores as labels" if others else ""
 
 
 def _transductive(result: MutualResult) -> str:
@@ -72,6 +72,6 @@ def _transductive(result: MutualResult) -> str:
     if task is None:
         return ""
     return (
-        f"**Transductive**: its pairs are those of the task `{task}`, test pairs among them (without their labels). Its figures "
-        "on that task are not to be compared with those of models that never saw the test sentences."
+        f"**Transductive**: its pairs are those of the task `{task}`, including the test pairs (without their labels). Do not "
+        "compare its scores on that task with those of models that were not trained on the test sentences."
     )

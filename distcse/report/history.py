@@ -1,4 +1,4 @@
-"""What a run told while it worked, read back from its directory."""
+"""Reads the history of a run from its directory: curves, stages and versions."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ from distcse.runs.directory import recorded
 
 @dataclass(frozen=True)
 class History:
-    """Curves and circumstances of one run."""
+    """Curves, stages and environment of a run."""
 
     name: str
     losses: dict[str, list[tuple[int, float]]]
-    """By part of the loss: (step, value)."""
+    """(step, value) by name of the loss term."""
     dev_name: str
+    """Name of the dev score."""
     dev: list[tuple[int, float]]
+    """(step, score)."""
     stages: list[tuple[str, float, str]]
-    """Stages in their order: name, seconds, what was done."""
+    """(name, seconds, what was done), in order."""
     recipe: str
+    """The resolved recipe as YAML."""
     versions: dict[str, str]
     circumstances: dict[str, str]
-    """Commit, platform, corpus fingerprint, seed."""
+    """Seed, commit, platform, Python version and fingerprints of the data."""
     seconds: float
-    """From the first event to the last."""
+    """Seconds from the first event to the last."""
     cycles: Cycles | None = None
-    """What the groups of a mutual distillation did."""
+    """History of a mutual distillation's groups; None for a student."""
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The best dev score, the earlier of equals."""
+        """The best dev score; of equal ones, the earliest."""
         return max(self.dev, key=lambda entry: (entry[1], -entry[0])) if self.dev else None
 
 
 def read_run(path: Path) -> History:
-    """The history of a run directory; of steps told twice, after a resume, the later report counts.
+    """Read the history of a run's directory. Of steps reported twice, because the run was resumed, the later one counts.
 
     Raises:
-        RunError: The directory lacks its record.
+        RunDirectoryError: The directory has no readable record, recipe or events of a run.
     """
     try:
-        noted = recorded(path)
+        record = recorded(path)
         recipe = (path / "recipe.yaml").read_text(encoding="utf-8")
         events = list(_events(path / "events.jsonl"))
-    except (OSError, ValueError, RunError) as lacking:
-        raise RunDirectoryError(f"{path} cannot be read as a run: {lacking}") from None
+    except (OSError, ValueError, RunError) as error:
+        raise RunDirectoryError(f"{path} is not a readable run: {error}") from None
     losses: dict[str, dict[int, float]] = {}
     dev: dict[int, float] = {}
     stages: list[tuple[str, float, str]] = []
@@ -61,28 +64,28 @@ def read_run(path: Path) -> History:
     for event in events:
         kind, time = event["event"], event["time"]
         if "group" in event:
-            grouped, before = grouped + time - before, time  # side by side with others: told in the cycles
+            grouped, before = grouped + time - before, time  # groups run in parallel: `cycles` has their times
             continue
-        if kind == "Steps":
+        if kind == "StepReport":
             for part, value in event["losses"].items():
                 losses.setdefault(part, {})[event["step"]] = value
             training += time - before
         elif kind == "DevScore":
             dev_name, dev[event["step"]] = event["name"], event["score"]
             training += time - before
-        elif kind == "Stage" and event["finished"]:
+        elif kind == "StageProgress" and event["finished"]:
             stages.append((event["name"], time - before, event["note"]))
-        elif kind == "Stage":
-            continue  # its time belongs to the stage's end
+        elif kind == "StageProgress":
+            continue  # the time counts when the stage finishes
         before = time
     document = yaml.safe_load(recipe)
     groups = [group["name"] for group in document.get("groups", [])]
     last = max((step for values in losses.values() for step in values), default=0)
-    at = next((place for place, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
+    position = next((index for index, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
     if last:
-        stages.insert(at, ("training", training, f"{last:,} steps, dev scores included"))
+        stages.insert(position, ("training", training, f"{last:,} steps, dev scores included"))
     if groups:
-        stages.insert(at, ("groups", grouped, f"{len(groups)} side by side: training, scoring, waiting"))
+        stages.insert(position, ("groups", grouped, f"{len(groups)} in parallel: training, scoring, waiting"))
     return History(
         name=path.name,
         losses={part: sorted(values.items()) for part, values in losses.items()},
@@ -90,26 +93,26 @@ def read_run(path: Path) -> History:
         dev=sorted(dev.items()),
         stages=stages,
         recipe=recipe,
-        versions=noted["versions"],
+        versions=record["versions"],
         circumstances={
             "seed": str(document["seed"]),
-            "commit": _commit(noted),
-            "platform": noted["platform"],
-            "Python": noted["python"],
-            **noted["data"],
+            "commit": _commit(record),
+            "platform": record["platform"],
+            "Python": record["python"],
+            **record["data"],
         },
         seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
         cycles=read_cycles(path, groups, events) if groups else None,
     )
 
 
-def _commit(noted: dict[str, Any]) -> str:
-    commit = noted["commit"] or "not from a checkout"
-    return f"{commit}, with changes" if noted["changed"] else commit
+def _commit(record: dict[str, Any]) -> str:
+    commit = record["commit"] or "not from a checkout"
+    return f"{commit}, with changes" if record["changed"] else commit
 
 
 def _events(file: Path) -> Iterator[dict[str, Any]]:
-    """Its lines; one that a kill or a full disk cut short is left out: what it told was told again, or did not happen."""
+    """Yield the events of events.jsonl, without lines that a kill or a full disk cut short."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with suppress(ValueError):

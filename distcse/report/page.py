@@ -1,4 +1,4 @@
-"""The report: one page that needs no network, and the same as Markdown."""
+"""Writes an evaluation's report: a self-contained HTML page, and the same as Markdown."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from distcse.evaluation.estimates import RESAMPLES
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
-from distcse.report.published import beside
+from distcse.report.published import find_published
 from distcse.storage import write_text_atomic
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
 
 def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
-    """Write evaluation.json, report.html and report.md into a folder; the paths of the two pages."""
+    """Write evaluation.json, report.html and report.md into a folder; return the paths of the two pages."""
     evaluation.write(folder / "evaluation.json")
-    return put_pages(folder, html(evaluation, history), markdown(evaluation, history))
+    return write_page_files(folder, html(evaluation, history), markdown(evaluation, history))
 
 
-def put_pages(folder: Path, page: str, text: str) -> list[Path]:
-    """Write report.html and report.md, each whole or not at all; their paths."""
+def write_page_files(folder: Path, page: str, text: str) -> list[Path]:
+    """Write report.html and report.md, each atomically, and return their paths."""
     files = [folder / "report.html", folder / "report.md"]
     for file, written in zip(files, (page, text), strict=True):
         write_text_atomic(file, written)
@@ -36,19 +36,19 @@ def put_pages(folder: Path, page: str, text: str) -> list[Path]:
 
 
 def html(evaluation: Evaluation, history: History | None = None) -> str:
-    """The page, self-contained."""
+    """Return the report as a self-contained HTML page."""
     page = environment(escape=True).get_template("page.html")
     return page.render(**_content(evaluation, history), pictures=pictures(evaluation, history))
 
 
 def markdown(evaluation: Evaluation, history: History | None = None) -> str:
-    """The page without its pictures."""
+    """Return the report as Markdown, without charts."""
     page = environment(escape=False).get_template("page.md")
     return page.render(**_content(evaluation, history)).strip() + "\n"
 
 
 def environment(escape: bool) -> Environment:
-    """Where the pages' templates are, strict about what they name."""
+    """Return the Jinja environment of the pages' templates; undefined variables are errors."""
     environment = Environment(
         loader=PackageLoader("distcse.report", "."),
         autoescape=escape,
@@ -62,9 +62,9 @@ def environment(escape: bool) -> Environment:
 
 def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
     names = [about.name for about in evaluation.models]
-    # Accuracies of the fast protocol are not those that the papers have.
+    # The fast protocol's accuracies are not comparable with the papers'.
     fast = evaluation.settings.get("transfer") == "fast"
-    tables = [(grid, [] if grid.suite == "transfer" and fast else beside(grid)) for grid in grids(evaluation)]
+    tables = [(grid, [] if grid.suite == "transfer" and fast else find_published(grid)) for grid in grids(evaluation)]
     sources = [f"{row.model}: {row.source}" for _, papers in tables for row, _ in papers]
     title = history.name if history else " · ".join(names)
     return {
@@ -92,7 +92,7 @@ def _subtitle(evaluation: Evaluation, history: History | None) -> str:
 
 
 def _tiles(evaluation: Evaluation, history: History | None) -> list[dict[str, str]]:
-    """The first suite's average (or first score) of every model, and the best dev score."""
+    """Return the headline figures: the first suite's average (or first score) of every model, and the best dev score."""
     tiles = []
     if evaluation.scores:
         first = evaluation.scores[0]

@@ -1,4 +1,4 @@
-"""Knobs and their values where there is little room."""
+"""Short forms of recipe paths and their values."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def short(path: str) -> str:
-    """A recipe path by its last parts: `rank.tau2`, `encoders.0.alpha`, `lr`."""
+def shorten_path(path: str) -> str:
+    """Return the last parts of a recipe path: `rank.tau2`, `encoders.0.alpha`, `lr`."""
     parts = path.split(".")
-    kept = parts[-3:] if len(parts) > 2 and parts[-2].isdigit() else parts[-2:]
-    return ".".join(kept).removeprefix("training.").removeprefix("objective.")
+    last_parts = parts[-3:] if len(parts) > 2 and parts[-2].isdigit() else parts[-2:]
+    return ".".join(last_parts).removeprefix("training.").removeprefix("objective.")
 
 
-def shown(value: Any) -> str:
-    """A value to four digits."""
+def format_value(value: Any) -> str:
+    """Format a value; floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def in_a_line(values: Mapping[str, Any]) -> str:
-    """All values, by short path."""
-    return "  ".join(f"{short(path)}={shown(value)}" for path, value in values.items())
+def format_values(values: Mapping[str, Any]) -> str:
+    """Format values by their short paths, in one line."""
+    return "  ".join(f"{shorten_path(path)}={format_value(value)}" for path, value in values.items())

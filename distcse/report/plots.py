@@ -1,4 +1,4 @@
-"""Pictures of an evaluation and of a run."""
+"""Charts of an evaluation and of a run's history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distcse.report.published import published_rows
 
 
 def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
-    """All pictures that there is something to draw for."""
+    """Return all charts that have data."""
     drawn = [
         _losses(history) if history else None,
         _dev(history) if history else None,
@@ -32,14 +32,14 @@ def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
 
 
 def colour_of(evaluation: Evaluation, model: str) -> int:
-    """Number of a model's colour: the same in every picture and table."""
+    """Return the index of a model's colour, the same in every chart and table."""
     return [about.name for about in evaluation.models].index(model) % SERIES
 
 
 def _losses(history: History) -> Picture | None:
     curves = {part: curve for part, curve in history.losses.items() if not part.endswith("_cos")}
     parts = [part for part in curves if part != "loss"]
-    if len(parts) == 1:  # the whole is that part
+    if len(parts) == 1:  # the total equals its only term
         curves = {parts[0]: curves["loss"]}
     if not curves:
         return None
@@ -79,7 +79,7 @@ def _dev(history: History) -> Picture | None:
 
 
 def _cycles(cycles: Cycles) -> list[Picture]:
-    """Dev scores by cycle, a line a group and formulation; and who did what when."""
+    """Draw dev scores by cycle, a line per group and formulation, and the groups' activities over time."""
     drawn = []
     if cycles.dev:
 
@@ -99,7 +99,7 @@ def _cycles(cycles: Cycles) -> list[Picture]:
     shown = [span for span in cycles.spans if span.activity != "preparing"]
     if shown:
 
-        def lay(axes: Axes) -> None:
+        def draw_timeline(axes: Axes) -> None:
             for span in shown:
                 row, colour = cycles.groups.index(span.group), COLOURS[cycles.groups.index(span.group) % SERIES]
                 waits, scores = span.activity == "waiting", span.activity == "scoring"
@@ -114,34 +114,40 @@ def _cycles(cycles: Cycles) -> list[Picture]:
             axes.grid(axis="y", visible=False)
             axes.set_xlabel("seconds")
 
-        note = "Full: bi-encoders at work; pale: cross-encoders; with a dark line: scoring; thin and grey: waiting for others."
+        note = "Full: training bi-encoders; pale: cross-encoders; dark line: scoring; thin and grey: waiting for other groups."
         height = _rows_height(len(cycles.groups), 1)
-        drawn.append(Picture("Side by side", note, svg("timeline", lay, height)))
+        drawn.append(Picture("Side by side", note, svg("timeline", draw_timeline, height)))
     return drawn
 
 
 def _differences(evaluation: Evaluation) -> Picture | None:
-    """Every model's distance from the base on the first suite's sets, with its interval."""
+    """Draw every model's difference from the base on the first suite's sets, with its confidence interval."""
     if not evaluation.scores:
         return None
     first = evaluation.scores[0]
     scores = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
     others = [about.name for about in evaluation.models if about.name != evaluation.base]
     found = {
-        model: [(row, apart) for row, score in enumerate(scores) if (apart := score.against(model, evaluation.base))]
+        model: [
+            (row, difference)
+            for row, score in enumerate(scores)
+            if (difference := score.against(model, evaluation.base))
+        ]
         for model in others
     }
     if not any(found.values()):
         return None
 
     def draw(axes: Axes) -> None:
-        for place, (model, entries) in enumerate(found.items()):
+        for index, (model, entries) in enumerate(found.items()):
             colour = COLOURS[colour_of(evaluation, model)]
-            shift = (place - (len(found) - 1) / 2) * 0.7 / max(len(found), 2)
-            for row, apart in entries:
-                axes.plot([apart.low, apart.high], [row + shift] * 2, color=colour)
+            shift = (index - (len(found) - 1) / 2) * 0.7 / max(len(found), 2)
+            for row, difference in entries:
+                axes.plot([difference.low, difference.high], [row + shift] * 2, color=colour)
             rows = [row + shift for row, _ in entries]
-            axes.plot([apart.value for _, apart in entries], rows, "o", color=colour, markersize=4, label=model)
+            axes.plot(
+                [difference.value for _, difference in entries], rows, "o", color=colour, markersize=4, label=model
+            )
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
         axes.invert_yaxis()
@@ -153,8 +159,8 @@ def _differences(evaluation: Evaluation) -> Picture | None:
 
 
 def _plane(evaluation: Evaluation) -> Picture | None:
-    own = _by_measure(evaluation, "geometry", "STS-B")
-    if not {"alignment", "uniformity"} <= own.keys():
+    scores = _by_measure(evaluation, "geometry", "STS-B")
+    if not {"alignment", "uniformity"} <= scores.keys():
         return None
     papers = [row for row in published_rows() if (row.suite, row.set) == ("geometry", "STS-B")]
 
@@ -163,37 +169,39 @@ def _plane(evaluation: Evaluation) -> Picture | None:
             (row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", MUTED) for row in papers
         ]
         points += [
-            (uniformity, own["alignment"][model], model, COLOURS[colour_of(evaluation, model)])
-            for model, uniformity in own["uniformity"].items()
+            (uniformity, scores["alignment"][model], model, COLOURS[colour_of(evaluation, model)])
+            for model, uniformity in scores["uniformity"].items()
         ]
         for x, y, _, colour in points:
             axes.plot([x], [y], "o", color=colour, markerfacecolor=PAPER if colour == MUTED else colour, markersize=6)
         axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
         axes.set_ylabel("alignment (lower is closer)")
-        cast(Figure, axes.figure).draw_without_rendering()  # only then are the points where they will be
+        cast(Figure, axes.figure).draw_without_rendering()  # fixes the axes' scales
         _name_points(axes, points[::-1])
 
-    note = "STS-B test. Hollow points are from DiffCSE's paper, BERT-base."
+    note = "STS-B test. Hollow points: DiffCSE's paper, BERT-base."
     return Picture("Alignment and uniformity", note, svg("plane", draw, 3.1))
 
 
 def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each point's name above, below, right or left of it: the first place where no other name or point is."""
+    """Label each point above, below, right or left of it: the first position that overlaps no other label or point."""
     to_display = axes.transData.transform
     dots = [to_display((x, y)) for x, y, _, _ in points]
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
     line = 11.0
     for (x, y), (across, up), (_, _, name, colour) in zip(((p[0], p[1]) for p in points), dots, points, strict=True):
         half = 2.7 * len(name)
-        places = {
+        positions = {
             (0, 6): ("center", "bottom", (across - half, up + 6, across + half, up + 6 + line)),
             (0, -6): ("center", "top", (across - half, up - 6 - line, across + half, up - 6)),
             (7, 0): ("left", "center", (across + 7, up - line / 2, across + 7 + 2 * half, up + line / 2)),
             (-7, 0): ("right", "center", (across - 7 - 2 * half, up - line / 2, across - 7, up + line / 2)),
         }
-        offset = next((o for o, (_, _, box) in places.items() if not any(_meet(box, other) for other in taken)), (0, 6))
-        aligned, vertical, box = places[offset]
+        offset = next(
+            (o for o, (_, _, box) in positions.items() if not any(_overlap(box, other) for other in taken)), (0, 6)
+        )
+        aligned, vertical, box = positions[offset]
         taken.append(box)
         axes.annotate(
             name,
@@ -206,12 +214,12 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) ->
         )
 
 
-def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _cosines(evaluation: Evaluation) -> list[Picture]:
-    """One picture a model: a ridge for each group of gold scores."""
+    """Draw a chart per model: a ridge for each group of gold scores."""
     of_set = evaluation.details.get("geometry", {}).get("STS-B", {})
     return [_ridges(evaluation, model, detail["cosines"]) for model, detail in of_set.items()]
 
@@ -246,8 +254,8 @@ def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Pictur
 
     def draw(axes: Axes) -> None:
         thick = 0.8 / len(models)
-        for place, model in enumerate(models):
-            rows = [row + (place - (len(models) - 1) / 2) * thick for row in range(len(scores))]
+        for index, model in enumerate(models):
+            rows = [row + (index - (len(models) - 1) / 2) * thick for row in range(len(scores))]
             values = [score.values.get(model, 0.0) for score in scores]
             bars = axes.barh(rows, values, 0.86 * thick, color=COLOURS[colour_of(evaluation, model)], label=model)
             axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=6.5, color=MUTED)

@@ -1,4 +1,4 @@
-"""Progress on its way: a live view on a terminal, plain lines in a log, an object a line for programs, or nothing."""
+"""Shows a run's progress: live bars on a terminal, plain lines in logs, JSON lines for programs, or only warnings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from distcse.events import (
     StageProgress,
     StepReport,
     TrialUpdate,
-    as_line,
+    to_json_line,
 )
-from distcse.report.parameters import in_a_line
+from distcse.report.parameters import format_values
 
 _PLAIN_EVERY_SECONDS = 10.0
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -33,38 +33,38 @@ _SPARKED = 16
 
 
 class View(Protocol):
-    """Shows events as they come."""
+    """Shows events as they arrive."""
 
     def show(self, event: Event) -> None:
-        """Take one event."""
+        """Show an event."""
         ...
 
 
 class QuietView:
-    """Warnings alone."""
+    """Prints only warnings."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def show(self, event: Event) -> None:
-        told = event.event if isinstance(event, GroupEvent) else event
-        if isinstance(told, LogMessage) and told.warning:
-            self._console.print(f"warning   {told.text}", markup=False, highlight=False, soft_wrap=True)
+        inner = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(inner, LogMessage) and inner.warning:
+            self._console.print(f"warning   {inner.text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class JsonView:
-    """Every event as JSON, one a line, as soon as it comes: the same lines as in a run's events.jsonl."""
+    """Writes every event immediately as a line of JSON, as in a run's events.jsonl."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def show(self, event: Event) -> None:
-        self._file.write(as_line(event) + "\n")
+        self._file.write(to_json_line(event) + "\n")
         self._file.flush()
 
 
 class PlainView:
-    """One line an event, at most one every few seconds a stage: for job logs and pipes."""
+    """Prints one line per event, at most one every 10 seconds per stage, for job logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -79,7 +79,7 @@ class PlainView:
 
     def _show(self, event: Event, group: str) -> None:
         if isinstance(event, StageProgress):
-            self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds is told once, at its end
+            self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds gets one line, at its end
             if event.finished or self._due(event.name):
                 self._line(_stage_line(event))
         elif isinstance(event, StepReport):
@@ -89,13 +89,13 @@ class PlainView:
         elif isinstance(event, DevScore):
             self._line(f"{group or 'dev':<9} {_dev_line(event)}")
         elif isinstance(event, GroupActivity):
-            self._line(f"{group:<9} {_doing_line(event)}")
+            self._line(f"{group:<9} {_activity_line(event)}")
         elif isinstance(event, TrialUpdate):
             if event.status != "running" or self._due(f"trial {event.trial}"):
                 self._line(_trial_line(event))
         elif isinstance(event, LogMessage):
-            told = f"{group:<9} {event.text}" if group else event.text
-            self._line(("warning   " if event.warning else "") + told)
+            text = f"{group:<9} {event.text}" if group else event.text
+            self._line(("warning   " if event.warning else "") + text)
 
     def _due(self, name: str) -> bool:
         now = time.monotonic()
@@ -112,7 +112,7 @@ class PlainView:
 
 @dataclass
 class _State:
-    """Where a run, or a group of one, stands."""
+    """State of a run or of a group."""
 
     phase: str = ""
     note: str = ""
@@ -124,7 +124,7 @@ class _State:
 
 
 class LiveView:
-    """A bar for the stage at work, finished stages above it. What matters most stands left: the right end may be cut off."""
+    """Shows a bar for the current stage, with finished stages above it; narrow terminals cut off the right end."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console = console
@@ -152,13 +152,13 @@ class LiveView:
             self._print(event.text, event.warning)
 
     def _in_group(self, group: str, event: Event) -> None:
-        """A bar a group, all of them one under the other: its phase, its steps, its dev score, or whom it waits for."""
+        """Show a bar per group: its phase, steps and dev score, or the groups that it waits for."""
         state = self._state(group)
         if isinstance(event, GroupActivity):
-            state.phase, state.note, state.scores = event.phase, _doing_line(event), []
+            state.phase, state.note, state.scores = event.phase, _activity_line(event), []
             if event.activity in ("finished", "dropped"):
                 self._end(group)
-                self._print(f"{group:<9} {_doing_line(event)}")
+                self._print(f"{group:<9} {_activity_line(event)}")
             else:
                 self._advance(group, 0, None, state.note)
         elif isinstance(event, StepReport):
@@ -174,7 +174,7 @@ class LiveView:
         return self._states.setdefault(group, _State())
 
     def _trial(self, event: TrialUpdate) -> None:
-        """A bar for each trial that runs; a line for each that ended."""
+        """Show a bar for each running trial, and a line for each ended one."""
         if event.status == "running":
             self._advance(event.trial, int(event.progress), 100, _trial_note(event))
         elif event.trial in self._tasks or event.status != "finished":
@@ -200,7 +200,7 @@ class LiveView:
         fields: dict[str, Any] = {"count": count, "left": left, "note": note}
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, **fields)
-        # An unknown total is an empty bar: rich keeps the old one where it is told None.
+        # An unknown total is an empty bar, since rich keeps the previous total if it gets None.
         self._progress.update(self._tasks[name], completed=done if total else 0, total=total or 1, **fields)
 
     def _end(self, name: str) -> None:
@@ -211,11 +211,11 @@ class LiveView:
 
 @contextmanager
 def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
-    """The view that fits: live where standard error is a terminal, plain elsewhere. NO_COLOR is honoured.
+    """Open a view of events: live if standard error is a terminal, plain otherwise. NO_COLOR is respected.
 
     Args:
-        quiet: Warnings alone.
-        json: Events as JSON on standard output, one a line.
+        quiet: Print only warnings.
+        json: Print events as JSON lines on standard output.
     """
     console = Console(stderr=True)
     if json:
@@ -230,17 +230,17 @@ def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
 
 
 @contextmanager
-def heard_by(listen: Listener | None) -> Iterator[Listener]:
-    """Who hears of events: the caller's own listener, or the view that fits."""
-    if listen is not None:
-        yield listen
+def open_listener(listener: Listener | None) -> Iterator[Listener]:
+    """Yield the caller's listener, or that of a new view if it is None."""
+    if listener is not None:
+        yield listener
         return
     with open_view() as view:
         yield view.show
 
 
 def live_progress(console: Console) -> Progress:
-    """Bars as wide as the terminal: only the note at the right gives way where it is narrow."""
+    """Return progress bars as wide as the terminal; a narrow one shortens only the note at the right."""
     return Progress(
         TextColumn("{task.description:<9}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=20 if console.width >= 80 else 10),
@@ -258,7 +258,7 @@ def live_progress(console: Console) -> Progress:
 
 
 def sparkline(scores: Sequence[float]) -> str:
-    """The last scores as a row of little bars, from the lowest of them to the highest."""
+    """Return the last 16 scores as block characters, scaled from the lowest to the highest."""
     shown = scores[-_SPARKED:]
     low, spread = min(shown), max(shown) - min(shown)
     return "".join(_SPARKS[int((score - low) / spread * (len(_SPARKS) - 1)) if spread else 0] for score in shown)
@@ -281,8 +281,8 @@ def _pace(event: StepReport) -> str:
 
 
 def _waited(event: StepReport) -> str:
-    share = 100 * event.waited / event.seconds if event.seconds else 0.0
-    return f"  teachers waited for {share:.1f}%" if share else ""
+    share = 100 * event.teacher_wait_s / event.seconds if event.seconds else 0.0
+    return f"  teacher wait {share:.1f}%" if share else ""
 
 
 def _left(event: StepReport) -> str:
@@ -294,19 +294,19 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def _doing_line(event: GroupActivity) -> str:
+def _activity_line(event: GroupActivity) -> str:
     waiting = f" for {', '.join(event.waiting_for)}" if event.waiting_for else ""
     return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
 
 
 def _trial_line(event: TrialUpdate) -> str:
-    why = f"  {event.why}" if event.why else ""
-    return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{why}"
+    reason = f"  {event.reason}" if event.reason else ""
+    return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{reason}"
 
 
 def _trial_note(event: TrialUpdate) -> str:
     score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
-    return score + in_a_line(event.values)
+    return score + format_values(event.values)
 
 
 def _dev_line(event: DevScore) -> str:

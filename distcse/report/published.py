@@ -1,4 +1,4 @@
-"""Rows of the papers' tables, to stand beside ours and never to be taken for them."""
+"""Published scores of the papers, which reports show next to measured ones and mark as published."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from distcse.report.grids import Grid, number
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of one paper's table."""
+    """A row of a paper's table."""
 
     suite: str
     model: str
     source: str
     values: dict[str, float]
     measure: str = ""
-    """Of tables whose columns are sets."""
+    """The measure, if the columns are sets."""
     set: str = ""
-    """Of tables whose columns are measures."""
+    """The set, if the columns are measures."""
 
 
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
-    """All of them, in the order of the file."""
+    """Return all published rows, in the order of published.yaml."""
     text = (files("distcse.report") / "published.yaml").read_text(encoding="utf-8")
     return tuple(PublishedRow(**row) for row in yaml.safe_load(text))
 
 
-def beside(grid: Grid) -> list[tuple[PublishedRow, list[str]]]:
-    """Published rows that share a column with a grid, and their cells in its columns.
+def find_published(grid: Grid) -> list[tuple[PublishedRow, list[str]]]:
+    """Return the published rows that share a column with a grid, and their cells in its columns.
 
-    The average is over the same sets as ours: where some are missing, the mean of the paper's figures for the others.
+    An average is over the sets of the grid: it is computed from the paper's scores if the paper averages over other sets.
     """
     found = []
     for row in published_rows():

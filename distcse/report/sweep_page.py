@@ -1,4 +1,4 @@
-"""A sweep as one page that needs no network, and the same as Markdown."""
+"""Writes a sweep's report: a self-contained HTML page, and the same as Markdown."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Any
 from distcse import __version__
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import legend, number, row_title, spread_text
-from distcse.report.page import environment, put_pages
-from distcse.report.parameters import short, shown
+from distcse.report.page import environment, write_page_files
+from distcse.report.parameters import format_value, shorten_path
 from distcse.report.sweep_pictures import sweep_pictures
 from distcse.tuning.importance import importances
 from distcse.tuning.space import Space
-from distcse.tuning.summary import Row, dev_row, set_rows, side_of
+from distcse.tuning.summary import SummaryRow, dev_row, set_rows, variant_of
 from distcse.tuning.sweep import SweepResult
 
 
 def write_sweep_pages(result: SweepResult) -> list[Path]:
-    """Write report.html and report.md into the sweep's folder; their paths."""
+    """Write report.html and report.md into the sweep's folder and return their paths."""
     space = Space(result.sweep, result.recipe)
     content = _content(result, space)
     drawn = sweep_pictures(result.trials, space.parameters, content["importances"])
     page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
-    return put_pages(result.directory, page, text)
+    return write_page_files(result.directory, page, text)
 
 
-def rows_of(result: SweepResult) -> list[Row]:
-    """What the runs at the end came to: the dev score first, then the test sets."""
+def rows_of(result: SweepResult) -> list[SummaryRow]:
+    """Summarize the final runs: the dev score first, then the test sets."""
     dev = dev_row(result.final_results)
     return [*([dev] if dev else []), *(set_rows(result.evaluation) if result.evaluation else [])]
 
 
 def unfinished(result: SweepResult) -> list[str]:
-    """Runs at the end that gave no model, and why: means are over the others."""
+    """Return the final runs that did not finish, and why; means leave them out."""
     return [
-        f"{side_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.why}' if run.why else ''}"
+        f"{variant_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.why}' if run.why else ''}"
         for run in result.final_results
         if run.status != "finished"
     ]
 
 
 def _content(result: SweepResult, space: Space) -> dict[str, Any]:
-    numbers = {trial.name: place for place, trial in enumerate(result.trials, start=1)}
+    numbers = {trial.name: index for index, trial in enumerate(result.trials, start=1)}
     ranked = sorted(
         result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
     )
@@ -55,8 +55,10 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "subtitle": _subtitle(result),
         "tiles": _tiles(result, rows, numbers),
         "interrupted": result.interrupted,
-        "winner": result.best_trial,
-        "winners_values": {path: shown(result.best_trial.values[path]) for path in paths} if result.best_trial else {},
+        "best_trial": result.best_trial,
+        "best_values": {path: format_value(result.best_trial.values[path]) for path in paths}
+        if result.best_trial
+        else {},
         "models": models,
         "summary": [
             {
@@ -69,7 +71,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "seeds": len(result.sweep.final_runs.seeds),
         "unfinished": unfinished(result),
         "legend": legend(result.evaluation) if result.evaluation else [],
-        "knobs": [short(path) for path in paths],
+        "parameters": [shorten_path(path) for path in paths],
         "trials": [
             {
                 "number": numbers[trial.name],
@@ -79,7 +81,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
                 "step": f"{trial.best.step:,}" if trial.best else "",
                 "progress": f"{trial.reported[-1].progress:.0f} %" if trial.reported else "",
                 "seconds": f"{trial.seconds:.0f}",
-                "values": [shown(trial.values[path]) for path in paths],
+                "values": [format_value(trial.values[path]) for path in paths],
                 "why": trial.why,
                 "best": result.best_trial is not None and trial.name == result.best_trial.name,
             }
@@ -102,7 +104,7 @@ def _subtitle(result: SweepResult) -> str:
     return f"{len(result.trials)} trials ({counted}), {seconds:,.0f} s of training · distcse {__version__}"
 
 
-def _tiles(result: SweepResult, rows: list[Row], numbers: dict[str, int]) -> list[dict[str, str]]:
+def _tiles(result: SweepResult, rows: list[SummaryRow], numbers: dict[str, int]) -> list[dict[str, str]]:
     tiles = []
     if result.best_trial is not None and result.best_trial.best is not None:
         note = f"trial {numbers[result.best_trial.name]}, step {result.best_trial.best.step:,}"

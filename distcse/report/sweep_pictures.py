@@ -1,4 +1,4 @@
-"""Pictures of a sweep: which values did well, how the trials learned, what they cost."""
+"""Charts of a sweep: values and dev scores, importances, learning curves and costs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from matplotlib.axes import Axes
 
 from distcse.recipe import ParameterSection
 from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
-from distcse.report.parameters import short
-from distcse.tuning.records import Trial, winner_of
+from distcse.report.parameters import shorten_path
+from distcse.tuning.records import Trial, find_best_trial
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"
 _CELLS = 8
-"""More different values than this are points on a plane, not a grid of cells."""
+"""Most values of a temperature that are drawn as a grid of cells; more are drawn as points."""
 
 
 def sweep_pictures(
     trials: Sequence[Trial], parameters: Mapping[str, ParameterSection], importances: Mapping[str, float]
 ) -> list[Picture]:
-    """All pictures that there is something to draw for."""
+    """Return all charts that have data."""
     scored = [trial for trial in trials if trial.best is not None]
-    sound = [trial for trial in scored if trial.status not in ("diverged", "failed")]
-    if not sound:
+    valid = [trial for trial in scored if trial.status not in ("diverged", "failed")]
+    if not valid:
         return []
     drawn = [
-        _parallel(sound, parameters),
-        _temperatures(sound),
+        _parallel(valid, parameters),
+        _temperatures(valid),
         _importance(importances) if importances else None,
         _curves(scored),
         _costs(trials),
@@ -37,31 +37,31 @@ def sweep_pictures(
 
 
 def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection]) -> Picture | None:
-    """One vertical scale a knob and one for the dev score; a line a trial, the better the stronger."""
+    """Draw parallel coordinates: an axis per parameter and one for the dev score, a line per trial, stronger if better."""
     paths = [path for path, parameter in parameters.items() if parameter.expression is None]
-    best = winner_of(trials)
+    best = find_best_trial(trials)
     scores = [_score(trial) for trial in trials]
     low, high = min(scores), max(scores)
     scales = {path: _Scale([trial.values[path] for trial in trials], parameters[path]) for path in paths}
 
     def draw(axes: Axes) -> None:
-        places = range(len(paths) + 1)
+        positions = range(len(paths) + 1)
         for trial in sorted(trials, key=_score):
             share = (_score(trial) - low) / (high - low) if high > low else 1.0
-            heights = [scales[path].place(trial.values[path]) for path in paths] + [share]
+            heights = [scales[path].height_of(trial.values[path]) for path in paths] + [share]
             is_best = trial is best
             axes.plot(
-                places,
+                positions,
                 heights,
                 color=COLOURS[1] if is_best else COLOURS[0],
                 alpha=1.0 if is_best else 0.12 + 0.5 * share**2,
                 linewidth=2.2 if is_best else 1.2,
             )
-        for place, path in enumerate(paths):
-            axes.axvline(place, color=GRID, linewidth=0.8)
+        for position, path in enumerate(paths):
+            axes.axvline(position, color=GRID, linewidth=0.8)
             for height, text in scales[path].ticks():
                 axes.annotate(
-                    text, (place, height), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=MUTED
+                    text, (position, height), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=MUTED
                 )
         axes.axvline(len(paths), color=GRID, linewidth=0.8)
         for height, score in ((0, low), (1, high)):
@@ -74,18 +74,18 @@ def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection
                 va="center",
                 color=INK,
             )
-        axes.set_xticks([*places], [*map(short, paths), "dev"], rotation=40, ha="right")
+        axes.set_xticks([*positions], [*map(shorten_path, paths), "dev"], rotation=40, ha="right")
         axes.set_yticks([])
         axes.set_xlim(-0.1, len(paths) + 0.35)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
 
-    note = "A line a trial, from its values to its best dev score; in the other colour: the best one."
+    note = "A line per trial, from its values to its best dev score. The best trial has the other colour."
     return Picture("Values and dev score", note, svg("parallel", draw, HEIGHT + 0.6, WIDE), wide=True)
 
 
 class _Scale:
-    """Where a knob's values lie between 0 and 1."""
+    """Maps a parameter's values to heights between 0 and 1."""
 
     def __init__(self, values: Sequence[Any], parameter: ParameterSection) -> None:
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -96,14 +96,14 @@ class _Scale:
         if self._names is None:
             self._low, self._high = self._scaled(min(values)), self._scaled(max(values))
 
-    def place(self, value: Any) -> float:
+    def height_of(self, value: Any) -> float:
         if self._names is not None:
             return self._names.index(str(value)) / max(1, len(self._names) - 1)
         return (self._scaled(value) - self._low) / (self._high - self._low) if self._high > self._low else 0.5
 
     def ticks(self) -> list[tuple[float, str]]:
         if self._names is not None:
-            return [(self.place(name), name) for name in self._names]
+            return [(self.height_of(name), name) for name in self._names]
         ends = [(0.0, self._low), (1.0, self._high)] if self._high > self._low else [(0.5, self._low)]
         return [(height, f"{math.exp(end) if self._log else end:.3g}") for height, end in ends]
 
@@ -112,7 +112,7 @@ class _Scale:
 
 
 def _temperatures(trials: Sequence[Trial]) -> Picture | None:
-    """The paper's Figure 3: dev score by the student's and the teachers' temperature."""
+    """Draw the dev score by the student's and the teachers' temperature, as Figure 3 of RankCSE (Liu et al. 2023)."""
     points = [(t.values.get(_TAU2), t.values.get(_TAU3), _score(t)) for t in trials]
     found = [(float(x), float(y), score) for x, y, score in points if x is not None and y is not None]
     columns, rows = sorted({x for x, _, _ in found}), sorted({y for _, y, _ in found})
@@ -145,13 +145,13 @@ def _temperatures(trials: Sequence[Trial]) -> Picture | None:
         axes.set_xlabel("τ2, the student's")
         axes.set_ylabel("τ3, the teachers'")
 
-    what = "Best dev score of each pair" if cells else "Each trial's dev score, the better the stronger"
+    what = "Best dev score of each pair" if cells else "Dev score of each trial, stronger if better"
     return Picture("Temperatures", f"{what}; as the RankCSE paper's Figure 3.", svg("temperatures", draw))
 
 
 def _importance(importances: Mapping[str, float]) -> Picture:
     def draw(axes: Axes) -> None:
-        names = [short(path) for path in importances]
+        names = [shorten_path(path) for path in importances]
         bars = axes.barh(range(len(names)), [100 * share for share in importances.values()], 0.7, color=COLOURS[2])
         axes.bar_label(
             bars, [f"{100 * share:.0f} %" for share in importances.values()], padding=2, fontsize=7, color=MUTED
@@ -161,12 +161,12 @@ def _importance(importances: Mapping[str, float]) -> Picture:
         axes.margins(x=0.14)
         axes.grid(axis="y", visible=False)
 
-    note = "Share of the dev scores' variance that each knob explains (fANOVA). Knobs that follow from others are left out."
+    note = "Fraction of the dev scores' variance that each parameter explains (fANOVA), without parameters with an expression."
     return Picture("Importance", note, svg("importance", draw, 0.75 + 0.26 * len(importances)))
 
 
 def _curves(trials: Sequence[Trial]) -> Picture:
-    best = winner_of(trials)
+    best = find_best_trial(trials)
 
     def draw(axes: Axes) -> None:
         for status, colour in (
@@ -175,18 +175,18 @@ def _curves(trials: Sequence[Trial]) -> Picture:
             ("diverged", COLOURS[1]),
             ("failed", COLOURS[5]),
         ):
-            alike = [trial for trial in trials if trial.status == status]
-            for number, trial in enumerate(alike):
+            with_status = [trial for trial in trials if trial.status == status]
+            for number, trial in enumerate(with_status):
                 steps = [entry.progress for entry in trial.reported]
                 found = [entry.score for entry in trial.reported]
-                label = f"{status} ({len(alike)})" if number == 0 else None
+                label = f"{status} ({len(with_status)})" if number == 0 else None
                 axes.plot(
                     steps, found, color=colour, alpha=0.45, linewidth=1.1, label=label, marker="." * (len(steps) == 1)
                 )
         if best is not None:
             steps = [entry.progress for entry in best.reported]
             axes.plot(steps, [entry.score for entry in best.reported], color=INK, linewidth=1.8, label="best")
-        axes.set_xlabel("% of the training")
+        axes.set_xlabel("% of training")
         legend_above(axes)
 
     return Picture("Learning curves", "Dev score of every trial.", svg("curves", draw, HEIGHT + 0.3))
@@ -203,7 +203,7 @@ def _costs(trials: Sequence[Trial]) -> Picture:
         axes.grid(axis="x", visible=False)
 
     total = sum(trial.seconds for trial in trials)
-    note = f"{total:,.0f} s of trials in all. Blue came to their end, grey were stopped by the scheduler."
+    note = f"{total:,.0f} s of trials in total. Blue: finished; grey: stopped by the scheduler."
     return Picture("Cost of each trial", note, svg("costs", draw))
 
 

@@ -1,4 +1,4 @@
-"""What is told at the end, on standard output: tables of an evaluation, a sweep or a comparison, and lines to copy."""
+"""Prints results on standard output: tables of evaluations, sweeps and teacher comparisons, lines to copy, and JSON."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from rich.text import Text
 from distcse.evaluation import Evaluation
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.teachers.comparison import NEAREST, TeacherComparison
-from distcse.tuning.summary import Row
+from distcse.tuning.summary import SummaryRow
 
 _PIPE_WIDTH = 1000
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
-    """The tables on standard output: a row a model, under it how it compares with the base."""
+    """Print the tables of an evaluation: a row per model, with its difference from the base under it."""
     console = _for_tables()
     for grid in grids(evaluation):
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))
     if evaluation.scores and len(evaluation.models) > 1:
-        line = f"Under each row: difference from {evaluation.base}, and the 95 % interval of the paired bootstrap."
-        console.print(f"\n{line} Clear ones are marked *.", markup=False, highlight=False, soft_wrap=True)
+        line = f"Under each row: difference from {evaluation.base} and its 95 % confidence interval (paired bootstrap)."
+        console.print(f"\n{line} * marks intervals without 0.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _for_tables() -> Console:
-    console = Console(file=sys.stdout, markup=False)  # names of models and sets may have brackets in them
+    console = Console(file=sys.stdout, markup=False)  # names of models and sets may contain brackets
     if not console.is_terminal:
-        console.width = _PIPE_WIDTH  # a file has no edge to fold lines at
+        console.width = _PIPE_WIDTH  # do not wrap lines in files and pipes
     return console
 
 
-def print_summary(rows: Sequence[Row]) -> None:
-    """The runs at a sweep's end on standard output: mean and standard deviation over their seeds."""
+def print_summary(rows: Sequence[SummaryRow]) -> None:
+    """Print a sweep's final runs: mean and standard deviation over seeds."""
     if not rows:
         return
     table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
@@ -55,7 +55,7 @@ def print_summary(rows: Sequence[Row]) -> None:
 
 
 def print_remarks(evaluation: Evaluation) -> None:
-    """What was missing and what was odd, on standard error."""
+    """Print warnings and missing sets on standard error."""
     console = Console(stderr=True)
     for line in evaluation.warnings:
         console.print(f"warning   {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -78,14 +78,14 @@ def _table(grid: Grid) -> Table:
 
 
 def print_lines(lines: list[str]) -> None:
-    """Plain lines on standard output, never wrapped: they are to be copied."""
+    """Print lines on standard output without wrapping, so that they can be copied."""
     console = Console(file=sys.stdout)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_comparison(comparison: TeacherComparison) -> None:
-    """How far teachers agree, on standard output."""
+    """Print how far teachers agree, and the sentence pairs on which they disagree most."""
     console = _for_tables()
     names = [f"teacher {number}" for number in range(len(comparison.teachers))]
     for number in comparison.compared:
@@ -99,7 +99,7 @@ def print_comparison(comparison: TeacherComparison) -> None:
         both = f"{names[pairing.first]} and {names[pairing.second]}"
         table.add_row(both, f"{pairing.kendall:.1f}", f"{pairing.overlap:.1f}")
     console.print(table)
-    console.print("\nWhere they are farthest apart (cosines in the teachers' order)", markup=False, highlight=False)
+    console.print("\nWhere they disagree most (cosines in the teachers' order)", markup=False, highlight=False)
     for dispute in comparison.disputes:
         cosines = "  ".join(f"{cosine:5.2f}" for cosine in dispute.cosines)
         console.print(f"{cosines}  {dispute.one}", markup=False, highlight=False, soft_wrap=True)
@@ -107,14 +107,14 @@ def print_comparison(comparison: TeacherComparison) -> None:
 
 
 def print_json(lines: Iterable[Mapping[str, Any]]) -> None:
-    """For programs: an object a line on standard output."""
+    """Print one JSON object per line on standard output, for programs."""
     for line in lines:
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def scores_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """A line a score, with the events of a run: what is in its tables."""
+    """Return a `Score` event for every score of an evaluation."""
     return [
         {
             "event": "Score",

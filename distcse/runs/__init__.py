@@ -1,1 +1,1 @@
-"""Run directories: the recipe and records of a run, the lease that keeps one run to one process, and reruns."""
+"""Run directories: a run's recipe and records, the lease that gives one process exclusive access, and reruns."""

@@ -29,10 +29,10 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunRecordError
-from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, as_line
+from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, to_json_line
 from distcse.files import add_checksum_line, dump_checked_json, load_checked_json, storage_errors, without_checksum_line
 from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
-from distcse.runs.lease import Lease, was_left_here
+from distcse.runs.lease import Lease, has_local_changes
 from distcse.storage import RemotePath, fetch, probe, refuse_job_copy, resolve_path, to_uri, upload, write_text_atomic
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
@@ -223,7 +223,7 @@ class RunDirectory:
         """Append an event to events.jsonl. In object storage it is as old as the last checkpoint: a resumed run tells the rest
         again."""
         with storage_errors(self._events), open(self._events, "a", encoding="utf-8") as opened:
-            opened.write(as_line(event) + "\n")
+            opened.write(to_json_line(event) + "\n")
         if isinstance(event.event if isinstance(event, GroupEvent) else event, CheckpointSaved):
             self.store_events()
 
@@ -233,7 +233,7 @@ class RunDirectory:
 
     def _fetch_events(self) -> None:
         """To go on behind what is stored, or behind more than that."""
-        if not was_left_here(self.path):
+        if not has_local_changes(self.path):
             fetch(self._events)
 
 

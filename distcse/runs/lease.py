@@ -1,22 +1,20 @@
-"""Who may work in a folder: one start at a time, and nobody who still works for an earlier one.
+"""Exclusive access of one start of a run to a folder.
 
-Two things, because neither is enough:
+Two mechanisms, because neither suffices alone:
 
-- **Who is let in.** The claim names the process that works in the folder. Whoever comes later is refused, or waits, as long as
-  that process lives. On one machine the kernel says so, at once also after SIGKILL: by the number of the process and the time it
-  began, on this boot and in this namespace of processes. From another machine or container nobody can ask the kernel: there it
-  lives as long as it touches the claim, and counts as lost when it has not for a minute.
-- **Who may write.** A driver that is killed leaves its workers alive for seconds, on a shared cluster for longer, and a machine
-  that was only cut off comes back. Each start has a token of its own, and whoever writes a checkpoint first looks whether the
-  claim still has it.
+- **Owner.** The file `claim` names the process that works in the folder. Later processes are refused, or wait, while the owner
+  lives. On the same machine, the kernel decides immediately, also after SIGKILL: by process id, start time, boot and process
+  namespace. From another machine or container, an owner lives while it touches the claim, and is lost after 60 s without.
+- **Token.** Workers of a killed driver live on for seconds, on a shared cluster longer, and a machine can return after a network
+  failure. So each start has its own token, and checkpoints are written only while the claim contains it.
 
-In object storage a small object beside the claim is put anew instead of a touch. It is not the claim itself: a machine that comes
-back puts whatever it was about to put.
+In object storage, a small object next to the claim is rewritten instead of a touch. It is not the claim itself, because a machine
+that returns would overwrite the claim with its old content.
 
-No lock of the file system is trusted for this. flock holds for one machine; on NFS, Lustre and FUSE it is, as they are mounted,
-kept by the server, kept by each machine for itself (and given to both), or refused; and a server that lost a client may hold its
-lock for ever. Here it only orders starts of the same second on one machine. Two machines that start in the same second, on a
-claim that is silent, are told apart by the token, at the first checkpoint.
+File-system locks are not sufficient. flock works on one machine. On NFS, Lustre and FUSE, depending on mount options, the server
+or each machine keeps the lock (and then several get it), or it is refused; and a server can keep a lost client's lock forever.
+Here, flock only orders simultaneous starts on one machine. If two machines take over an expired claim in the same second, the
+token decides at the first checkpoint.
 """
 
 from __future__ import annotations
@@ -43,14 +41,13 @@ from distcse.storage import RemotePath, read, to_uri, write_text_atomic
 HEARTBEAT_S = 5.0
 """Seconds between two touches of a claim."""
 LEASE_TIMEOUT_S = 60.0
-"""Seconds without a touch after which a process that cannot be asked for counts as lost: beyond what a network file system
-keeps in its caches."""
-_BEAT_STORED = 15.0
-"""The same in object storage, where each is a request; `LEASE_TIMEOUT_S` is several of them."""
-_LOOK = 1.0
-_LOOK_STORED = 5.0
+"""Seconds without a touch after which an owner on another machine counts as lost; longer than network file systems cache."""
+_REMOTE_HEARTBEAT_S = 15.0
+"""Seconds between two heartbeats in object storage, where each is a request."""
+_POLL_S = 1.0
+_REMOTE_POLL_S = 5.0
 _held_here: set[str] = set()
-"""Tokens of the claims that this process works by: of others that name it, it could not say that it gave them back."""
+"""Tokens of this process's active leases. Other claims that name this process were not released because writing failed."""
 
 
 @dataclass(frozen=True)
@@ -60,35 +57,41 @@ class LeaseOwner:
     pid: int
     host: str
     kernel: str
-    """The boot and the namespace that the process's number belongs to."""
+    """Boot id and process namespace, in which `pid` is valid."""
     began: str
-    """When it began, in the kernel's own count: numbers are given again."""
+    """Start time of the process in the kernel's units, because process ids are reused."""
 
     @classmethod
     def here(cls) -> LeaseOwner:
-        """This process."""
-        return cls(os.getpid(), socket.gethostname(), _kernel(), _began(os.getpid()))
+        """Describe this process."""
+        return cls(os.getpid(), socket.gethostname(), _kernel(), _start_time(os.getpid()))
 
     @property
-    def describe(self) -> str:
-        """In words."""
+    def description(self) -> str:
+        """Description in messages."""
         return f"process {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One start's right to write."""
+    """The right of one start of a run to write to its folder."""
 
     file: Path
+    """Path of the claim."""
     token: str
-    left_here: bool = False
-    """Whether the start before was this machine's, of a folder in object storage: then its mirror here holds all that is stored,
-    and what could not be stored."""
+    """Token of this start."""
+    has_local_changes: bool = False
+    """Whether the folder is in object storage and its previous start was on this machine. The local copy then has everything
+    that is stored, and possibly files that could not be uploaded."""
 
     @classmethod
     def acquire(cls, folder: Path) -> Lease:
-        """Take a folder over: claims before this one no longer hold."""
-        lease = cls(folder / "claim", secrets.token_hex(8), was_left_here(folder))
+        """Take over a folder; earlier leases become invalid.
+
+        Raises:
+            StorageWriteError: The claim cannot be written.
+        """
+        lease = cls(folder / "claim", secrets.token_hex(8), has_local_changes(folder))
         _held_here.add(lease.token)
         write_text_atomic(lease.file, json.dumps({"token": lease.token, "holder": asdict(LeaseOwner.here())}))
         return lease
@@ -96,17 +99,19 @@ class Lease:
     @classmethod
     @contextmanager
     def held(cls, folder: Path, reporter: Reporter, waits_for: str | None = None) -> Iterator[Lease]:
-        """Work in a folder alone.
+        """Context manager: hold the lease of a folder, and keep it alive with heartbeats.
 
         Args:
-            folder: Where; it exists.
-            reporter: Receives a note of what is waited for.
-            waits_for: What somebody who works there does that is worth waiting for; None refuses at once.
+            folder: An existing folder.
+            reporter: Receives a message before a wait, and can request to stop it.
+            waits_for: What another owner does, such as `embeds the same sentences`, to wait for its end. Default: raise.
 
         Raises:
-            RunInUseError: Somebody works there.
+            RunInUseError: Another process works in the folder, and `waits_for` is None.
+            StoppedEarlyError: A stop was requested during a wait.
+            StorageWriteError: The claim cannot be written.
         """
-        lease = cls._when_free(folder, reporter, waits_for)
+        lease = cls._acquire_when_free(folder, reporter, waits_for)
         ended = threading.Event()
         threading.Thread(target=lease._beat, args=(ended,), name="claim", daemon=True).start()
         try:
@@ -114,107 +119,124 @@ class Lease:
         finally:
             ended.set()
             _held_here.discard(lease.token)
-            lease._give_back()
+            lease._release()
 
     def check(self) -> None:
-        """Raise `RunError` where a later start has taken over."""
+        """Check that the lease is valid.
+
+        Raises:
+            RunTakenOverError: A later start has taken over the folder, or the claim cannot be read.
+        """
         try:
-            holds = self._holds()
-        except OSError as lost:
+            is_valid = self._is_valid()
+        except OSError as error:
             raise RunTakenOverError(
-                f"{self.file} cannot be read: {lost.strerror}; who may write there is not known"
+                f"{self.file} cannot be read ({error.strerror}), so a later start may have taken over; check the storage, then "
+                "use --resume"
             ) from None
-        if not holds:
-            raise self._taken_over()
+        if not is_valid:
+            raise self._taken_over_error()
 
     def check_here(self) -> None:
-        """As `check`, by what this machine knows: of a mirror that is enough to write in it, while storage is away too."""
+        """Like `check`, but read only this machine's copy of the claim, which also works while object storage is unreachable.
+
+        Raises:
+            RunTakenOverError: A later start on this machine has taken over the folder.
+        """
         if not isinstance(self.file, RemotePath):
             self.check()
-        elif self.file.is_file() and _parsed(self.file.read_bytes()).get("token") != self.token:
-            raise self._taken_over()
+        elif self.file.is_file() and _parse(self.file.read_bytes()).get("token") != self.token:
+            raise self._taken_over_error()
 
-    def _taken_over(self) -> RunError:
+    def _taken_over_error(self) -> RunError:
         return RunTakenOverError(
-            f"{to_uri(self.file.parent)} was taken over by a later start; this one writes nothing more"
+            f"{to_uri(self.file.parent)} was taken over by a later start; this start writes nothing more"
         )
 
     @classmethod
-    def _when_free(cls, folder: Path, reporter: Reporter, waits_for: str | None) -> Lease:
-        is_told = False
+    def _acquire_when_free(cls, folder: Path, reporter: Reporter, waits_for: str | None) -> Lease:
+        is_reported = False
         while True:
-            seen = _read(folder / "claim")
-            if (holder := who_works_in(folder, reporter)) is None:
-                with _in_order(folder):
-                    if _read(folder / "claim") == seen:
+            claim = _read(folder / "claim")
+            if (owner := find_owner(folder, reporter)) is None:
+                with _local_lock(folder):
+                    if _read(folder / "claim") == claim:
                         return cls.acquire(folder)
                 continue
             if waits_for is None:
                 raise RunInUseError(
-                    f"{to_uri(folder)} is in use by {holder.describe}; wait for its end, or stop it, then try again"
+                    f"{to_uri(folder)} is in use by {owner.description}; wait for its end, or stop it, then try again"
                 )
-            if not is_told:
-                reporter.emit(LogMessage(f"{holder.describe} {waits_for}; waiting for its end"))
-                is_told = True
-            _wait(_LOOK, reporter)
+            if not is_reported:
+                reporter.emit(LogMessage(f"{owner.description} {waits_for}; waiting for its end"))
+                is_reported = True
+            _wait(_POLL_S, reporter)
 
     def _beat(self, ended: threading.Event) -> None:
         beats = 0
-        while not ended.wait(_BEAT_STORED if isinstance(self.file, RemotePath) else HEARTBEAT_S):
-            # A touch that storage refuses is not the end of the work: the next may succeed, and `check` tells who took over.
+        while not ended.wait(_REMOTE_HEARTBEAT_S if isinstance(self.file, RemotePath) else HEARTBEAT_S):
+            # A failed touch is no reason to stop: the next one may succeed, and `check` detects a takeover.
             with suppress(OSError, StorageError):
-                if self._holds():
+                if self._is_valid():
                     beats += 1
                     _touch(self.file, f"{self.token} {beats}")
 
-    def _holds(self) -> bool:
+    def _is_valid(self) -> bool:
         return _read(self.file).get("token") == self.token
 
-    def _give_back(self) -> None:
-        """The token stays: workers of this start may still be there, and those of another must not take theirs for good."""
-        # Where that cannot be written (the disk is full, the folder gone), it is free when this process ends.
-        with suppress(OSError, StorageError), _in_order(self.file.parent):
-            if self._holds():
+    def _release(self) -> None:
+        """Remove the owner from the claim. The token remains, because this start's workers may still be writing."""
+        # If the claim cannot be written (full disk, deleted folder), it becomes free when this process ends.
+        with suppress(OSError, StorageError), _local_lock(self.file.parent):
+            if self._is_valid():
                 write_text_atomic(self.file, json.dumps({"token": self.token}))
 
 
-def who_works_in(folder: Path, reporter: Reporter) -> LeaseOwner | None:
-    """Who works in a folder now; None where nobody does. Takes up to a minute where only another machine could know."""
+def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
+    """Return the process that works in a folder, or None. It takes up to 60 s if the owner is on another machine.
+
+    Args:
+        folder: The folder.
+        reporter: Receives a message before a wait, and can request to stop it.
+
+    Raises:
+        StoppedEarlyError: A stop was requested during the wait.
+    """
     file = folder / "claim"
-    lease = _read(file)
+    claim = _read(file)
     try:
-        holder = LeaseOwner(**lease["holder"])
-    except (KeyError, TypeError):  # no claim, given back, or of a version that named nobody
+        owner = LeaseOwner(**claim["holder"])
+    except (KeyError, TypeError):  # no claim, released, or written by an old version without owners
         return None
-    if holder == LeaseOwner.here():
-        return holder if lease["token"] in _held_here else None
-    if holder.kernel == _kernel():
-        return holder if _lives(holder) else None
-    return None if _is_silent(file, holder, reporter) else holder
+    if owner == LeaseOwner.here():
+        return owner if claim["token"] in _held_here else None
+    if owner.kernel == _kernel():
+        return owner if _is_alive(owner) else None
+    return None if _has_expired(file, owner, reporter) else owner
 
 
-def was_left_here(folder: Path) -> bool:
-    """Whether the latest start in a folder of object storage was this machine's."""
+def has_local_changes(folder: Path) -> bool:
+    """Return whether a folder is in object storage and its latest start was on this machine."""
     file = folder / "claim"
     if not isinstance(file, RemotePath) or not file.is_file():
         return False
-    token = _parsed(file.read_bytes()).get("token")
+    token = _parse(file.read_bytes()).get("token")
     return token is not None and token == _read(file).get("token")
 
 
-def _is_silent(file: Path, holder: LeaseOwner, reporter: Reporter) -> bool:
-    last = _touched(file)
+def _has_expired(file: Path, owner: LeaseOwner, reporter: Reporter) -> bool:
+    last = _last_touch(file)
     remaining = min(LEASE_TIMEOUT_S, LEASE_TIMEOUT_S - _age(file, last))
     if remaining > 0:
         reporter.emit(
             LogMessage(
-                f"{to_uri(file.parent)} was in use by {holder.describe}; looking for up to {remaining:.0f} s if it still is"
+                f"{to_uri(file.parent)} was in use by {owner.description}; checking for up to {remaining:.0f} s whether it still is"
             )
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        _wait(_LOOK_STORED if isinstance(file, RemotePath) else _LOOK, reporter)
-        if _touched(file) != last:
+        _wait(_REMOTE_POLL_S if isinstance(file, RemotePath) else _POLL_S, reporter)
+        if _last_touch(file) != last:
             return False
     return True
 
@@ -222,48 +244,48 @@ def _is_silent(file: Path, holder: LeaseOwner, reporter: Reporter) -> bool:
 def _wait(seconds: float, reporter: Reporter) -> None:
     if reporter.stop_requested():
         raise StoppedEarlyError(
-            "stopped while another process works there; go on later with --resume, or start it again"
+            "stopped while waiting for another process in the same folder; use --resume later, or start the run again"
         )
     time.sleep(seconds)
 
 
-def _touch(file: Path, sign: str) -> None:
+def _touch(file: Path, content: str) -> None:
     if isinstance(file, RemotePath):
-        write_text_atomic(_beats(file), sign)
+        write_text_atomic(_heartbeat_path(file), content)
     else:
         os.utime(file, follow_symlinks=False)
 
 
-def _touched(file: Path) -> float | bytes | None:
-    """What another touch changes."""
+def _last_touch(file: Path) -> float | bytes | None:
+    """Return a value that changes with each touch: the modification time, or the heartbeat's content in object storage."""
     if isinstance(file, RemotePath):
-        return read(_beats(file))
-    with open(file, "rb") as opened:  # opening asks a network file system's server, where a name alone asks its cache
+        return read(_heartbeat_path(file))
+    with open(file, "rb") as opened:  # opening the file bypasses a network file system's cache of attributes
         return os.fstat(opened.fileno()).st_mtime
 
 
 def _age(file: Path, touched: float | bytes | None) -> float:
-    """Seconds since a touch, by the clock of the storage on both sides: machines differ in theirs. Object storage tells none."""
+    """Return the seconds since a touch by the storage's clock, as machines' clocks differ; 0 in object storage."""
     if not isinstance(touched, float):
         return 0.0
     with tempfile.TemporaryFile(dir=file.parent) as new:
         return os.fstat(new.fileno()).st_mtime - touched
 
 
-def _beats(file: Path) -> Path:
+def _heartbeat_path(file: Path) -> Path:
     return file.with_name("claim.beats")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a claim says, where it is kept; nothing where there is none."""
+    """Read a claim from storage; return an empty dictionary if there is none."""
     try:
         content = read(file)
-    except FileNotFoundError:  # given up between a look and the next
+    except FileNotFoundError:  # deleted in the meantime
         return {}
-    return {} if content is None else _parsed(content)
+    return {} if content is None else _parse(content)
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> dict[str, Any]:
     try:
         lease = json.loads(content)
     except ValueError:
@@ -272,14 +294,14 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _in_order(folder: Path) -> Iterator[None]:
-    """One process of this machine after the other."""
-    if isinstance(folder, RemotePath):  # which may not be here yet
+def _local_lock(folder: Path) -> Iterator[None]:
+    """Context manager: hold a lock among the processes of this machine."""
+    if isinstance(folder, RemotePath):  # its local copy may not exist yet
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # storage without such locks: the token decides
+        with suppress(OSError):  # file systems without flock: the token decides
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -290,22 +312,22 @@ def _kernel() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()
 
 
-def _lives(holder: LeaseOwner) -> bool:
+def _is_alive(owner: LeaseOwner) -> bool:
     try:
-        os.kill(holder.pid, 0)
+        os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process of another user
         pass
-    return _began(holder.pid) in (holder.began, "")
+    return _start_time(owner.pid) in (owner.began, "")
 
 
-def _began(pid: int) -> str:
-    """When a process of this machine began; "" where that is hidden, or no Linux tells it."""
+def _start_time(pid: int) -> str:
+    """Return the start time of a process on this machine; "" if it is hidden, or without Linux's /proc."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A run done again from what its directory holds: the same data or none, and at the end, are the weights the same?"""
+"""Repeats a run from its directory on the same data, and compares the weights."""
 
 from __future__ import annotations
 
@@ -16,88 +16,104 @@ from distcse.events import Reporter
 from distcse.files import dump_checked_json
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory, other_data, recorded
-from distcse.runs.lease import who_works_in
+from distcse.runs.lease import find_owner
 from distcse.storage import fetch_folder, to_uri, write_text_atomic
 
-_ELSEWHERE = ("storage.runs",)
+_ALSO_OVERRIDABLE = ("storage.runs",)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs' weights."""
+    """Comparison of two runs' weights."""
 
     first: str
-    """blake2b of the first run's weights, by name."""
+    """blake2b of the first run's weights."""
     second: str
+    """blake2b of the second run's weights."""
     largest: float
-    """Largest difference of two weights; 0 where all are equal to the last bit."""
+    """Largest difference between two weights; 0 if all are bitwise equal."""
     where: str
-    """Name of the tensor that has it."""
+    """Name of the tensor with the largest difference."""
 
     @property
-    def told(self) -> str:
-        """In a line."""
+    def description(self) -> str:
+        """The result in one line, to follow the word `weights`."""
         if self.first == self.second:
-            return f"equal to the first run's, to the last bit (blake2b {self.first})"
+            return f"equal to the first run's, bit for bit (blake2b {self.first})"
         return f"differ from the first run's by at most {self.largest:.3g}, in {self.where}"
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """A run that is to be done again."""
+    """A finished run to repeat."""
 
     path: Path
+    """Its directory."""
     recipe: Recipe | MutualRecipe
+    """Its recipe with the overrides."""
     data: Mapping[str, str]
-    """Fingerprints of what it learned from."""
+    """Fingerprints of its corpus and models, by name."""
     warnings: list[str]
-    """Packages, Python, machine or code that are others now."""
+    """Differences between its environment and the current one: packages, Python, machine, code."""
 
     @classmethod
     def open(cls, path: Path, overrides: list[str], reporter: Reporter) -> ReferenceRun:
-        """Read a run's record.
+        """Read the record of a finished run.
 
         Args:
-            path: Its directory; the run came to its end.
-            overrides: Knobs that change nothing that is learned, and `storage.runs`.
-            reporter: Receives a note when the lease takes a minute to check.
+            path: The run's directory.
+            overrides: Overrides of keys that do not change the trained weights, and of `storage.runs`.
+            reporter: Receives a message if checking the lease takes up to 60 s.
 
         Raises:
-            RunError: No run, damaged, without a model to compare with, or still at work.
+            RunDirectoryError: The directory is not a run, or has no finished model.
+            RunRecordError: A file of the run is missing or damaged.
+            RunInUseError: The run is still active.
+            FrozenKeyError: An override changes a key that cannot change.
         """
-        _, recipe = RunDirectory.reopen(path, overrides, _ELSEWHERE)
-        if (holder := who_works_in(path, reporter)) is not None:
+        _, recipe = RunDirectory.reopen(path, overrides, _ALSO_OVERRIDABLE)
+        if (owner := find_owner(path, reporter)) is not None:
             raise RunInUseError(
-                f"{to_uri(path)} is in use by {holder.describe}; a rerun compares with what it comes to: wait for its end"
+                f"{to_uri(path)} is in use by {owner.description}; a rerun needs its final weights: wait for its end"
             )
-        noted = recorded(path)
+        record = recorded(path)
         _fetch_models(path, recipe)
         if not _models(path):
             raise RunDirectoryError(
-                f"{to_uri(path)} has no model to compare with: the run did not come to its end; --resume {to_uri(path)} "
-                "first"
+                f"{to_uri(path)} has no model to compare with, because the run did not finish; --resume {to_uri(path)} first"
             )
-        return cls(path, recipe, noted["data"], _differences(noted))
+        return cls(path, recipe, record["data"], _differences(record))
 
-    def hold_to(self, data: Mapping[str, str]) -> None:
-        """Raise `RunError` where what would be learned from is not what was."""
+    def check_data(self, data: Mapping[str, str]) -> None:
+        """Check that the fingerprints of the rerun's data equal those of this run.
+
+        Raises:
+            ResumeMismatchError: The corpus or a model differs.
+        """
         if changed := other_data(self.data, data):
             name, before, now = changed
             raise ResumeMismatchError(
-                f"the {name} is not the one that {to_uri(self.path)} learned from (fingerprint {now[:12]}, was {before[:12]}); "
-                "restore it: a rerun on other data would show nothing"
+                f"the {name} is not the one that {to_uri(self.path)} was trained with (fingerprint {now[:12]}, was "
+                f"{before[:12]}); restore it: a rerun needs the same data"
             )
 
     def compare(self, run: Path) -> Compared:
-        """The models of the two runs; noted in the second one's rerun.json."""
+        """Compare this run's weights with those of a rerun, and write the result to the rerun's rerun.json.
+
+        Raises:
+            ResumeMismatchError: The models have different weights or shapes.
+            RunRecordError: A file of a model is damaged.
+        """
         first, second = _weights(self.path), _weights(run)
         if shapes(first) != shapes(second):
-            raise ResumeMismatchError(f"{self.path} and {run} hold models of different shapes")
+            raise ResumeMismatchError(
+                f"{self.path} and {run} have models of different shapes; repeat the run with the same student"
+            )
         largest, where = 0.0, ""
         for name, tensor in first.items():
-            apart = float((tensor.double() - second[name].double()).abs().max()) if tensor.numel() else 0.0
-            if apart > largest or not where:
-                largest, where = apart, name
+            difference = float((tensor.double() - second[name].double()).abs().max()) if tensor.numel() else 0.0
+            if difference > largest or not where:
+                largest, where = difference, name
         compared = Compared(_digest(first), _digest(second), largest, where)
         write_text_atomic(
             run / "rerun.json",
@@ -107,7 +123,7 @@ class ReferenceRun:
 
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight, by name."""
+    """Return the shape of each weight, by name."""
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
@@ -119,21 +135,21 @@ def _fetch_models(run: Path, recipe: Recipe | MutualRecipe) -> None:
 
 
 def _models(run: Path) -> list[Path]:
-    """Weight files of the model or models that a run left behind."""
+    """Return the weight files of a run's model or models."""
     models = [run / "model", *(run / "models").glob("*/*")]
-    found = [file for model in models for file in model.rglob("*.safetensors")]
-    return sorted(file for file in found if file.parent.name != "distcse")  # beside the model, and no part of it
+    files = [file for model in models for file in model.rglob("*.safetensors")]
+    return sorted(file for file in files if file.parent.name != "distcse")  # distcse's files are no part of the model
 
 
 def _weights(run: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in _models(run):
-        place = file.parent.relative_to(run).as_posix()
+        folder = file.parent.relative_to(run).as_posix()
         try:
-            found.update({f"{place}/{name}": tensor for name, tensor in load_file(file).items()})
-        except (OSError, SafetensorError) as broken:
-            raise RunRecordError(f"{file} cannot be read: {broken}") from None
-    return found
+            weights.update({f"{folder}/{name}": tensor for name, tensor in load_file(file).items()})
+        except (OSError, SafetensorError) as error:
+            raise RunRecordError(f"{file} cannot be read ({error}); restore it, or train the run again") from None
+    return weights
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
@@ -144,18 +160,20 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _differences(noted: Mapping[str, object]) -> list[str]:
+def _differences(record: Mapping[str, object]) -> list[str]:
     now = RunDirectory.circumstances()
-    packages, were = now["packages"], noted["packages"]
-    assert isinstance(packages, dict) and isinstance(were, dict)
-    told = [
-        f"{key} is {now[key]}, was {noted.get(key)}"
+    packages, old_packages = now["packages"], record["packages"]
+    assert isinstance(packages, dict) and isinstance(old_packages, dict)
+    differences = [
+        f"{key} is {now[key]}, was {record.get(key)}"
         for key in ("python", "platform", "hardware", "commit")
-        if now[key] != noted.get(key)
+        if now[key] != record.get(key)
     ]
-    if now["changed"] or noted.get("changed"):
-        told.append("the code has changes that are in no commit")
-    for name in sorted(were.keys() | packages.keys()):
-        if were.get(name) != packages.get(name):
-            told.append(f"{name} is {packages.get(name, 'not installed')}, was {were.get(name, 'not installed')}")
-    return told
+    if now["changed"] or record.get("changed"):
+        differences.append("the code has uncommitted changes")
+    for name in sorted(old_packages.keys() | packages.keys()):
+        if old_packages.get(name) != packages.get(name):
+            differences.append(
+                f"{name} is {packages.get(name, 'not installed')}, was {old_packages.get(name, 'not installed')}"
+            )
+    return differences

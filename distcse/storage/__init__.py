@@ -1,19 +1,19 @@
-"""Where things are kept: a folder that all machines share, or object storage (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`).
+"""Storage: a folder that all machines share, or object storage (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`).
 
-All that computes works on local files. A place in object storage has a local twin, its *mirror*: written there first, as in any
-folder, then uploaded; fetched from there by whoever lacks it. In a folder that all machines share nothing is copied.
+All computation works on local files. A path in object storage (`RemotePath`) has a local *mirror*: files are written to the
+mirror, then uploaded, and downloaded where they are missing. Nothing is copied in a shared folder.
 
-A put of one object is atomic, and nothing else is. So what has several files is stored under a name that no other content has,
-and then named by one object, its record, with checksums: a reader sees what was there before, or what is there now. A record
-is what makes a thing exist. Things are removed record first. Lists of names serve to clean up and to look for a way out.
+Only the upload of one object is atomic. Content of several files is therefore stored under a name unique to that content,
+and then referenced by one object, its record, with checksums: readers see the previous or the new content. Content exists if
+its record exists, and is deleted record first. Listings, which may be outdated, serve only for cleaning up and recovery.
 """
 
 from distcse.storage.folders import delete_dir, fetch_folder, is_stored, remove, upload_dir
 from distcse.storage.job_copy import is_in_job_copy, refuse_job_copy
 from distcse.storage.places import RemotePath, is_uri, resolve_path, to_uri
 from distcse.storage.probe import probe
-from distcse.storage.runs import model_of
-from distcse.storage.single import atomic_write, fetch, names, read, upload, write_text_atomic
+from distcse.storage.runs import find_model
+from distcse.storage.single import atomic_write, fetch, list_names, read, upload, write_text_atomic
 
 __all__ = [
     "RemotePath",
@@ -21,11 +21,11 @@ __all__ = [
     "delete_dir",
     "fetch",
     "fetch_folder",
+    "find_model",
     "is_in_job_copy",
     "is_stored",
     "is_uri",
-    "model_of",
-    "names",
+    "list_names",
     "probe",
     "read",
     "refuse_job_copy",

@@ -1,4 +1,4 @@
-"""Ray's copy of a job's working directory (`ray job submit --working-dir`), where no result stays."""
+"""Ray's copy of a job's working directory (`ray job submit --working-dir`), which Ray deletes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from pathlib import Path
 from distcse.errors import TemporaryPathError
 from distcse.storage.places import RemotePath
 
-# <session>/runtime_resources/working_dir_files/_ray_pkg_<hash>; other names for packages that Ray fetched from an address.
-_COPIES = os.path.join(os.sep, "runtime_resources", "working_dir_files", "")
+# <session>/runtime_resources/working_dir_files/_ray_pkg_<hash>; packages that Ray downloaded have other last names.
+_JOB_COPIES = os.path.join(os.sep, "runtime_resources", "working_dir_files", "")
 
 
 def is_in_job_copy(path: str | Path) -> bool:
-    """Whether a path, its links followed, lies in Ray's copy of a job's working directory."""
-    if "\0" in str(path):  # no path at all: whoever opens it says so
+    """Whether a path, after resolving links, is in Ray's copy of a job's working directory."""
+    if "\0" in str(path):  # an invalid path, reported when it is opened
         return False
-    return not isinstance(path, RemotePath) and _COPIES in os.path.join(os.path.realpath(path), "")
+    return not isinstance(path, RemotePath) and _JOB_COPIES in os.path.join(os.path.realpath(path), "")
 
 
 def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:
-    """Raise `RecipeError` for an output path in Ray's copy of a job's working directory.
+    """Refuse an output path in Ray's copy of a job's working directory.
 
     Args:
         setting: Key or option that names the path.
-        path: Where the command would write.
-        fix: What to do instead, an imperative.
+        path: Path of the output.
+        fix: How to fix it, as an imperative.
+
+    Raises:
+        TemporaryPathError: The path is in the copy.
     """
     if is_in_job_copy(path):
         raise TemporaryPathError(

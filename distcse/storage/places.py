@@ -1,4 +1,4 @@
-"""What a name means: a folder of this machine (or one that all share), or an address in object storage and its local mirror."""
+"""Resolve a name to a path: a local or shared folder, or the local mirror of an address in object storage."""
 
 from __future__ import annotations
 
@@ -10,79 +10,83 @@ from typing import Any
 from distcse.errors import StorageAddressError
 from distcse.files import text_checksum
 
-_ADDRESS = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\r\n\t]+)*)/*")
+_URI = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\r\n\t]+)*)/*")
 _ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("CLOUD_STORAGE_EMULATOR_ENDPOINT",)}
 _NO_ENDPOINT = "cloud"
 
 
 class RemotePath(PosixPath):
-    """The local twin of a place in object storage. To another process or machine it travels as its address."""
+    """The local mirror of a path in object storage; pickled as its address, so that each machine uses its own mirror."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return resolve_path, (to_uri(self),)
 
 
 def is_uri(text: str) -> bool:
-    """Whether a name says where in some network, rather than which folder."""
+    """Whether a name is an address such as `s3://…` rather than a path."""
     return "://" in text
 
 
 def resolve_path(name: str | Path) -> Path:
-    """The folder or file of a name: as it is, or for an address its mirror on this machine.
+    """Return a path as it is, or an address's mirror on this machine.
 
-    A path below the folder of mirrors is a mirror too: so what a message names can be typed.
+    A path below the folder of mirrors is a mirror too, so that users can copy paths from messages.
 
     Args:
         name: A path, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
 
     Raises:
-        StorageError: An address of another kind, or with something in it that belongs in the environment.
+        StorageAddressError: The address has another scheme, or parts that belong in the environment.
     """
     if isinstance(name, RemotePath):
         return name
     text = str(name)
     if not is_uri(text):
-        return RemotePath(text) if _is_below(Path(text), mirrors()) else Path(text)
-    scheme, bucket, key = parts(text)
-    return RemotePath(mirrors(), scheme, _known(scheme), bucket, *key.split("/"))
+        return RemotePath(text) if _is_in_mirror(Path(text), mirror_root()) else Path(text)
+    scheme, bucket, key = split_uri(text)
+    return RemotePath(mirror_root(), scheme, _endpoint_key(scheme), bucket, *key.split("/"))
 
 
-def parts(text: str) -> tuple[str, str, str]:
-    """Scheme, bucket and key of an address."""
-    found = _ADDRESS.fullmatch(text)
-    if found is None or {".", ".."} & set(found[3].split("/")):
-        # Not repeated: it may hold a key and its secret.
+def split_uri(text: str) -> tuple[str, str, str]:
+    """Split an address into scheme, bucket and key.
+
+    Raises:
+        StorageAddressError: It is not an address of object storage.
+    """
+    match = _URI.fullmatch(text)
+    if match is None or {".", ".."} & set(match[3].split("/")):
+        # The message doesn't repeat the address, which may contain credentials.
         raise StorageAddressError(
-            "that is no address of object storage; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and put credentials and "
-            "endpoint in the environment (AWS_…, GOOGLE_…)"
+            "the address of object storage is malformed; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and set credentials "
+            "and endpoint in the environment (AWS_…, GOOGLE_…)"
         )
-    return found[1], found[2], found[3].removeprefix("/")
+    return match[1], match[2], match[3].removeprefix("/")
 
 
 def to_uri(path: Path) -> str:
-    """What a place is called: the address of what a mirror mirrors; a path as it is."""
+    """Return the address of a mirror, or a path as it is, for messages and records."""
     if not isinstance(path, RemotePath):
         return str(path)
-    scheme, _, bucket, *key = path.relative_to(mirrors()).parts
+    scheme, _, bucket, *key = path.relative_to(mirror_root()).parts
     return "/".join([f"{scheme}://{bucket}", *key])
 
 
-def mirrors() -> Path:
-    """The folder of this machine's mirrors."""
+def mirror_root() -> Path:
+    """Return the folder of this machine's mirrors."""
     return Path(os.environ.get("DISTCSE_MIRROR") or "~/.cache/distcse/mirror").expanduser().absolute()
 
 
-def endpoint_of(scheme: str) -> str | None:
-    """The server that the environment names instead of the cloud's own."""
+def find_endpoint(scheme: str) -> str | None:
+    """Return the server that the environment sets instead of the cloud's; None if it sets none."""
     return next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), None)
 
 
-def _known(scheme: str) -> str:
-    """Buckets of one name on two servers are two."""
-    endpoint = endpoint_of(scheme)
+def _endpoint_key(scheme: str) -> str:
+    """Name an endpoint's folder of mirrors, because two servers may have buckets of one name."""
+    endpoint = find_endpoint(scheme)
     return _NO_ENDPOINT if endpoint is None else text_checksum(endpoint)[:12]
 
 
-def _is_below(path: Path, folder: Path) -> bool:
-    """Deep enough for a bucket's name."""
+def _is_in_mirror(path: Path, folder: Path) -> bool:
+    """Whether a path is below a bucket's folder of mirrors."""
     return path.is_relative_to(folder) and len(path.parts) >= len(folder.parts) + 3

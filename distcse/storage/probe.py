@@ -1,4 +1,4 @@
-"""Whether something can be kept in a place, found out by doing it."""
+"""Test whether object storage can be used."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from distcse.storage.places import RemotePath, to_uri
 
 
 def probe(folder: RemotePath) -> None:
-    """Put a small object, read it and delete it again.
+    """Write a small object, read it and delete it.
 
     Raises:
-        StorageError: The storage refuses one of them.
+        ObjectStorageError: The storage refuses a request, or returns other content.
     """
-    there = f"{to_uri(folder)}/.distcse-probe-{secrets.token_hex(6)}"
-    objects.write(there, b"distcse")
-    found = objects.read(there)
-    objects.delete(there)
-    if found != b"distcse":
-        raise ObjectStorageError(f"{to_uri(folder)}: what was written is not what is read")
+    uri = f"{to_uri(folder)}/.distcse-probe-{secrets.token_hex(6)}"
+    objects.write(uri, b"distcse")
+    stored = objects.read(uri)
+    objects.delete(uri)
+    if stored != b"distcse":
+        raise ObjectStorageError(
+            f"{to_uri(folder)}: the storage returned other content than was written; use other storage"
+        )

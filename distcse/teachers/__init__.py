@@ -1,4 +1,4 @@
-"""Frozen teachers: embedding tables on disk, servers of similarity lists, and the worker's client of them.
+"""Frozen teachers: embedding tables on disk, servers of similarity lists, and the workers' clients of these servers.
 
-Nothing is named here: whoever serves cosines of a table does not import PyTorch for it.
+Nothing is imported here, so that servers of cached tables start without PyTorch.
 """

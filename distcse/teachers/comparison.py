@@ -1,4 +1,4 @@
-"""How far teachers agree on a text: before hours of training, a minute that says who adds what."""
+"""Agreement between teachers on a corpus, measured before training on a sample of its sentences."""
 
 from __future__ import annotations
 
@@ -17,119 +17,132 @@ from distcse.teachers.factory import open_embedder, scores_pairs
 NEAREST = 10
 _SHOWN = 5
 _STREAM = 2**32 - 4
-"""Of the sentences' draw, beside other draws of the seed."""
+"""Random stream that draws the sentences, different from the seed's other streams."""
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Two teachers."""
+    """Agreement of two teachers."""
 
     first: int
-    """Number of a teacher in the recipe."""
+    """Index of the first teacher in the recipe."""
     second: int
     kendall: float
-    """Mean Kendall's τ-b × 100 of their lists of a sentence."""
+    """Kendall's τ-b × 100 between both teachers' lists, mean over sentences."""
     overlap: float
-    """Percentage of a sentence's ten nearest that both name."""
+    """Percentage of a sentence's ten nearest neighbors that both teachers share, mean over sentences."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A pair of sentences on which teachers differ."""
+    """A pair of sentences whose similarity the teachers judge differently."""
 
     one: str
     other: str
     cosines: list[float]
-    """One a teacher that was compared."""
+    """One per compared teacher, in the order of `TeacherComparison.compared`."""
 
 
 @dataclass(frozen=True)
 class TeacherComparison:
-    """What a preview found."""
+    """Result of `compare`."""
 
     sentences: int
+    """Number of different sentences that were compared."""
     teachers: list[str]
-    """All of the recipe."""
+    """Names of all teachers in the recipe."""
     compared: list[int]
-    """Numbers of those that give vectors."""
+    """Indices of the teachers that output vectors."""
     pairings: list[Pairing]
     disputes: list[Disagreement]
-    """Where standardised cosines are farthest apart."""
+    """The pairs with the largest range of standardized cosines, largest first."""
 
 
-def compare(recipe: Recipe, corpus: Corpus, sentences: int, post: Callable[[int, int], None]) -> TeacherComparison:
-    """Embed some different sentences of a corpus by every teacher, and compare the lists.
+def compare(
+    recipe: Recipe, corpus: Corpus, sentences: int, on_teacher_done: Callable[[int, int], None]
+) -> TeacherComparison:
+    """Embed a sample of different sentences with every teacher, and compare the similarity lists.
 
     Args:
-        recipe: Its teachers, and the seed that draws the sentences.
-        corpus: The user's text.
-        sentences: How many.
-        post: Told a teacher's number and the sentences it is through.
+        recipe: Gives the teachers, and the seed that draws the sentences.
+        corpus: The corpus to sample from.
+        sentences: Sample size.
+        on_teacher_done: Called after each teacher with its index and the number of embedded sentences.
 
     Raises:
-        TeacherError: Fewer than two teachers that give vectors, or fewer than twelve different sentences.
+        ComparisonError: Fewer than two teachers output vectors, or there are fewer than twelve different sentences.
     """
     compared = comparable(recipe)
     if sentences < NEAREST + 2:
-        raise ComparisonError(f"a comparison wants {NEAREST + 2} sentences or more, not {sentences}")
+        raise ComparisonError(
+            f"a comparison needs at least {NEAREST + 2} sentences, not {sentences}; raise --sentences"
+        )
     drawn = np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[: 2 * sentences]
     texts = list(dict.fromkeys(corpus.texts(drawn)))[:sentences]
     if len(texts) < NEAREST + 2:
-        raise ComparisonError(f"the corpus has {len(texts)} different sentences; a comparison wants {NEAREST + 2}")
+        raise ComparisonError(
+            f"the corpus has only {len(texts)} different sentences, a comparison needs {NEAREST + 2}; add sentences"
+        )
     lists = []
     for number in compared:
         teacher = recipe.teachers.encoders[number]
         units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
-        lists.append(_others(units @ units.T))
-        post(number, len(texts))
+        lists.append(_drop_diagonal(units @ units.T))
+        on_teacher_done(number, len(texts))
     pairings = [
         Pairing(compared[one], compared[other], kendall(lists[one], lists[other]), overlap(lists[one], lists[other]))
         for one, other in combinations(range(len(compared)), 2)
     ]
     names = [teacher.backbone for teacher in recipe.teachers.encoders]
-    return TeacherComparison(len(texts), names, compared, pairings, _disputes(texts, lists))
+    return TeacherComparison(len(texts), names, compared, pairings, _find_disagreements(texts, lists))
 
 
 def comparable(recipe: Recipe) -> list[int]:
-    """Numbers of the teachers that give vectors. `TeacherError` where fewer than two do."""
+    """Return the indices of the teachers that output vectors.
+
+    Raises:
+        ComparisonError: Fewer than two teachers do.
+    """
     numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if not scores_pairs(teacher)]
     if len(numbers) < 2:
-        raise ComparisonError(f"a comparison wants two teachers that give vectors, the recipe has {len(numbers)}")
+        raise ComparisonError(
+            f"a comparison needs two teachers that output vectors, but teachers.encoders has {len(numbers)}; add one"
+        )
     return numbers
 
 
 def kendall(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
-    """(n, m) lists of two teachers -> mean Kendall's τ-b of a sentence's two lists, times 100."""
-    from scipy.stats import kendalltau  # half a second, for commands that do not compare
+    """Compute the mean over sentences of Kendall's τ-b between two teachers' (n, m) lists, times 100."""
+    from scipy.stats import kendalltau  # takes 0.5 s, which other commands save
 
     return float(100 * np.mean([kendalltau(a, b).statistic for a, b in zip(one, other, strict=True)]))
 
 
 def overlap(one: NDArray[np.floating], other: NDArray[np.floating], nearest: int = NEAREST) -> float:
-    """(n, m) lists of two teachers -> percentage of a sentence's nearest that both name, a mean over sentences."""
+    """Compute the percentage of nearest neighbors shared by two teachers' (n, m) lists, mean over sentences."""
     ours, theirs = (np.argpartition(-lists, nearest - 1, axis=1)[:, :nearest] for lists in (one, other))
     return float(100 * np.mean([len(np.intersect1d(a, b)) / nearest for a, b in zip(ours, theirs, strict=True)]))
 
 
-def _others(cosines: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(n, n) -> (n, n - 1): each sentence's list without itself."""
+def _drop_diagonal(cosines: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Drop the diagonal of an (n, n) matrix: (n, n - 1) lists of the other sentences."""
     count = len(cosines)
     return cosines[~np.eye(count, dtype=bool)].reshape(count, count - 1)
 
 
-def _disputes(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> list[Disagreement]:
-    """The pairs on which standardised cosines are farthest apart; each sentence in one of them at most."""
-    standard = np.stack([(part - part.mean()) / max(float(part.std()), 1e-6) for part in lists])
-    apart = np.ptp(standard, axis=0)
+def _find_disagreements(texts: Sequence[str], lists: Sequence[NDArray[np.float32]]) -> list[Disagreement]:
+    """Find the pairs with the largest range of standardized cosines; a sentence occurs in one pair at most."""
+    standardized = np.stack([(part - part.mean()) / max(float(part.std()), 1e-6) for part in lists])
+    spread = np.ptp(standardized, axis=0)
     found: list[Disagreement] = []
-    met: set[int] = set()
-    for place in np.argsort(-apart, axis=None)[: 50 * _SHOWN]:
-        row, column = divmod(int(place), apart.shape[1])
+    used: set[int] = set()
+    for index in np.argsort(-spread, axis=None)[: 50 * _SHOWN]:
+        row, column = divmod(int(index), spread.shape[1])
         other = column + (column >= row)
         if len(found) == _SHOWN:
             break
-        if met & {row, other}:
+        if used & {row, other}:
             continue
-        met |= {row, other}
+        used |= {row, other}
         found.append(Disagreement(texts[row], texts[other], [float(part[row, column]) for part in lists]))
     return found

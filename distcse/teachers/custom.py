@@ -1,4 +1,4 @@
-"""Teachers of the user's own."""
+"""Custom teachers: classes of the user's that a recipe names by `class_path`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from distcse.teachers.teacher import Embedder
 
 
 class CustomTeacher(Embedder, Protocol):
-    """What `code` names: it gives vectors, and says what decides them."""
+    """Interface of the class that `class_path` names: it embeds texts, and identifies its vectors."""
 
     fingerprint: str
-    """Changes when the vectors would: tables are kept under it."""
+    """Identifies the vectors: a table is reused while this string and the class's arguments are unchanged."""
 
 
 def open_custom(teacher: TeacherSection) -> CustomTeacher:
-    """The teacher that a recipe names by `code`, made with its knobs.
+    """Create the teacher that a recipe names by `class_path`, with `kwargs` as its arguments.
 
     Raises:
-        RecipeError: It cannot be imported or made, or lacks `encode` or `fingerprint`.
+        CustomClassError: The class cannot be imported or created, or lacks `encode` or `fingerprint`.
     """
-    code = str(teacher.class_path)
-    made = load_class(code, "a teacher's code")
+    class_path = str(teacher.class_path)
+    teacher_class = load_class(class_path, "a teacher's class_path")
     try:
-        own = made(**teacher.kwargs)
-    except TypeError as refused:
-        raise CustomClassError(f"teacher {teacher.backbone}: {code} does not take its knobs: {refused}") from None
-    if not callable(getattr(own, "encode", None)) or not isinstance(getattr(own, "fingerprint", None), str):
+        custom = teacher_class(**teacher.kwargs)
+    except TypeError as error:
         raise CustomClassError(
-            f"teacher {teacher.backbone}: {code} wants a method encode(texts, …) and a string fingerprint"
+            f"teacher {teacher.backbone}: {class_path} does not accept the kwargs of the recipe ({error}); change kwargs"
+        ) from None
+    if not callable(getattr(custom, "encode", None)) or not isinstance(getattr(custom, "fingerprint", None), str):
+        raise CustomClassError(
+            f"teacher {teacher.backbone}: {class_path} lacks a method encode(texts, …) or a string fingerprint; add them"
         )
-    return cast(CustomTeacher, own)
+    return cast(CustomTeacher, custom)
 
 
 def custom_fingerprint(teacher: TeacherSection) -> str:
-    """What decides its vectors: the class, its knobs, and what it says itself."""
-    told = json.dumps([teacher.class_path, teacher.kwargs, open_custom(teacher).fingerprint], sort_keys=True)
-    return text_checksum(told)
+    """Hash what determines a custom teacher's vectors: class path, arguments, and its own `fingerprint`."""
+    identity = json.dumps([teacher.class_path, teacher.kwargs, open_custom(teacher).fingerprint], sort_keys=True)
+    return text_checksum(identity)

@@ -1,4 +1,4 @@
-"""Which table a teacher needs, and one shard of it embedded. Knows no cluster: actors and plain loops both call this."""
+"""Embedding a corpus with one teacher, shard by shard. Independent of Ray: actors and local loops both call this."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distcse.teachers.teacher import Embedder
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
-    """The table that holds this teacher's vectors of this corpus, complete or not."""
+    """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
     identity = TableIdentity(
         model=fingerprint(teacher),
         corpus=corpus.fingerprint,
@@ -29,7 +29,7 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
 def embed_shard(
     encoder: Embedder, teacher: TeacherSection, corpus: Corpus, table: EmbeddingTable, shard: int, tokens_per_batch: int
 ) -> int:
-    """Embed one shard's rows and store it. Returns the number of rows that went through the teacher."""
+    """Embed the rows of one shard, store them, and return their number."""
     rows = table.shard_range(shard)
     vectors = encoder.encode(
         corpus.texts(rows), batch_tokens=tokens_per_batch, precision=teacher.forward_precision, normalize=False

@@ -1,6 +1,6 @@
-"""A teacher behind an OpenAI-compatible embeddings endpoint: text-embeddings-inference, vLLM, infinity, or a service.
+"""Teacher behind an OpenAI-compatible embeddings endpoint: text-embeddings-inference, vLLM, infinity, or a service.
 
-What it answers goes into the same table as any teacher's vectors, so each sentence is paid for once.
+Its vectors are stored in an embedding table like any teacher's, so that each sentence is paid for once.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from distcse.errors import EndpointError, TeacherError
 from distcse.models.prompts import SENTENCE, is_template
 from distcse.recipe import EndpointSection
 
-_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_TOLD = 200
+_RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+_MAX_ERROR_CHARS = 200
 
 
 class Endpoint:
-    """Texts to vectors over HTTP, with the `encode` of an encoder.
+    """Embeds texts over HTTP, with the `encode` method of an encoder.
 
     Args:
         model: The model's name at the endpoint.
-        section: Where it is, and how it is asked.
-        prompt: Text put before every sentence, or a template with `{sentence}` in it.
+        section: URL, batch size, connections, timeout and retries.
+        prompt: Text put before every sentence, or a template that contains `{sentence}`.
     """
 
     def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
@@ -38,7 +38,7 @@ class Endpoint:
         retry = Retry(
             total=section.retries,
             backoff_factor=0.5,
-            status_forcelist=_RETRIED,
+            status_forcelist=_RETRIED_STATUSES,
             allowed_methods=["POST"],
             raise_on_status=False,
         )
@@ -57,52 +57,62 @@ class Endpoint:
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """(n,) texts -> (n, d) float32 vectors, in the texts' order; several batches are under way at a time.
+        """Embed texts, with `section.connections` concurrent requests.
 
-        `batch_tokens` and `precision` are the server's own affair.
+        Args:
+            texts: n texts.
+            batch_tokens: Ignored: requests have `section.batch_size` texts.
+            normalize: Whether to scale vectors to unit length; None does not.
+            precision: Ignored: the server decides.
+            on_progress: Called after each batch with the number of texts embedded so far.
+
+        Returns:
+            (n, d) float32 vectors, in the texts' order.
 
         Raises:
-            TeacherError: The endpoint cannot be reached, refuses, or answers something else than one vector a text.
+            EndpointError: The endpoint cannot be reached, refuses, or does not answer with one vector per text.
         """
         size = self._section.batch_size
         batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
-        found: list[NDArray[np.float32]] = []
+        batch_vectors: list[NDArray[np.float32]] = []
         with ThreadPoolExecutor(self._section.connections) as pool:
-            for vectors in pool.map(self._ask, batches):
-                found.append(vectors)
+            for vectors in pool.map(self._request, batches):
+                batch_vectors.append(vectors)
                 if on_progress is not None:
-                    on_progress(sum(map(len, found)))
-        widths = {vectors.shape[1] for vectors in found}
-        if len(widths) > 1:
-            raise self._error(f"answers vectors of different widths, {sorted(widths)}")
-        vectors = np.concatenate(found) if found else np.empty((0, 0), dtype=np.float32)
+                    on_progress(sum(map(len, batch_vectors)))
+        dimensions = {vectors.shape[1] for vectors in batch_vectors}
+        if len(dimensions) > 1:
+            raise self._error(f"answers vectors of different dimensions, {sorted(dimensions)}; check its model")
+        vectors = np.concatenate(batch_vectors) if batch_vectors else np.empty((0, 0), dtype=np.float32)
         if normalize:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = np.asarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
         return vectors
 
-    def _ask(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def _request(self, texts: Sequence[str]) -> NDArray[np.float32]:
         template = self._prompt if is_template(self._prompt) else self._prompt + SENTENCE
-        asked = [template.replace(SENTENCE, text) for text in texts]
-        body = {"model": self._model, "input": asked, "encoding_format": "float"}
+        inputs = [template.replace(SENTENCE, text) for text in texts]
+        body = {"model": self._model, "input": inputs, "encoding_format": "float"}
         try:
-            answer = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout_s)
-        except requests.RequestException as lost:
-            raise self._error(f"cannot be reached after {self._section.retries} retries: {lost}") from None
-        if not answer.ok:
-            key = f" (the key is read from {self._section.api_key_env})" if answer.status_code in (401, 403) else ""
-            raise self._error(f"answers {answer.status_code}: {' '.join(answer.text.split())[:_TOLD]}{key}")
+            response = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout_s)
+        except requests.RequestException as error:
+            raise self._error(f"cannot be reached after {self._section.retries} retries: {error}") from None
+        if not response.ok:
+            hint = f" (the key is read from {self._section.api_key_env})" if response.status_code in (401, 403) else ""
+            raise self._error(
+                f"answers {response.status_code}: {' '.join(response.text.split())[:_MAX_ERROR_CHARS]}{hint}"
+            )
         try:
-            return self._read(answer.json(), len(texts))
-        except (ValueError, KeyError, TypeError, IndexError) as odd:
-            raise self._error(f"answers something that is no list of {len(texts)} embeddings: {odd!r}") from None
+            return self._parse(response.json(), len(texts))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise self._error(f"does not answer with a list of {len(texts)} embeddings: {error!r}") from None
 
     @staticmethod
-    def _read(answer: Any, expected: int) -> NDArray[np.float32]:
-        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
+    def _parse(response: Any, expected: int) -> NDArray[np.float32]:
+        rows = sorted(response["data"], key=lambda row: int(row["index"]))
         if [row["index"] for row in rows] != list(range(expected)):
             raise ValueError(f"{len(rows)} rows")
         return np.array([row["embedding"] for row in rows], dtype=np.float32)
 
-    def _error(self, told: str) -> TeacherError:
-        return EndpointError(f"teacher {self._model} at {self._section.url} {told}")
+    def _error(self, problem: str) -> TeacherError:
+        return EndpointError(f"teacher {self._model} at {self._section.url} {problem}")

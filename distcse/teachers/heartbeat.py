@@ -1,8 +1,7 @@
-"""Actors that hang, which Ray takes for alive: found by their silence, ended, and started again by Ray.
+"""Detects actors that hang, which Ray considers alive, and kills them so that Ray restarts them.
 
-An actor answers for its pulse on a thread of its own, at once also in the middle of an hour's work. So the deadline needs to know
-nothing of how long work takes. What hangs is a process that was stopped, a driver that waits for a device that is gone, a C
-library that never returns.
+An actor answers heartbeats on a separate thread, also during long calls. The timeout therefore does not depend on how long a
+call takes. An actor hangs because its process is stopped, a GPU driver waits for a lost device, or a C library never returns.
 """
 
 from __future__ import annotations
@@ -17,100 +16,102 @@ import ray
 from ray.exceptions import RayError
 
 CONCURRENCY = {"concurrency_groups": {"heartbeat": 1}}
-"""Option of actors that have a pulse."""
+"""Options of actors that answer heartbeats."""
 RESTARTABLE = {"max_restarts": 20, "max_task_retries": 3, **CONCURRENCY}
-"""Options of one that comes back after its process or node was lost. Not without end: what always kills it is told at last."""
+"""Options of actors that Ray restarts. The number is limited, so that an actor that always crashes raises an error."""
 
 
 class HeartbeatActor:
-    """Base of actors that have a pulse."""
+    """Base class of actors that answer heartbeats."""
 
     @ray.method(concurrency_group="heartbeat")  # type: ignore[untyped-decorator]
     def beat(self) -> str:
-        """Who answers."""
+        """Return the process and node that answer."""
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
 class HeartbeatMonitor:
-    """Feels the pulse of actors while it is entered. What hangs is told of and ended; calls under way are done again.
+    """Polls actors' heartbeats on a thread and kills actors that hang, so that Ray restarts them and retries their calls.
+
+    A context manager: it polls between enter and exit. An actor that has not answered yet counts as starting.
 
     Args:
-        deadline: Seconds without an answer after which a process hangs. One that never answered yet is still being started.
-        tell: Told in a line, by a thread of the guard's.
-        find: Names and handles of all actors that there are now, where others start them.
+        timeout_s: Seconds without an answer after which an actor hangs.
+        warn: Called on the monitor's thread with a message about each actor that hangs.
+        find_actors: Returns names and handles of all current actors, for actors that other processes start. Default: none.
     """
 
     def __init__(
         self,
-        deadline: float,
-        tell: Callable[[str], None],
-        find: Callable[[], Mapping[str, Any]] | None = None,
+        timeout_s: float,
+        warn: Callable[[str], None],
+        find_actors: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._deadline = deadline
-        self._tell = tell
-        self._find = find
-        self._felt: list[_ActorHeartbeat] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self._timeout_s = timeout_s
+        self._warn = warn
+        self._find_actors = find_actors
+        self._monitored: list[_ActorHeartbeat] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat-monitor", daemon=True)
 
     def add(self, name: str, actor: Any) -> None:
-        """Feel the pulse of this one too."""
-        self._felt.append(_ActorHeartbeat(name, actor))
+        """Monitor another actor; messages name it `name`."""
+        self._monitored.append(_ActorHeartbeat(name, actor))
 
     def __enter__(self) -> HeartbeatMonitor:
         self._thread.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self._deadline / 4)):
-            self._follow()
-            for felt in list(self._felt):
-                if (process := felt.hangs(self._deadline)) is not None:
-                    self._tell(
-                        f"{felt.name}, {process}, has not answered for {self._deadline:g} s (teachers.heartbeat_timeout_s): it hangs, "
-                        "and is ended and started again"
+        while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
+            self._add_found_actors()
+            for heartbeat in list(self._monitored):
+                if (process := heartbeat.find_hung_process(self._timeout_s)) is not None:
+                    self._warn(
+                        f"{heartbeat.name}, {process}, has not answered for {self._timeout_s:g} s "
+                        "(teachers.heartbeat_timeout_s): it hangs, and is killed and restarted"
                     )
-                    ray.kill(felt.actor, no_restart=False)
+                    ray.kill(heartbeat.actor, no_restart=False)
 
-    def _follow(self) -> None:
-        if self._find is None:
+    def _add_found_actors(self) -> None:
+        if self._find_actors is None:
             return
         try:
-            found = self._find()
-        except RayError:  # who starts them is lost, and they with it; the run hears of that from them
+            found = self._find_actors()
+        except RayError:  # the actor that owns them is lost, and they with it; calls to them raise the error
             return
-        known = {felt.name for felt in self._felt}
+        known = {heartbeat.name for heartbeat in self._monitored}
         for name, actor in found.items():
             if name not in known:
                 self.add(name, actor)
 
 
 class _ActorHeartbeat:
-    """One actor's pulse."""
+    """One actor's heartbeat: the pending call, its time, and the process that answered last."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
         self._process: str | None = None
-        self._ask()
+        self._send()
 
-    def hangs(self, deadline: float) -> str | None:
-        """The process that has not answered for so long; None while all is well."""
+    def find_hung_process(self, timeout_s: float) -> str | None:
+        """Return the process that has not answered for `timeout_s` seconds; None if the actor answers or is starting."""
         if ray.wait([self._answer], timeout=0)[0]:
             try:
                 self._process = ray.get(self._answer)
-            except RayError:  # its process was lost; the next one is being started
+            except RayError:  # the process was lost, and Ray is starting another
                 self._process = None
-            self._ask()
-        elif self._process is not None and time.monotonic() - self._asked > deadline:
-            hanging, self._process = self._process, None
-            return hanging
+            self._send()
+        elif self._process is not None and time.monotonic() - self._sent_at > timeout_s:
+            hung, self._process = self._process, None
+            return hung
         return None
 
-    def _ask(self) -> None:
-        # Not asked again of the next process: an answer is to be that of the one that was asked.
+    def _send(self) -> None:
+        # Without retries: an answer must come from the process that received the call.
         self._answer = self.actor.beat.options(max_task_retries=0).remote()
-        self._asked = time.monotonic()
+        self._sent_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Nearest neighbours among unit vectors, by faiss."""
+"""Nearest-neighbor search among unit vectors with faiss."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from numpy.typing import NDArray
 from distcse.errors import MissingDependencyError
 
 FLAT_UP_TO = 200_000
-"""Vectors up to which the search is exact."""
-_LISTS_PROBED = 32
+"""Largest number of vectors for which the search is exact."""
+_NUM_PROBES = 32
 
 
-def knn(vectors: NDArray[np.float32], neighbours: int, asked_by: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """(n, d) unit vectors -> (n, k + 1) cosines and row ids of the nearest, the row itself among them.
+def knn(
+    vectors: NDArray[np.float32], neighbours: int, requested_by: str
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Find the k nearest neighbors of each vector, in addition to the vector itself.
 
-    Exact in up to 200,000 vectors, by an inverted file above; -1 where that finds fewer.
+    The search is exact for up to 200,000 vectors, and uses faiss's inverted-file index (`IndexIVFFlat`) for more.
 
     Args:
-        vectors: What is searched, and searched for.
+        vectors: (n, d) unit vectors.
         neighbours: k.
-        asked_by: The knob that wants them, for the error.
+        requested_by: The recipe key that needs the search, for the error message.
+
+    Returns:
+        (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
 
     Raises:
-        RunError: faiss is not installed.
+        MissingDependencyError: faiss is not installed.
     """
-    faiss = require_faiss(asked_by)
+    faiss = require_faiss(requested_by)
     count, width = vectors.shape
     if count <= FLAT_UP_TO:
         index: Any = faiss.IndexFlatIP(width)
@@ -35,16 +40,20 @@ def knn(vectors: NDArray[np.float32], neighbours: int, asked_by: str) -> tuple[N
         lists = int(4 * np.sqrt(count))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
         index.train(vectors[:: max(1, count // (64 * lists))])
-        index.nprobe = _LISTS_PROBED
+        index.nprobe = _NUM_PROBES
     index.add(vectors)
     cosines, rows = index.search(vectors, min(neighbours + 1, count))
     return cosines, rows
 
 
-def require_faiss(asked_by: str) -> Any:
-    """The library; `RunError` names what wants it where it is not installed."""
+def require_faiss(requested_by: str) -> Any:
+    """Import faiss.
+
+    Raises:
+        MissingDependencyError: faiss is not installed. The message names `requested_by`.
+    """
     try:
         import faiss
     except ImportError:
-        raise MissingDependencyError(f'{asked_by} needs faiss; pip install "distcse[mining]"') from None
+        raise MissingDependencyError(f'{requested_by} needs faiss; pip install "distcse[mining]"') from None
     return faiss

@@ -1,7 +1,7 @@
-"""Who is near whom in a corpus, as the teachers see it: found once, kept beside their tables.
+"""The k-nearest-neighbor graph of a corpus by the teachers' similarities, computed once and cached next to the tables.
 
 <cache>/neighbours/<key>/neighbours.npy   (n, k) int32 row ids, nearest first, -1 where there are fewer
-                         neighbours.json  what decides it, and blake2b of the .npy
+                         neighbours.json  tables, weights and k that the graph was computed from, and blake2b of the .npy
 """
 
 from __future__ import annotations
@@ -28,22 +28,35 @@ _FILE, _LABEL = "neighbours.npy", "neighbours.json"
 def joined_vectors(
     tables: Sequence[EmbeddingTable], alphas: Sequence[float], rows: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """(n,) row ids -> (n, Σ d) unit vectors whose inner products are the teachers' weighted mean cosines (RankCSE §4.4)."""
+    """Concatenate the teachers' vectors so that inner products are the teachers' weighted mean cosines (RankCSE §4.4).
+
+    Args:
+        tables: One table per teacher, with dimensions d_t.
+        alphas: The teachers' weights.
+        rows: n row ids.
+
+    Returns:
+        (n, Σ d_t) float32 unit vectors.
+    """
     shares = np.sqrt(np.asarray(alphas, dtype=np.float64) / sum(alphas)).astype(np.float32)
     return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
 
 def prepare_knn_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], neighbours: int, cache: Path) -> Path:
-    """The folder of a neighbour graph over whole tables of one corpus; made, or found as an earlier run made it.
+    """Compute the neighbor graph of a corpus, or find it in the cache, and return its folder.
 
     Args:
-        tables: One a teacher.
-        alphas: Their weights.
-        neighbours: k, for each row.
-        cache: Where graphs are kept.
+        tables: One complete table per teacher, of the same corpus.
+        alphas: The teachers' weights.
+        neighbours: Neighbors per row.
+        cache: The cache folder.
+
+    Raises:
+        MissingDependencyError: faiss is not installed.
+        StorageWriteError: The cache cannot be written.
     """
-    described = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
-    key = text_checksum(json.dumps(described))
+    identity = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
+    key = text_checksum(json.dumps(identity))
     folder = cache / "neighbours" / key
     fetch_folder(folder)
     if _is_intact(folder):
@@ -51,48 +64,55 @@ def prepare_knn_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float],
         return folder
     vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
     _, found = knn(vectors, neighbours, "training.neighbor_batching")
-    beside = folder.with_name(f".{key}.{secrets.token_hex(6)}")
+    temporary = folder.with_name(f".{key}.{secrets.token_hex(6)}")
     try:
         with storage_errors(folder):
-            beside.mkdir(parents=True)
-            np.save(beside / _FILE, _without_itself(found)[:, :neighbours].astype(np.int32))
+            temporary.mkdir(parents=True)
+            np.save(temporary / _FILE, _drop_self(found)[:, :neighbours].astype(np.int32))
             write_text_atomic(
-                beside / _LABEL, json.dumps({"of": described, "blake2b": checksum(beside / _FILE)}, indent=2)
+                temporary / _LABEL, json.dumps({"of": identity, "blake2b": checksum(temporary / _FILE)}, indent=2)
             )
-            fsync_all(beside)
-            move_into_place(beside, folder, lambda: _is_intact(folder))
+            fsync_all(temporary)
+            move_into_place(temporary, folder, lambda: _is_intact(folder))
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     upload_dir(folder)
     return folder
 
 
 def knn_graph_checksum(folder: Path) -> str:
-    """Of the neighbours as they are kept: a run goes on with those that it began with."""
+    """Return the stored checksum of a graph; a resumed run compares it with that of its first start."""
     return str(json.loads((folder / _LABEL).read_bytes())["blake2b"])
 
 
 def open_knn_graph(folder: Path) -> NDArray[np.int32]:
-    """(n, k) row ids of each row's neighbours, memory-mapped."""
+    """Open a graph's (n, k) row ids, memory-mapped.
+
+    Raises:
+        EmbeddingTableError: The folder has no readable graph.
+    """
     fetch_folder(folder)
     try:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
-    except (OSError, EOFError, ValueError) as broken:
+    except (OSError, EOFError, ValueError) as error:
         raise EmbeddingTableError(
-            f"{folder} holds no neighbour graph ({broken}); start the run again to make it"
+            f"{folder} has no readable neighbor graph ({error}); start the run again to compute it"
         ) from None
 
 
-def _without_itself(found: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n, k + 1) ids, in which row i may stand anywhere (doubles tie) or nowhere -> the same with it at the end, as -1."""
-    own = found == np.arange(len(found))[:, None]
-    order = np.argsort(own | (found < 0), axis=1, kind="stable")
-    return np.take_along_axis(np.where(own, -1, found), order, axis=1)
+def _drop_self(found: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Replace row i in its own list of (n, k + 1) ids by -1, and move all -1 to the end.
+
+    Row i can have any position in its list, or be missing, because duplicates have the same cosine.
+    """
+    is_self = found == np.arange(len(found))[:, None]
+    order = np.argsort(is_self | (found < 0), axis=1, kind="stable")
+    return np.take_along_axis(np.where(is_self, -1, found), order, axis=1)
 
 
 def _is_intact(folder: Path) -> bool:
     try:
         label = json.loads((folder / _LABEL).read_bytes())
         return bool(label["blake2b"] == checksum(folder / _FILE))
-    except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: to be made again
+    except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete: will be recomputed
         return False

@@ -1,4 +1,4 @@
-"""A teacher whose lists are rank-space similarities."""
+"""Teacher that serves rank-space similarities."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from distcse.teachers.table import EmbeddingTable
 
 
 class RankSpaceTeacher:
-    """Serves rank-space similarities of a table's rows, the references being rows of the same table.
+    """Serves rank-space similarities of a table's rows, with rows of the same table as references.
 
     Args:
         table: Unit vectors of the corpus.
         references: Row ids of the reference sentences.
-        ranks: `sort` or `histogram` (see `RankSpace`).
-        device: Where sentences are ranked: `cpu` or a GPU's name.
+        ranks: `sort` (default) or `histogram`, see `RankSpace`.
+        device: Device that ranks the sentences. Default: `cpu`.
     """
 
     def __init__(
@@ -26,5 +26,5 @@ class RankSpaceTeacher:
         self._space = rank_space(table.vectors(references), ranks, device)
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
-        """(B, C) row ids of B steps' batches -> (B, R, C) rank-space similarities in [-1, 1]."""
+        """Return the (B, R, C) rank-space similarities in [-1, 1] of (B, C) row ids; see `Teacher.similarities`."""
         return np.stack([self._space.similarities(self._table.vectors(batch), rows) for batch in columns])

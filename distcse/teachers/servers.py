@@ -1,7 +1,7 @@
-"""Ray actors that host frozen teachers and answer workers.
+"""Ray actors that host frozen teachers and serve training workers.
 
-This file, `builders.py` and `pulse.py` are the only ones of this folder that import Ray. Between worker and server go row ids
-one way and lists the other way: never vectors, tokens or weights.
+In this package, only `servers.py`, `embedding_actors.py`, `gpus.py` and `heartbeat.py` depend on Ray. A worker sends row ids
+and receives similarity lists; vectors, tokens and weights are never sent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_UNDER_WAY = 2
-"""Questions of one worker that a server has at a time: the block that is wanted next, and the one after it."""
+_MAX_PENDING = 2
+"""Maximum number of pending requests of one worker to a server: the next block, and the one after it."""
 
 
 class TeacherServer(HeartbeatActor):
-    """Hosts one teacher and serves its lists."""
+    """Actor that hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
         use_assigned_gpus()
@@ -59,52 +59,57 @@ class TeacherServer(HeartbeatActor):
         return self._teacher.similarities(columns, rows)
 
     def ready(self) -> bool:
-        """Answers once the teacher is loaded."""
+        """Load the teacher, and return when it is loaded."""
         return self._teacher is not None
 
 
 def server_of(pool: Sequence[T], run: str, worker: int) -> T:
-    """The server of a pool that a worker asks. A run's workers take turns; where they begin is drawn by the run's name, so
-    that trials of one worker share a pool too."""
+    """Select a worker's server from a pool, round robin by rank.
+
+    The run's name determines the server of rank 0, so that a sweep's trials with one worker each use all servers.
+    """
     return pool[(zlib.crc32(run.encode()) + worker) % len(pool)]
 
 
 class TeacherServerPool:
-    """The server actors of a run, each started beside the worker that first asks for it; itself an actor, and they end with it.
+    """Actor that starts a run's teacher servers, each on the node of the worker that requests it first, and owns them.
 
-    Beside is wished for, not insisted on: where the worker's node has no room, or has other labels than `teachers.node_labels`, a
-    server is put where there is room. One that lives stays where it is, also when its worker is started again elsewhere.
+    Placement on the worker's node is preferred, not required: a server starts elsewhere if that node lacks resources or the
+    labels of `teachers.node_labels`. A running server stays on its node when its worker restarts on another.
 
     Args:
-        makes: For each teacher, by its number, what makes it, and the CPUs and GPUs of one server.
-        section: How many servers, and where.
-        job: Part of the servers' names.
+        factories: By teacher index: a function that creates the teacher, and Ray's resource options of one server.
+        section: Gives the number of servers per teacher and their node labels.
+        job: Ray job id, part of the servers' names.
     """
 
     def __init__(
-        self, makes: Mapping[int, tuple[Callable[[], Teacher], dict[str, float]]], section: TeachersSection, job: str
+        self,
+        factories: Mapping[int, tuple[Callable[[], Teacher], dict[str, float]]],
+        section: TeachersSection,
+        job: str,
     ) -> None:
-        self._makes, self._section, self._job = makes, section, job
+        self._factories, self._section, self._job = factories, section, job
         self._running: dict[tuple[int, int], Any] = {}
 
-    def near(self, run: str, worker: int, node: str) -> dict[int, Any]:
-        """For each teacher, by its number, the server that a run's worker, on a node of this id, shall ask."""
+    def get_servers(self, run: str, worker: int, node: str) -> dict[int, Any]:
+        """Return a worker's server for each teacher, by teacher index; start missing servers on the node with id `node`."""
         copy = server_of(range(self._section.num_servers), run, worker)
         self.start(copy, node)
-        return {number: self._running[number, copy] for number in self._makes}
+        return {number: self._running[number, copy] for number in self._factories}
 
     def start(self, copy: int, node: str) -> None:
-        """Start the servers of a number beside a node of this id, unless they run."""
-        for number, (make, resources) in self._makes.items():
+        """Start copy `copy` of each teacher's server on the node with id `node`, unless it runs."""
+        for number, (make, resources) in self._factories.items():
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **RESTARTABLE)(TeacherServer).options(
                     name=f"teacher-{number}-{copy}-{self._job}",
-                    **_near(node, self._section.node_labels, takes_room=any(resources.values())),
+                    **_placement_options(node, self._section.node_labels, needs_resources=any(resources.values())),
                 )
                 self._running[number, copy] = server.remote(make)
 
     def running(self) -> dict[str, Any]:
-        """All servers there are, by what to call them."""
+        """Return all running servers, by their names in messages."""
         teachers = self._section.encoders
         return {
             f"server {copy} of teacher {number}, {teachers[number].backbone}": server
@@ -112,37 +117,38 @@ class TeacherServerPool:
         }
 
 
-def _near(node: str, labels: dict[str, str] | None, takes_room: bool) -> dict[str, Any]:
-    """Ray's options for an actor near a node, among the nodes of some labels; elsewhere where it takes room and there is none."""
-    has = next(there["Labels"] for there in ray.nodes() if there["NodeID"] == node)
-    if labels and not labels.items() <= has.items():
+def _placement_options(node: str, labels: dict[str, str] | None, needs_resources: bool) -> dict[str, Any]:
+    """Return Ray's options that prefer a node for an actor, or select nodes by labels where the node lacks the labels."""
+    node_labels = next(info["Labels"] for info in ray.nodes() if info["NodeID"] == node)
+    if labels and not labels.items() <= node_labels.items():
         return {"label_selector": labels}
-    # A node that is full may stay so: its own workers fill it. Ray's switch for spilling is private, and there is no other.
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=takes_room)}
+    # Spill to other nodes: this one may stay full of workers. Ray has no public option for it.
+    return {
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=needs_resources)
+    }
 
 
 class RemoteTeacherClient:
-    """A teacher behind a server actor, as a worker's `TeacherClient`. Calls outlive the server: Ray restarts and retries.
+    """`TeacherClient` of a server actor. If the server crashes, Ray restarts it and retries the pending requests.
 
-    A third question waits for the first one's answer, so that the queue of a server that is slower than its workers ends at
-    two blocks a worker.
+    A worker has at most two pending requests per server; a third one blocks. This bounds the queue of a slow server.
 
     Args:
         server: A `TeacherServer` actor.
-        asked: Told of every question, by its answer to come.
+        on_request: Called with the future of every request.
     """
 
-    def __init__(self, server: Any, asked: Callable[[Future[NDArray[np.float32]]], None]) -> None:
+    def __init__(self, server: Any, on_request: Callable[[Future[NDArray[np.float32]]], None]) -> None:
         self._server = server
-        self._asked = asked
-        self._room = BoundedSemaphore(_UNDER_WAY)
+        self._on_request = on_request
+        self._slots = BoundedSemaphore(_MAX_PENDING)
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
-        self._room.acquire()
-        answer: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
-        self._asked(answer)
-        answer.add_done_callback(lambda _: self._room.release())
-        return answer
+        self._slots.acquire()
+        future: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
+        self._on_request(future)
+        future.add_done_callback(lambda _: self._slots.release())
+        return future
 
 
 @contextmanager
@@ -151,69 +157,81 @@ def served(
     corpus: Corpus,
     tables: Sequence[EmbeddingTable | None],
     reporter: Reporter,
-    asked: Sequence[int] | None = None,
+    teacher_indices: Sequence[int] | None = None,
 ) -> Iterator[Any]:
-    """The `TeacherServerPool` of a run, for as long as this is entered; a server that hangs is replaced.
+    """Context manager: yield the handle of a run's `TeacherServerPool`, and restart servers that hang.
 
     Args:
         section: The teachers.
-        corpus: What they are asked about.
-        tables: The table of each; one that has none answers live.
+        corpus: The corpus whose row ids are requested.
+        tables: Each teacher's table, or None for a live teacher.
         reporter: Receives warnings of unresponsive actors.
-        asked: Numbers of the teachers that have servers; None are all.
+        teacher_indices: Indices of the teachers that have servers. Default: all.
+
+    Yields:
+        The `TeacherServerPool` actor; it and its servers end with the context.
     """
-    makes: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
-    for number in range(len(tables)) if asked is None else asked:
+    factories: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
+    for number in range(len(tables)) if teacher_indices is None else teacher_indices:
         teacher, table = section.encoders[number], tables[number]
         make = (
             _table_teacher(teacher, table)
             if table is not None
             else _live_teacher(teacher, corpus.directory, section.tokens_per_batch)
         )
-        makes[number] = make, _server_resources(section, teacher)
+        factories[number] = make, _server_resources(section, teacher)
     job = _run_token()
-    # On the driver's node: with no other it shall be lost, as its servers end with it.
-    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    servers = ray.remote(num_cpus=0)(TeacherServerPool).options(name=f"servers-{job}", scheduling_strategy=home)
-    running = servers.remote(makes, section, job)
-    # Where there is one node there is no other place for them: they start while the trainer does.
+    # Pinned to the driver's node: losing another node must not end the pool, which would end all servers.
+    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    pool_class = ray.remote(num_cpus=0)(TeacherServerPool).options(
+        name=f"servers-{job}", scheduling_strategy=driver_node
+    )
+    pool = pool_class.remote(factories, section, job)
+    # On a single node the placement is known: start the servers while the trainer starts.
     if section.num_servers == 1 and len(nodes := alive()) == 1:
-        running.start.remote(0, nodes[0].id)
+        pool.start.remote(0, nodes[0].id)
     try:
-        with guarded(section, reporter, lambda: ray.get(running.running.remote(), timeout=section.heartbeat_timeout_s)):
-            yield running
+        with monitor_heartbeats(
+            section, reporter, lambda: ray.get(pool.running.remote(), timeout=section.heartbeat_timeout_s)
+        ):
+            yield pool
     finally:
-        ray.kill(running)
+        ray.kill(pool)
 
 
-def guarded(
-    section: TeachersSection, reporter: Reporter, find: Callable[[], Mapping[str, Any]] | None = None
+def monitor_heartbeats(
+    section: TeachersSection, reporter: Reporter, find_actors: Callable[[], Mapping[str, Any]] | None = None
 ) -> HeartbeatMonitor:
-    """A `HeartbeatMonitor` by `teachers.heartbeat_timeout_s` that warns the reporter."""
+    """Create a `HeartbeatMonitor` with the timeout `teachers.heartbeat_timeout_s` that emits warnings to the reporter."""
     return HeartbeatMonitor(
-        section.heartbeat_timeout_s, lambda told: reporter.emit(LogMessage(told, warning=True)), find
+        section.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True)), find_actors
     )
 
 
 def co_located_servers(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
-    """In a worker: the server that it shall ask, loaded, by the teacher's number. A teacher's mistake comes as it is."""
+    """In a worker: return its server for each teacher, by teacher index, and wait until the teachers are loaded.
+
+    Raises:
+        DistcseError: A teacher failed to load; the specific class that its server raised.
+        TeacherServerError: A server failed with an unexpected error.
+    """
     node = ray.get_runtime_context().get_node_id()
-    mine: dict[int, Any] = ray.get(servers.near.remote(run, worker, node))
-    for number, server in mine.items():
+    own_servers: dict[int, Any] = ray.get(servers.get_servers.remote(run, worker, node))
+    for number, server in own_servers.items():
         teacher = section.encoders[number]
         try:
             ray.get(server.ready.remote())
         except RayTaskError as failed:
             raise cause_of(teacher, failed) from failed
-    return mine
+    return own_servers
 
 
 def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
-    """A mistake of the user's as it is; anything else with the teacher's name."""
-    return failed.cause if isinstance(failed.cause, DistcseError) else _told(teacher, failed)
+    """Unwrap a `DistcseError` from Ray's error; turn any other cause into an error that names the teacher."""
+    return failed.cause if isinstance(failed.cause, DistcseError) else _unexpected_error(teacher, failed)
 
 
-def _told(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
+def _unexpected_error(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
     return TeacherServerError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
 
 
@@ -223,32 +241,41 @@ def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[
 
 
 def _live_teacher(teacher: TeacherSection, corpus: Path, tokens_per_batch: int) -> Callable[[], Teacher]:
-    from distcse.teachers.factory import live_at  # by its server too, when it is told of this
+    from distcse.teachers.factory import live_at  # imported here, so that servers of tables do not import PyTorch
 
     return partial(live_at, teacher, corpus, tokens_per_batch)
 
 
 def server_demands(section: TeachersSection) -> list[ResourceRequest]:
-    """What servers of live teachers take, and those that rank on a GPU; those that read cosines from a table take nothing."""
+    """Return the resource requests of live teachers' servers and of rank-space servers on GPUs.
+
+    Servers of cosines from a table reserve no resources.
+    """
     from distcse.teachers.factory import uses_table
 
     live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
     ranking = [teacher for teacher in section.encoders if uses_table(section, teacher) and teacher.similarity == "rank"]
-    found = []
-    for teachers, kind, instead in (
+    requests = []
+    for teachers, kind, alternative in (
         (live, "live teacher servers", "use teachers.mode=table"),
-        (ranking if section.gpus_per_actor else [], "servers of rank space", ""),
+        (ranking if section.gpus_per_actor else [], "rank-space servers", ""),
     ):
         if teachers:
             number, resources = section.num_servers * len(teachers), _server_resources(section, teachers[0])
             each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-            smaller = {"GPU": "teachers.gpus_per_actor"}
-            found.append(
+            resource_keys = {"GPU": "teachers.gpus_per_actor"}
+            requests.append(
                 ResourceRequest(
-                    f"{number} {kind}", number, each, section.node_labels, "teachers.num_servers", smaller, instead
+                    f"{number} {kind}",
+                    number,
+                    each,
+                    section.node_labels,
+                    "teachers.num_servers",
+                    resource_keys,
+                    alternative,
                 )
             )
-    return found
+    return requests
 
 
 def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict[str, float]:
@@ -261,17 +288,17 @@ def _server_resources(section: TeachersSection, teacher: TeacherSection) -> dict
 
 
 def _run_token() -> str:
-    """Part of an actor's name: two runs on one cluster must not meet."""
+    """Return the job id, which makes actor names unique among the runs of a cluster."""
     return str(ray.get_runtime_context().get_job_id())
 
 
 def use_assigned_gpus() -> None:
-    """In an actor, before it meets a device: no GPU where it was given none. Ray leaves it the sight of all of its node."""
+    """Hide all GPUs from an actor that reserved none, because Ray does not. Call it before PyTorch initializes CUDA."""
     if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_assigned_threads() -> None:
-    """As many threads of PyTorch, where this actor has any, as CPUs that Ray gave it."""
+    """Limit PyTorch's threads to the actor's CPUs, if PyTorch is imported."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

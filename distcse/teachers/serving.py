@@ -1,4 +1,4 @@
-"""What serves a teacher's lists from its table. Cosines need no PyTorch, which nobody imports for them."""
+"""Creates teachers that serve lists from a table. PyTorch is imported only for rank-space similarities."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from distcse.recipe import TeacherSection
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import TableTeacher, Teacher
 
-_REFERENCES = 2**32 - 5
-"""Seed of a rank space's draw."""
+_REFERENCES_SEED = 2**32 - 5
+"""Seed that draws a rank space's references."""
 
 
 def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
-    """What serves a teacher's lists from its complete table: cosines, or rank-space similarities.
+    """Create a teacher that serves cosines or rank-space similarities from its complete table.
 
-    A rank space's references are the same for every seed of the recipe: it is the teacher's, and seeds of one sweep share it.
+    A rank space's references do not depend on the recipe's seed, so that all seeds of a sweep share its server.
     """
     if teacher.similarity == "cosine":
         return TableTeacher(table)
     from distcse.device import default_device
     from distcse.teachers.rank_space import RankSpaceTeacher
 
-    drawn = np.random.default_rng(_REFERENCES).permutation(table.identity.rows)[: teacher.num_references]
+    drawn = np.random.default_rng(_REFERENCES_SEED).permutation(table.identity.rows)[: teacher.num_references]
     return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device())

@@ -1,12 +1,12 @@
-"""The embedding table: every row of a corpus embedded once by one frozen teacher, on disk, for every later run.
+"""The embedding table: a frozen teacher's vectors of all rows of a corpus, computed once and cached on disk.
 
-    <cache>/tables/<key>/table.json        identity, rows, rows a shard
+    <cache>/tables/<key>/table.json        identity, rows, rows per shard
                          shard-00000.npy   (rows, dimension) float16, unit length, C order
                          shard-00000.json  rows, dimension, blake2b of the .npy
 
-A shard counts once its .json is there: the .npy is written beside, flushed and renamed first, the .json after it, so a
-kill at any moment leaves either a whole shard or none. In object storage a shard is a folder of these two, and counts once it
-has its record; a machine fetches the shards that it serves.
+A shard is complete once its .json exists: the .npy is written to a temporary file, synced and renamed first, the .json
+afterwards. A kill at any moment therefore leaves a complete shard or none. In object storage, a shard is a folder with these
+two files, complete once it has its record. A machine downloads only the shards that it serves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TableIdentity:
-    """All that decides a table's numbers. A wrong hit is worse than a miss, so everything is in the key."""
+    """Everything that determines a table's values, and thus its key in the cache."""
 
     model: str
     """Fingerprint of the model's files."""
@@ -46,7 +46,7 @@ class TableIdentity:
 
     @property
     def key(self) -> str:
-        """Name of the table's folder: 32 hexadecimal digits over the whole identity."""
+        """Name of the table's folder: a hash of all fields, as 32 hexadecimal digits."""
         text = json.dumps(asdict(self), sort_keys=True)
         return text_checksum(text)
 
@@ -56,26 +56,38 @@ class TableIdentity:
 
 
 def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
-    """(n, d) vectors of these rows of the corpus -> the same of unit length.
+    """Scale vectors to unit length.
+
+    Args:
+        vectors: (n, d) vectors.
+        rows: Their n row ids, for the error message.
+
+    Returns:
+        (n, d) float32 unit vectors.
 
     Raises:
-        TeacherError: One is not finite, or has no direction; with its row.
+        TeacherOutputError: A vector is zero, NaN or infinite; the message names its row.
     """
-    # By the largest number first: the squares of 1e20 and of 1e-30 are no float32.
+    # Divide by the largest component first: squares of 1e20 or 1e-30 overflow or underflow float32.
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     usable = np.isfinite(largest) & (largest > 0)
     if len(bad := np.flatnonzero(~usable[:, 0])):
-        found = "a zero vector" if largest[bad[0], 0] == 0 else "a vector that is not finite"
+        kind = "a zero vector" if largest[bad[0], 0] == 0 else "a vector that is not finite"
         raise TeacherOutputError(
-            f"the teacher gives {found} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows of {len(vectors)}); "
-            "try precision: fp32, or take the rows out of the corpus"
+            f"the teacher outputs {kind} for row {rows[bad[0]]} of the corpus ({len(bad)} such rows of {len(vectors)}); "
+            "try precision: fp32, or remove these rows from the corpus"
         )
     scaled = vectors / largest
     return np.asarray(scaled / np.linalg.norm(scaled, axis=1, keepdims=True), dtype=np.float32)
 
 
 class EmbeddingTable:
-    """One teacher's unit vectors for all rows of one corpus."""
+    """One teacher's unit vectors of all rows of one corpus, stored in shards.
+
+    Args:
+        directory: The table's folder.
+        identity: What determines the table's values.
+    """
 
     def __init__(self, directory: Path, identity: TableIdentity) -> None:
         self.directory = directory
@@ -84,7 +96,11 @@ class EmbeddingTable:
 
     @classmethod
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
-        """The table of this identity in `cache`, its folder made and labelled if it is new; shards may be missing."""
+        """Open the table with this identity in `cache`; create its folder and table.json if needed. Shards may be missing.
+
+        Raises:
+            StorageWriteError: The folder or table.json cannot be written.
+        """
         directory = cache / "tables" / identity.key
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -92,55 +108,69 @@ class EmbeddingTable:
         return cls(directory, identity)
 
     def shard_range(self, shard: int) -> range:
-        """Row ids of a shard."""
+        """Return the row ids of a shard."""
         first = shard * self.identity.shard_rows
         return range(first, min(first + self.identity.shard_rows, self.identity.rows))
 
     def missing_shards(self) -> list[int]:
-        """Shards that are absent or damaged: every checksum is computed, so call it once a run, not once a worker."""
+        """Return the shards that are missing or damaged. Call it once per run: it computes every shard's checksum."""
         with ThreadPoolExecutor(max_workers=4) as pool:
             intact = list(pool.map(self._is_intact, range(self.identity.shards)))
-        return [shard for shard, whole in enumerate(intact) if not whole]
+        return [shard for shard, is_intact in enumerate(intact) if not is_intact]
 
     def write_shard(self, shard: int, vectors: NDArray[np.float32]) -> None:
-        """Store (rows, dimension) float32 vectors as unit-length float16; the rows are `shard_range(shard)`.
+        """Store a shard's vectors, normalized to unit length, as float16.
 
-        Raises `TeacherError` naming the row of a vector that is not finite or has no direction.
+        Args:
+            shard: Index of the shard.
+            vectors: (len(shard_range(shard)), d) float32 vectors.
+
+        Raises:
+            TeacherOutputError: A vector is zero, NaN or infinite; the message names its row.
+            StorageWriteError: The shard cannot be written.
         """
         rows = self.shard_range(shard)
         if len(vectors) != len(rows):
             raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
         units = normalize_rows(vectors, rows)
         with storage_errors(self.directory):
-            self.directory.mkdir(exist_ok=True, parents=True)  # a mirror of this machine may not have it yet
-        with files.atomic_write(self._payload(shard)) as beside:
-            with open(beside, "wb") as file:
+            self.directory.mkdir(exist_ok=True, parents=True)  # this machine's copy of remote storage may lack it
+        with files.atomic_write(self._payload(shard)) as temporary:
+            with open(temporary, "wb") as file:
                 np.save(file, units.astype(np.float16))
-            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(beside)}
+            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(temporary)}
         files.write_text_atomic(self._label(shard), json.dumps(label))
         upload_dir(self._stored(shard), self._parts(shard))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
-        """(n,) row ids -> (n, dimension) float32 unit vectors. Normalised again: float16 moves a norm by 1e-4."""
+        """Read the vectors of n row ids. They are normalized again, because float16 changes norms by 1e-4.
+
+        Returns:
+            (n, d) float32 unit vectors.
+
+        Raises:
+            EmbeddingTableError: A shard is missing or damaged.
+            ObjectStorageError: A shard cannot be downloaded.
+        """
         ids = np.asarray(rows, dtype=np.int64)
         order = np.argsort(ids, kind="stable")
         shards = ids[order] // self.identity.shard_rows
         bounds = np.flatnonzero(np.diff(shards)) + 1
         out: NDArray[np.float32] | None = None
-        for places in np.split(order, bounds):
-            shard = int(ids[places[0]] // self.identity.shard_rows)
-            part = self._open(shard)[ids[places] - shard * self.identity.shard_rows]
+        for indices in np.split(order, bounds):
+            shard = int(ids[indices[0]] // self.identity.shard_rows)
+            part = self._open(shard)[ids[indices] - shard * self.identity.shard_rows]
             if out is None:
                 out = np.empty((len(ids), part.shape[1]), dtype=np.float32)
-            out[places] = part
+            out[indices] = part
         if out is None:
             return np.empty((0, 0), dtype=np.float32)
         norms = np.linalg.norm(out, axis=1, keepdims=True)
         if not (np.isfinite(norms) & (norms > 0)).all():
             row = ids[np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))[0]]
             raise EmbeddingTableError(
-                f"table {self.directory} is damaged at row {row}: shard {row // self.identity.shard_rows} is not what was "
-                "written; start the run again, and it is embedded anew"
+                f"table {self.directory} is damaged at row {row} in shard {row // self.identity.shard_rows}; "
+                "start the run again to embed the shard again"
             )
         out /= norms
         return out
@@ -150,18 +180,18 @@ class EmbeddingTable:
             fetch_folder(self._stored(shard), into=self.directory)
             if not self._payload(shard).exists():
                 raise EmbeddingTableError(
-                    f"table {self.directory} has no shard {shard}; run again to embed what is missing"
+                    f"table {self.directory} has no shard {shard}; start the run again to embed missing shards"
                 )
             try:
                 self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
-            except (OSError, EOFError, ValueError) as broken:
+            except (OSError, EOFError, ValueError) as error:
                 raise EmbeddingTableError(
-                    f"{self._payload(shard)} cannot be read ({broken}); start the run again, and it is embedded anew"
+                    f"{self._payload(shard)} cannot be read ({error}); start the run again to embed the shard again"
                 ) from None
         return self._opened[shard]
 
     def _is_intact(self, shard: int) -> bool:
-        """In object storage a shard is what its record says: it is not fetched, for it is needed where it is served."""
+        """Return whether a shard is complete. Trust its record in object storage: only the server downloads the shard."""
         if is_stored(self._stored(shard)):
             return True
         try:
@@ -169,14 +199,14 @@ class EmbeddingTable:
             intact = bool(
                 label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == checksum(self._payload(shard))
             )
-        except (OSError, ValueError, KeyError, TypeError):  # absent or half a label: not intact, to be built again
+        except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete: will be embedded again
             return False
-        if intact:  # here alone, where storage was away when it was written
+        if intact:  # not uploaded yet: object storage was unreachable when the shard was written
             upload_dir(self._stored(shard), self._parts(shard))
         return intact
 
     def _stored(self, shard: int) -> Path:
-        """What a shard's files are stored as, in object storage."""
+        """Return the path of a shard in object storage."""
         return self.directory / f"shard-{shard:05d}"
 
     def _parts(self, shard: int) -> dict[str, Path]:

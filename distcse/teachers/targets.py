@@ -1,4 +1,4 @@
-"""Vector targets: where a student's vectors shall lie, from the teachers' tables."""
+"""Target vectors for the student, computed from the teachers' tables."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NAME, _KEY, _DIGEST = "projection", "of", "blake2b"
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where targets are found; small enough to be told to a worker.
+    """Describes where targets are stored; small enough to send to a worker.
 
     Attributes:
         tables: Folder and identity of each teacher's table.
         alphas: The teachers' weights.
-        projection: File of the (Σ d, d) projection; None where one teacher's vectors are the targets as they are.
+        projection: File of the (Σ d_t, d) projection; None if one teacher's vectors are the targets. Default: None.
     """
 
     tables: Sequence[tuple[Path, TableIdentity]]
@@ -40,19 +40,23 @@ class TargetSpec:
 
     @property
     def key(self) -> str:
-        """Of what a projection is for: the tables and their shares."""
+        """Hash of what a projection was fitted to: the tables and the teachers' relative weights."""
         shares = [alpha / sum(self.alphas) for alpha in self.alphas]
-        described = json.dumps([[identity.key for _, identity in self.tables], shares])
-        return text_checksum(described)
+        identity = json.dumps([[table.key for _, table in self.tables], shares])
+        return text_checksum(identity)
 
     def open(self) -> Targets:
-        """The targets, ready to be read."""
+        """Open the tables and read the projection.
+
+        Raises:
+            EmbeddingTableError: The projection is missing or damaged.
+        """
         tables = [EmbeddingTable(directory, identity) for directory, identity in self.tables]
         return Targets(tables, self.alphas, None if self.projection is None else read_projection(self.projection))
 
 
 class Targets:
-    """Unit vectors of a corpus's rows in the space that the student shall share."""
+    """Target unit vectors of a corpus's rows, in the student's space; see `TargetSpec`."""
 
     def __init__(
         self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], projection: NDArray[np.float32] | None
@@ -62,7 +66,7 @@ class Targets:
         self._projection = projection
 
     def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """(n,) row ids -> (n, d) float32 unit vectors."""
+        """Return the (n, d) float32 unit vectors of n row ids."""
         joined = joined_vectors(self._tables, self._alphas, rows)
         if self._projection is None:
             return joined
@@ -73,15 +77,22 @@ class Targets:
 def fit_projection(
     joined: NDArray[np.float32], aligned: NDArray[np.float32], start: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """(n, D) joined teachers' vectors; (m, D) some of them, (m, d) the student's at its start -> (D, d) projection.
+    """Fit the projection from the teachers' joined vectors to the student's space.
 
-    The inner products of joined vectors are the teachers' weighted mean cosines. Principal components about zero keep as
-    much of all inner products as d numbers can; among their rotations, which change no inner product, the one nearest to
-    where the student is (orthogonal Procrustes) leaves it the shortest way.
+    Uncentered principal components preserve the inner products best among all d-dimensional projections. A rotation does
+    not change inner products; orthogonal Procrustes picks the rotation nearest to the student's initial vectors.
+
+    Args:
+        joined: (n, D) joined teacher vectors of a sample; see `joined_vectors`.
+        aligned: (m, D) joined teacher vectors of the sentences in `start`.
+        start: (m, d) vectors of the student before training.
+
+    Returns:
+        (D, d) float32 projection.
     """
-    width, wanted = joined.shape[1], start.shape[1]
+    joined_dim, student_dim = joined.shape[1], start.shape[1]
     wide = joined.astype(np.float64)
-    basis = np.linalg.eigh(wide.T @ wide)[1][:, -wanted:] if width > wanted else np.eye(width)
+    basis = np.linalg.eigh(wide.T @ wide)[1][:, -student_dim:] if joined_dim > student_dim else np.eye(joined_dim)
     left, _, right = np.linalg.svd(
         (aligned.astype(np.float64) @ basis).T @ start.astype(np.float64), full_matrices=False
     )
@@ -89,25 +100,38 @@ def fit_projection(
 
 
 def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> None:
-    """Store a (D, d) projection: who has the teachers' vectors of a document puts them into the student's space by it."""
-    with atomic_write(file) as beside:
+    """Store a (D, d) projection, which also maps new teacher vectors into the student's space.
+
+    Args:
+        projection: The projection.
+        key: `TargetSpec.key` of what it was fitted to.
+        file: Path of the safetensors file.
+
+    Raises:
+        StorageWriteError: The file cannot be written.
+    """
+    with atomic_write(file) as temporary:
         stored = np.ascontiguousarray(projection)
-        save_file({_NAME: stored}, beside, metadata={_KEY: key, _DIGEST: _digest(stored)})
+        save_file({_NAME: stored}, temporary, metadata={_KEY: key, _DIGEST: _digest(stored)})
 
 
 def projection_of(file: Path) -> str:
-    """The key of what a stored projection is for: weights of teachers may change in the middle of a sweep's trial."""
-    with _opened(file) as stored:
+    """Return the `TargetSpec.key` that a stored projection was fitted to; a sweep can change the weights during a trial."""
+    with _open_file(file) as stored:
         return str((stored.metadata() or {}).get(_KEY))
 
 
 def read_projection(file: Path) -> NDArray[np.float32]:
-    """A projection as it was stored. Raises `TeacherError` where the file is damaged."""
-    with _opened(file) as stored:
+    """Read a stored projection.
+
+    Raises:
+        EmbeddingTableError: The file is missing or damaged.
+    """
+    with _open_file(file) as stored:
         projection = np.asarray(stored.get_tensor(_NAME))
         if (stored.metadata() or {}).get(_DIGEST) != _digest(projection):
             raise EmbeddingTableError(
-                f"{file} is damaged: its checksum differs; remove it and --resume: it is fitted again"
+                f"{file} is damaged: its checksum differs; delete it and run with --resume to fit it again"
             )
     return projection
 
@@ -117,11 +141,11 @@ def _digest(projection: NDArray[np.float32]) -> str:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_file(file: Path) -> Iterator[Any]:
     fetch(file)
     try:
         with safe_open(file, framework="numpy") as stored:
             yield stored
-    except (OSError, SafetensorError) as broken:
-        told = f"{file} holds no projection of targets ({broken})"
-        raise EmbeddingTableError(f"{told}; remove it and --resume: it is fitted again") from broken
+    except (OSError, SafetensorError) as error:
+        problem = f"{file} has no readable projection of targets ({error})"
+        raise EmbeddingTableError(f"{problem}; delete it and run with --resume to fit it again") from error

@@ -1,4 +1,4 @@
-"""A teacher answers one question: how similar are these rows? From a table, or by running its encoder now."""
+"""Teachers: they return the similarities of corpus rows, from a table or by running their encoder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ if TYPE_CHECKING:
 
 
 class Teacher(Protocol):
-    """Whatever serves similarity lists for row ids."""
+    """Interface of a teacher: similarity lists for row ids."""
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
-        """(B, C) row ids of B steps' global batches -> (B, R, C) cosines in [-1, 1].
+        """Return the similarity lists of B steps.
 
-        `rows` picks the R places of each batch whose lists are wanted: one worker's share.
+        Args:
+            columns: (B, C) row ids of B steps' global batches.
+            rows: Slice of a batch that selects R rows: one worker's share.
+
+        Returns:
+            (B, R, C) float32 similarities in [-1, 1] of each selected row to all rows of its batch.
         """
         ...
 
 
 class Embedder(Protocol):
-    """An encoder, or something that answers like one."""
+    """Interface of an encoder, as embedding needs it."""
 
     def encode(
         self,
@@ -37,12 +42,12 @@ class Embedder(Protocol):
         precision: str = ...,
         on_progress: Callable[[int], None] | None = ...,
     ) -> NDArray[np.float32]:
-        """(n,) texts -> (n, d) vectors."""
+        """Embed n texts; return (n, d) float32 vectors."""
         ...
 
 
 class TableTeacher:
-    """Serves from an embedding table: a gather and one small matrix product a step."""
+    """Serves cosines from an embedding table: one gather and one small matrix product per step."""
 
     def __init__(self, table: EmbeddingTable) -> None:
         self._table = table
@@ -54,7 +59,14 @@ class TableTeacher:
 
 
 class LiveTeacher:
-    """Runs the frozen encoder for every list: for text that changes, or a corpus seen once."""
+    """Serves cosines by running the frozen encoder for every list, for a corpus that is read only once.
+
+    Args:
+        encoder: The encoder.
+        corpus: The corpus whose row ids are requested.
+        precision: Precision of the forward pass.
+        tokens_per_batch: Maximum number of tokens in a forward pass.
+    """
 
     def __init__(self, encoder: Embedder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
         self._encoder = encoder
@@ -64,18 +76,18 @@ class LiveTeacher:
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         steps, length = columns.shape
-        unique, places = np.unique(columns.ravel(), return_inverse=True)
+        unique, indices = np.unique(columns.ravel(), return_inverse=True)
         encoded = self._encoder.encode(
             self._corpus.texts(unique),
             batch_tokens=self._tokens_per_batch,
             precision=self._precision,
             normalize=False,
         )
-        return _cosines(normalize_rows(encoded, unique)[places].reshape(steps, length, -1), rows)
+        return _cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
 
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:
-    """(B, C, d) unit vectors -> (B, R, C) inner products, rounding kept out of [-1, 1]."""
+    """Compute the (B, R, C) inner products of (B, C, d) unit vectors, clipped to [-1, 1] against rounding."""
     products: NDArray[np.float32] = np.matmul(vectors[:, rows], vectors.transpose(0, 2, 1))
     np.clip(products, -1.0, 1.0, out=products)
     return products

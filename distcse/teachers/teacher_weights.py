@@ -1,4 +1,4 @@
-"""How much each teacher's word counts: the same in all rows, or by a row's domain."""
+"""Weights of the teachers, constant or per domain of a row."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ class TeacherWeights:
 
     Args:
         teachers: The recipe's teachers.
-        corpus: Where rows have their domains.
+        corpus: Gives the rows' domains.
 
     Raises:
-        TeacherError: Weights by domain in a corpus without domains, of a domain that no row has, or all 0 in one.
+        TeacherWeightError: `alpha_by_domain` is set for a corpus without domains, names a domain that no row has, or all
+            weights of a domain are 0.
     """
 
     def __init__(self, teachers: Sequence[TeacherSection], corpus: Corpus) -> None:
         self.everywhere = [teacher.alpha for teacher in teachers]
-        """(T,) weights in rows of no domain."""
+        """(T,) weights of rows without a domain."""
         self._corpus = corpus
         self._by_domain: Tensor | None = None
-        named = {name for teacher in teachers for name in teacher.alpha_by_domain or {}}
-        if not named:
+        named_domains = {name for teacher in teachers for name in teacher.alpha_by_domain or {}}
+        if not named_domains:
             return
         if not corpus.domains:
             raise TeacherWeightError(
-                "teachers have alpha_by_domain, but the corpus has no domains; write corpus.domain: COLUMN"
+                "alpha_by_domain is set, but the corpus has no domains; write corpus.domain: COLUMN"
             )
-        if unknown := sorted(named - set(corpus.domains)):
+        if unknown := sorted(named_domains - set(corpus.domains)):
             known = ", ".join(sorted(corpus.domains)[:20])
             raise TeacherWeightError(
-                f"alpha_by_domain names {unknown[0]!r}, a domain that no row has; there are: {known}"
+                f"alpha_by_domain names {unknown[0]!r}, a domain that no row has; use one of: {known}"
             )
         self._by_domain = torch.tensor(
             [
@@ -48,13 +49,13 @@ class TeacherWeights:
                 for teacher in teachers
             ]
         )
-        if len(silent := (self._by_domain.sum(dim=0) == 0).nonzero()):
+        if len(unweighted := (self._by_domain.sum(dim=0) == 0).nonzero()):
             raise TeacherWeightError(
-                f"no teacher has a weight above 0 in the domain {corpus.domains[int(silent[0])]!r}"
+                f"alpha and alpha_by_domain of all teachers are 0 in the domain {corpus.domains[int(unweighted[0])]!r}; raise one"
             )
 
     def of(self, rows: NDArray[np.int64]) -> Sequence[float] | Tensor:
-        """(R,) row ids -> (T,) weights, or (T, R) where they depend on the row."""
+        """Return the weights of R row ids: (T,) if they are the same for all rows, else (T, R)."""
         if self._by_domain is None:
             return self.everywhere
         return self._by_domain[:, torch.from_numpy(self._corpus.domain_ids(rows).astype(np.int64))]

@@ -1,6 +1,6 @@
-"""A run's figures, told to trackers: a listener of its events on one side, TensorBoard, MLflow and W&B on the other."""
+"""Experiment trackers: reports a run's events as metrics to TensorBoard, MLflow and Weights & Biases."""
 
 from distcse.tracking.packages import require_mlflow_server, require_packages
-from distcse.tracking.tracking import Tracking, tracking
+from distcse.tracking.tracking import Tracking, track_run
 
-__all__ = ["Tracking", "require_mlflow_server", "require_packages", "tracking"]
+__all__ = ["Tracking", "require_mlflow_server", "require_packages", "track_run"]

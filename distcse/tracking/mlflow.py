@@ -1,4 +1,4 @@
-"""MLflow: the run's parameters and figures at a tracking server."""
+"""MLflow: logs the run's parameters and metrics to a tracking server."""
 
 from __future__ import annotations
 
@@ -15,58 +15,60 @@ from mlflow.tracking import MlflowClient
 
 from distcse.recipe import MLflowSection
 from distcse.storage import fetch, write_text_atomic
-from distcse.tracking.tracker import Ending, Tracked
+from distcse.tracking.tracker import RunInfo, RunStatus
 
-_NOTED = "mlflow.run"
+_RUN_ID_FILE = "mlflow.run"
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-_UNUSUAL = re.compile(r"[^/\w.\- :]")
-"""Signs that no name there may have, such as the @ of recall@10."""
-_MOST_PARAMS, _LONGEST = 100, 500
-"""Of one request; characters of a value that every version takes."""
+_FORBIDDEN = re.compile(r"[^/\w.\- :]")
+"""Characters that MLflow allows in no name, such as the @ of recall@10."""
+_MAX_PARAMS, _MAX_VALUE_LENGTH = 100, 500
+"""Parameters per request, and characters per value, that every version of MLflow accepts."""
 
 
 class MLflow:
-    """A run of an experiment; a run that is resumed goes on in the same one."""
+    """Tracker for one run of an MLflow experiment; a resumed run continues the same MLflow run."""
 
-    def __init__(self, section: MLflowSection, run: Tracked) -> None:
-        # MLflow's own are seven attempts of two minutes each: a run's end would wait for a server that is not there.
+    def __init__(self, section: MLflowSection, run: RunInfo) -> None:
+        # With MLflow's defaults, seven attempts of two minutes each, an unreachable server would delay the end of the run.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self._client = MlflowClient(tracking_uri=section.uri)
-        noted = run.folder / _NOTED
-        self._run: str = self._gone_on_with(noted) or self._begun(section.experiment, run, noted)
+        id_file = run.folder / _RUN_ID_FILE
+        self._run: str = self._resume(id_file) or self._create(section.experiment, run, id_file)
 
-    def figures(self, values: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(_UNUSUAL.sub("_", name), float(value), now, step) for name, value in values.items()]
+        metrics = [Metric(_FORBIDDEN.sub("_", name), float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
-    def end(self, ending: Ending) -> None:
-        self._client.set_terminated(self._run, _STATUS[ending])
+    def finish(self, status: RunStatus) -> None:
+        self._client.set_terminated(self._run, _STATUS[status])
 
-    def _gone_on_with(self, noted: Path) -> str | None:
-        if not fetch(noted):
+    def _resume(self, id_file: Path) -> str | None:
+        if not fetch(id_file):
             return None
-        known = noted.read_text(encoding="utf-8")
-        self._client.update_run(known, status="RUNNING")
-        return known
+        run_id = id_file.read_text(encoding="utf-8")
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
 
-    def _begun(self, experiment: str, run: Tracked, noted: Path) -> str:
-        begun = self._client.create_run(self._experiment(experiment), run_name=run.name)
-        params = [Param(_UNUSUAL.sub("_", name), str(value)[:_LONGEST]) for name, value in run.settings.items()]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(begun.info.run_id, params=params[first : first + _MOST_PARAMS])
-        write_text_atomic(noted, begun.info.run_id)
-        return str(begun.info.run_id)
+    def _create(self, experiment: str, run: RunInfo, id_file: Path) -> str:
+        created = self._client.create_run(self._experiment_id(experiment), run_name=run.name)
+        params = [
+            Param(_FORBIDDEN.sub("_", name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in run.settings.items()
+        ]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(created.info.run_id, params=params[start : start + _MAX_PARAMS])
+        write_text_atomic(id_file, created.info.run_id)
+        return str(created.info.run_id)
 
-    def _experiment(self, name: str) -> Any:
-        known = self._client.get_experiment_by_name(name)
-        if known is not None:
-            return known.experiment_id
+    def _experiment_id(self, name: str) -> Any:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return experiment.experiment_id
         try:
             return self._client.create_experiment(name)
-        except MlflowException:  # another run has just made it
-            known = self._client.get_experiment_by_name(name)
-            if known is None:
+        except MlflowException:  # another run may have created it in the meantime
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            return known.experiment_id
+            return experiment.experiment_id

@@ -1,4 +1,4 @@
-"""What trackers need, known before a run begins: packages, and for MLflow an address that outlives a job."""
+"""Check before a run that its trackers can work: packages, and for MLflow a server or folder that outlives the job."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ _PACKAGES = {
 
 
 def require_packages(section: LoggersSection) -> None:
-    """Raise `RecipeError` for a tracker whose package is not here, and for MLflow's files in a folder that Ray deletes."""
-    for name, (package, how) in _PACKAGES.items():
+    """Check that the packages of all loggers are installed.
+
+    Raises:
+        LoggerSetupError: A logger's package is missing.
+        TemporaryPathError: MLflow has no server, and would write into a folder that Ray deletes.
+    """
+    for name, (package, install) in _PACKAGES.items():
         if getattr(section, name) and find_spec(package) is None:
-            raise LoggerSetupError(f"track.{name} needs the package {package}; {how}, or take track.{name} away")
+            raise LoggerSetupError(
+                f"loggers.{name} needs the package {package}, which is missing; {install}, or remove loggers.{name}"
+            )
     if section.mlflow is not None and section.mlflow.uri is None:
         require_mlflow_server("write loggers.mlflow.uri=http://HOST:5000")
 
 
 def require_mlflow_server(fix: str) -> None:
-    """Raise `RecipeError` where MLflow, without an address, would write into a folder that Ray deletes.
+    """Check that MLflow has a server if the current directory is one that Ray deletes.
 
     Args:
-        fix: How to set an address, an imperative.
+        fix: How to set the server's address, as an imperative.
+
+    Raises:
+        TemporaryPathError: MLflow would write into Ray's temporary copy of the working directory.
     """
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         refuse_job_copy("MLflow's folder", os.getcwd(), fix)

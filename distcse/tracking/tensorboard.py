@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder. `tensorboard --logdir runs` shows all runs."""
+"""TensorBoard: writes event files into the run's folder; `tensorboard --logdir runs` shows all runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping
 
 from tensorboardX import SummaryWriter
 
-from distcse.tracking.tracker import Ending, Tracked
+from distcse.tracking.tracker import RunInfo, RunStatus
 
 
 class TensorBoard:
-    """A file of events for each start of the run, all of them in one folder: one curve."""
+    """Tracker that writes one event file per start of the run, all in one folder, which TensorBoard shows as one curve."""
 
-    def __init__(self, run: Tracked) -> None:
-        # Files are named by the second: a start in the same second as another would write over it.
+    def __init__(self, run: RunInfo) -> None:
+        # The suffix is unique: file names have the time in seconds, so a second start could overwrite the first one's file.
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), filename_suffix=f".{time.time_ns()}")
         self._writer.add_text("recipe", f"```yaml\n{run.recipe}\n```")
 
-    def figures(self, values: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def end(self, ending: Ending) -> None:
+    def finish(self, status: RunStatus) -> None:
         self._writer.close()

@@ -1,4 +1,4 @@
-"""What a tracker is to us, and a thread for each: one that is slow, or fails, is no concern of the run's."""
+"""The interface of a tracker, and a thread per tracker, so that a slow or failing one does not affect the run."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-Ending = Literal["finished", "interrupted", "failed"]
+RunStatus = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
-class Tracked:
-    """The run, as trackers are told of it."""
+class RunInfo:
+    """Description of the run for trackers."""
 
     folder: Path
     settings: Mapping[str, Any]
-    """The recipe's, by path."""
+    """The recipe's values by key."""
     recipe: str
-    """The same as YAML."""
+    """The recipe as YAML."""
 
     @property
     def name(self) -> str:
-        """Of the run's folder."""
+        """Name of the run's folder."""
         return self.folder.name
 
 
 class Tracker(Protocol):
-    """A tracker that has begun, or gone on with, its own run."""
+    """A tracker with an open run."""
 
-    def figures(self, values: Mapping[str, float], step: int) -> None:
-        """Take numbers by name."""
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Log metrics by name."""
         ...
 
-    def end(self, ending: Ending) -> None:
-        """Nothing more will come."""
+    def finish(self, status: RunStatus) -> None:
+        """Close the tracker's run."""
         ...
 
 
-class Line:
-    """The line to one tracker: what is told goes into a queue, which a thread of its own empties.
+class TrackerThread:
+    """A thread that calls one tracker; calls are queued.
 
     Args:
-        name: The tracker's, as recipes have it.
-        begin: Begins the tracker, or goes on with what it began in an earlier start of the run.
+        name: Name of the tracker in recipes.
+        open_tracker: Opens the tracker, and continues its run from an earlier start.
     """
 
-    def __init__(self, name: str, begin: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self.name = name
         self.failure: str | None = None
-        """Why the tracker was left; None where it was not."""
-        self._begin = begin
-        self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        """Error that stopped the tracker; None if there was none."""
+        self._open_tracker = open_tracker
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"track {name}", daemon=True)
         self._thread.start()
 
-    def tell(self, what: Callable[[Tracker], None]) -> None:
-        """Have something told, some time; at once nothing is done."""
+    def submit(self, call: Callable[[Tracker], None]) -> None:
+        """Queue a call of the tracker; returns immediately."""
         if self.failure is None:
-            self._waiting.put(what)
+            self._calls.put(call)
 
-    def close(self, patience: float) -> None:
-        """Wait until all is told, for so many seconds at most; what then still waits is lost, and the tracker left."""
-        self._waiting.put(None)
-        self._thread.join(patience)
+    def close(self, timeout_s: float) -> None:
+        """Wait for the queued calls, and give up on the tracker after `timeout_s`."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self.failure = self.failure or f"it did not take everything within {patience:g} s of the run's end"
+            self.failure = self.failure or f"it did not finish within {timeout_s:g} s after the end of the run"
 
     def _work(self) -> None:
         try:
-            tracker = self._begin()
-            while (what := self._waiting.get()) is not None:
-                what(tracker)
-        except BaseException as failed:  # whatever a client raises, its own ways to exit among it: the run goes on
-            self.failure = f"{type(failed).__name__}: {' '.join(str(failed).split())[:300]}"
+            tracker = self._open_tracker()
+            while (call := self._calls.get()) is not None:
+                call(tracker)
+        except BaseException as error:  # clients may raise SystemExit too, and the run must continue
+            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

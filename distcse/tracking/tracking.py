@@ -1,4 +1,4 @@
-"""Events of a run in, figures out: to every tracker that the recipe names."""
+"""Report a run's events as metrics to every logger of the recipe."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from typing import Any
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Listener, LogMessage, Reporter, StepReport
 from distcse.recipe import LoggersSection, MLflowSection, MutualRecipe, Recipe, WandbSection, recipe_yaml
-from distcse.tracking.tracker import Ending, Line, Tracked, Tracker
+from distcse.tracking.tracker import RunInfo, RunStatus, Tracker, TrackerThread
 
-_PATIENCE = 30.0
-"""Seconds that a run which has ended waits for its trackers."""
+_CLOSE_TIMEOUT_S = 30.0
+"""Seconds that a finished run waits for each tracker."""
 
 
 class Tracking:
-    """A listener of events that tells trackers.
+    """A listener of events that logs metrics to trackers.
 
     Args:
-        lines: To each of them.
-        post: Hears, once, of a tracker that is left.
+        threads: Threads of the trackers.
+        emit: Receives one warning for each tracker that failed.
     """
 
-    def __init__(self, lines: list[Line], post: Listener) -> None:
-        self._lines = lines
-        self._post = post
-        self._told: set[str] = set()
+    def __init__(self, threads: list[TrackerThread], emit: Listener) -> None:
+        self._threads = threads
+        self._emit = emit
+        self._warned: set[str] = set()
         self._phases: dict[str, str] = {}
-        self._lock = threading.Lock()  # groups tell from threads of their own
-        self._last = 0
-        self._ending: Ending = "failed"  # until the run says otherwise
+        self._lock = threading.Lock()  # groups emit from several threads
+        self._last_step = 0
+        self._status: RunStatus = "failed"  # until `end` is called
 
     def relay(self, reporter: Reporter) -> Reporter:
-        """A reporter whose events trackers hear too."""
-        if not self._lines:
+        """Return a reporter whose events are also logged to the trackers."""
+        if not self._threads:
             return reporter
 
-        def post(event: Event) -> None:
+        def emit(event: Event) -> None:
             self.on_event(event)
             reporter.emit(event)
 
-        return Reporter(post, reporter.stop_requested)
+        return Reporter(emit, reporter.stop_requested)
 
     def on_event(self, event: Event) -> None:
-        """Pass on what an event says in figures; each phase of each group has its own, as its steps begin at 0."""
+        """Log the metrics of an event; names have group and phase as prefix, because each phase counts its steps from 0."""
         group = ""
         if isinstance(event, GroupEvent):
             group, event = event.group, event.event
@@ -54,68 +54,74 @@ class Tracking:
             if isinstance(event, GroupActivity):
                 self._phases[group] = event.phase
             elif isinstance(event, StepReport):
-                self._tell(self._place(group), _figures(event), event.step)
+                self._log(self._prefix(group), _step_metrics(event), event.step)
             elif isinstance(event, DevScore):
-                self._tell(self._place(group), {"dev": event.score, "best_dev": event.best}, event.step)
+                self._log(self._prefix(group), {"dev": event.score, "best_dev": event.best}, event.step)
             self._warn()
 
     def end(self, interrupted: bool, evaluation: Evaluation | None) -> None:
-        """How the run ended, and what was measured then: at the step that was reported last."""
-        self._ending = "interrupted" if interrupted else "finished"
+        """Record how the run ended, and log the final evaluation at the last reported step."""
+        self._status = "interrupted" if interrupted else "finished"
         scores = evaluation.scores if evaluation is not None else ()
-        figures = {
+        metrics = {
             f"{score.suite}/{score.set}/{score.measure}/{model}": value
             for score in scores
             for model, value in score.values.items()
         }
-        if figures:
-            self._tell("final/", figures, self._last)
+        if metrics:
+            self._log("final/", metrics, self._last_step)
 
     def close(self) -> None:
-        """Wait for the trackers, half a minute at most for each."""
-        ending = self._ending
-        for line in self._lines:
-            line.tell(lambda tracker: tracker.end(ending))
-        for line in self._lines:
-            line.close(_PATIENCE)
+        """Finish all trackers; waits at most half a minute for each, and warns of those that failed."""
+        status = self._status
+        for thread in self._threads:
+            thread.submit(lambda tracker: tracker.finish(status))
+        for thread in self._threads:
+            thread.close(_CLOSE_TIMEOUT_S)
         self._warn()
 
-    def _place(self, group: str) -> str:
+    def _prefix(self, group: str) -> str:
         parts = [group, self._phases.get(group, "")] if group else []
         return "".join(f"{part}/" for part in parts if part)
 
-    def _tell(self, place: str, figures: Mapping[str, float], step: int) -> None:
-        named = {place + name: value for name, value in figures.items()}
-        self._last = max(self._last, step)
-        for line in self._lines:
-            line.tell(lambda tracker: tracker.figures(named, step))
+    def _log(self, prefix: str, metrics: Mapping[str, float], step: int) -> None:
+        prefixed = {prefix + name: value for name, value in metrics.items()}
+        self._last_step = max(self._last_step, step)
+        for thread in self._threads:
+            thread.submit(lambda tracker: tracker.log_metrics(prefixed, step))
 
     def _warn(self) -> None:
-        for line in self._lines:
-            if line.failure is not None and line.name not in self._told:
-                self._told.add(line.name)
-                self._post(LogMessage(f"track.{line.name} is left, the run goes on: {line.failure}", warning=True))
+        for thread in self._threads:
+            if thread.failure is not None and thread.name not in self._warned:
+                self._warned.add(thread.name)
+                self._emit(
+                    LogMessage(
+                        f"loggers.{thread.name} failed; the run continues without it: {thread.failure}", warning=True
+                    )
+                )
 
 
 @contextmanager
-def tracking(recipe: Recipe | MutualRecipe, folder: Path, post: Listener) -> Iterator[Tracking]:
-    """The trackers that a recipe names, for as long as its run lasts.
+def track_run(recipe: Recipe | MutualRecipe, folder: Path, emit: Listener) -> Iterator[Tracking]:
+    """Open the recipe's trackers for the duration of its run.
 
     Args:
-        recipe: Of the run.
-        folder: The run's, where trackers note how to go on with their own.
-        post: Hears, once, of a tracker that is left.
+        recipe: The run's recipe.
+        folder: The run's folder, in which trackers store the ids of their runs.
+        emit: Receives one warning for each tracker that failed.
     """
-    run = Tracked(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
-    told = Tracking([Line(name, begin) for name, begin in _begins(recipe.loggers, run)], post)
+    run = RunInfo(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
+    trackers = Tracking(
+        [TrackerThread(name, open_tracker) for name, open_tracker in _openers(recipe.loggers, run)], emit
+    )
     try:
-        yield told
+        yield trackers
     finally:
-        told.close()
+        trackers.close()
 
 
-def _begins(section: LoggersSection, run: Tracked) -> Iterator[tuple[str, Callable[[], Tracker]]]:
-    """Name and beginning of each tracker; its package is imported when it begins, in its own thread."""
+def _openers(section: LoggersSection, run: RunInfo) -> Iterator[tuple[str, Callable[[], Tracker]]]:
+    """Yield the name of each tracker, and a function that opens it; packages are imported in the tracker's thread."""
     if section.tensorboard:
         yield "tensorboard", lambda: _tensorboard(run)
     if (mlflow := section.mlflow) is not None:
@@ -124,39 +130,39 @@ def _begins(section: LoggersSection, run: Tracked) -> Iterator[tuple[str, Callab
         yield "wandb", lambda: _wandb(wandb, run)
 
 
-def _tensorboard(run: Tracked) -> Tracker:
+def _tensorboard(run: RunInfo) -> Tracker:
     from distcse.tracking.tensorboard import TensorBoard
 
     return TensorBoard(run)
 
 
-def _mlflow(section: MLflowSection, run: Tracked) -> Tracker:
+def _mlflow(section: MLflowSection, run: RunInfo) -> Tracker:
     from distcse.tracking.mlflow import MLflow
 
     return MLflow(section, run)
 
 
-def _wandb(section: WandbSection, run: Tracked) -> Tracker:
+def _wandb(section: WandbSection, run: RunInfo) -> Tracker:
     from distcse.tracking.wandb import Wandb
 
     return Wandb(section, run)
 
 
-def _figures(event: StepReport) -> dict[str, float]:
-    found = {f"train/{part}": value for part, value in event.losses.items()}
-    found["train/lr"] = event.lr
+def _step_metrics(event: StepReport) -> dict[str, float]:
+    result = {f"train/{part}": value for part, value in event.losses.items()}
+    result["train/lr"] = event.lr
     if event.seconds:
-        found["train/steps_per_second"] = 1 / event.seconds
-        found["train/teacher_wait_share"] = event.waited / event.seconds
-    return found
+        result["train/steps_per_second"] = 1 / event.seconds
+        result["train/teacher_wait_share"] = event.teacher_wait_s / event.seconds
+    return result
 
 
-def _flat(knobs: Any, path: str = "") -> dict[str, Any]:
-    """Knobs of a nested recipe by path."""
-    if not isinstance(knobs, dict | list) or not knobs:
-        return {path: knobs}
-    inside = knobs.items() if isinstance(knobs, dict) else enumerate(knobs)
-    found: dict[str, Any] = {}
-    for name, value in inside:
-        found |= _flat(value, f"{path}.{name}" if path else str(name))
-    return found
+def _flat(nested: Any, path: str = "") -> dict[str, Any]:
+    """Flatten a nested recipe into values by key."""
+    if not isinstance(nested, dict | list) or not nested:
+        return {path: nested}
+    items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+    result: dict[str, Any] = {}
+    for name, value in items:
+        result |= _flat(value, f"{path}.{name}" if path else str(name))
+    return result

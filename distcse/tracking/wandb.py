@@ -1,4 +1,4 @@
-"""Weights & Biases: the run's recipe and figures, in its folder (offline) or at their server."""
+"""Weights & Biases: logs the run's recipe and metrics, to the run's folder (offline) or to the server."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import wandb
 
 from distcse.recipe import WandbSection
 from distcse.storage import fetch, write_text_atomic
-from distcse.tracking.tracker import Ending, Tracked
+from distcse.tracking.tracker import RunInfo, RunStatus
 
-_NOTED = "wandb.run"
+_RUN_ID_FILE = "wandb.run"
 
 
 class Wandb:
-    """A run of a project; a run that is resumed goes on in the same one."""
+    """Tracker for one run of a W&B project; a resumed run continues the same W&B run."""
 
-    def __init__(self, section: WandbSection, run: Tracked) -> None:
+    def __init__(self, section: WandbSection, run: RunInfo) -> None:
         if section.mode == "online" and not wandb.login(prompt=False):
-            raise PermissionError("nobody is logged in; set WANDB_API_KEY, or run wandb login")
-        noted = run.folder / _NOTED
-        if not fetch(noted):
-            write_text_atomic(noted, secrets.token_hex(4))
+            raise PermissionError("not logged in to W&B; set WANDB_API_KEY, or run wandb login")
+        id_file = run.folder / _RUN_ID_FILE
+        if not fetch(id_file):
+            write_text_atomic(id_file, secrets.token_hex(4))
         self._run: Any = wandb.init(
-            id=noted.read_text(encoding="utf-8"),
+            id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             name=run.name,
             project=section.project,
@@ -35,12 +35,12 @@ class Wandb:
             config=dict(run.settings),
             settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
         )
-        # Groups have steps of their own; W&B's own counter must never go back.
+        # Groups count their steps separately, but W&B's built-in step must not decrease.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def figures(self, values: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
 
-    def end(self, ending: Ending) -> None:
-        self._run.finish(exit_code=0 if ending == "finished" else 1)
+    def finish(self, status: RunStatus) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)

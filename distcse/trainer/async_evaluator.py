@@ -1,4 +1,4 @@
-"""Dev scores made in another process while steps go on."""
+"""Interface of dev evaluation in another process, concurrent with training."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from distcse.trainer.checkpoints import ModelState
 
 
 class AsyncEvaluator(Protocol):
-    """Scores one model state at a time. Every worker has one; only rank 0's is called."""
+    """Scores model states, one after the other. Every worker has an evaluator; only rank 0's is called."""
 
     def begin(self, state: ModelState) -> None:
-        """Start scoring a copy of a state."""
+        """Start scoring a copy of a model state."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `take` would return at once."""
+        """Return whether `take` would return immediately."""
         ...
 
     def take(self) -> float:
-        """Wait for the score of the state passed to `begin`.
+        """Wait for the score of the state passed to `begin`, and return it.
 
         Raises:
-            DistcseError: The state cannot be scored.
+            DistcseError: The state cannot be scored; the specific class that the evaluator raised.
         """
         ...

@@ -1,4 +1,4 @@
-"""Dev scores and checkpoints of a training: scored in the workers, or in another process while steps go on."""
+"""Dev scores and checkpoints during training, scored in the workers or concurrently in another process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from distcse.trainer.step_log import ADVICE
 from distcse.trainer.task import TrainingTask
 
 ReportToTrain = Callable[[dict[str, float]], None]
-"""Receives `step`, `dev_score` and `best_dev_score` after a dev score, such as `ray.train.report`."""
+"""Function that receives `step`, `dev_score` and `best_dev_score` after a dev score, such as `ray.train.report`."""
 
 
 class CheckpointManager:
-    """Scores the model and writes its checkpoints. Every worker calls it; rank 0's score is the one that counts.
+    """Scores the model and writes its checkpoints. Every worker calls it; rank 0's score is used.
 
-    With an async evaluator at most one score is pending: a checkpoint holds all scores but its own, and a run that resumes
-    from it requests that one again. A killed run therefore ends with the same scores.
+    With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, and a run that
+    resumes from it requests that score again. A killed and resumed run therefore has the same scores as an undisturbed one.
+
+    Args:
+        task: The training task, which computes dev scores.
+        engine: Gathers the model state.
+        checkpoints: Stores checkpoints.
+        emit: Receives `DevScore`, `CheckpointSaved` and log events.
+        report_to_train: Called after each dev score; None calls nothing.
+        evaluator: Scores in another process; None scores in the workers.
     """
 
     def __init__(
@@ -47,7 +55,15 @@ class CheckpointManager:
         self._blocked_s = 0.0
 
     def evaluate_and_save(self, state: TrainerState, should_evaluate: bool) -> TrainerState:
-        """Write a checkpoint, with a dev score of its model where one is due. No worker returns before it is complete."""
+        """Write a checkpoint, and score its model if `should_evaluate`. No worker returns before the checkpoint is complete.
+
+        Returns:
+            The state with the scores that have arrived; finished, if training must stop early.
+
+        Raises:
+            DivergedError: A dev score, weight or optimizer moment is not finite.
+            StorageWriteError: The checkpoint cannot be written.
+        """
         if self._evaluator is None:
             state = self._stop_early(self._evaluate_here(state)) if should_evaluate else state
             self._save(state, self._model_state(state))
@@ -63,12 +79,12 @@ class CheckpointManager:
         return state
 
     def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> None:
-        """Request the restored checkpoint's own score again, which was pending when the run ended."""
+        """Request the restored checkpoint's own score again if it was pending when the run ended."""
         if should_evaluate and not state.finished and all(step != state.step for step, _ in state.scores):
             self._request(restored, state.step)
 
     def collect(self, state: TrainerState) -> TrainerState:
-        """The state with the pending score, if it has arrived."""
+        """Return the state with the pending score, if it has arrived."""
         if self._evaluator is None or self._pending is None or not on_rank_zero(self._evaluator.is_ready):
             return state
         return self._collect_pending(state)
@@ -80,13 +96,13 @@ class CheckpointManager:
                 on_rank_zero(partial(self._evaluator.begin, model_state))
 
     def _collect_pending(self, state: TrainerState) -> TrainerState:
-        """Wait for the pending score; its checkpoint is already written and becomes the best if the score is."""
+        """Wait for the pending score, and mark its checkpoint, which is already written, as the best if it is."""
         step = self._pending
         if self._evaluator is None or step is None:
             return state
         state = self._take_pending(self._evaluator, state)
         if state.best is not None and state.best[0] == step:
-            on_rank_zero(partial(self._checkpoints.best_is, step))
+            on_rank_zero(partial(self._checkpoints.mark_best, step))
         return state
 
     def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState:
@@ -97,7 +113,7 @@ class CheckpointManager:
         return self._with_score(state, step, score)
 
     def _evaluate_here(self, state: TrainerState) -> TrainerState:
-        """The state with its dev score. Every worker scores: a sharded model needs all of them."""
+        """Score the model here, on every worker, because a sharded model needs all of them."""
         if self._task.metric_name is None:
             return state
         self._task.model.eval()
@@ -107,10 +123,10 @@ class CheckpointManager:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Count the time that steps wait for a score."""
-        began = time.perf_counter()
+        """Measure the time that training waits for a score."""
+        started = time.perf_counter()
         yield
-        self._blocked_s += time.perf_counter() - began
+        self._blocked_s += time.perf_counter() - started
 
     def _with_score(self, state: TrainerState, step: int, score: float) -> TrainerState:
         name = self._task.metric_name
@@ -126,20 +142,19 @@ class CheckpointManager:
         return scored
 
     def _stop_early(self, state: TrainerState) -> TrainerState:
-        patience, misses = self._task.patience, state.misses()
-        if state.finished or patience is None or misses < patience:
+        patience, scores_since_best = self._task.patience, state.scores_since_best()
+        if state.finished or patience is None or scores_since_best < patience:
             return state
-        self._emit(LogMessage(f"stopped early at step {state.step}: {misses} dev scores without a new best"))
+        self._emit(LogMessage(f"stopped early at step {state.step}: {scores_since_best} dev scores without a new best"))
         return TrainerState(state.step, state.scores, finished=True)
 
     def _model_state(self, state: TrainerState) -> ModelState:
-        """Weights and moments. Raises `DivergedError` where one is not finite."""
+        """Gather weights and moments, and raise `DivergedError` if one is not finite."""
         model_state = self._engine.state()
         if (name := model_state.first_not_finite()) is not None:
             rows = self._task.describe_batch(max(0, state.step - 1))
             raise DivergedError(
-                f"{name} is not finite after step {state.step} ({rows}), although every loss was: its gradient was "
-                f"not{ADVICE}"
+                f"{name} is not finite after step {state.step} ({rows}), although every loss was: its gradient is not{ADVICE}"
             )
         return model_state
 

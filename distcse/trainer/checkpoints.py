@@ -1,11 +1,11 @@
-"""A checkpoint: weights, AdamW's moments and the position, in safetensors and JSON, whole and free of the worker count.
+"""Checkpoints: weights, AdamW's moments and the trainer state, in safetensors and JSON, for any number of workers.
 
     <run>/checkpoints/step-000125/state.safetensors   weight/NAME, exp_avg/NAME, exp_avg_sq/NAME
                                   position.json        step, updates, dev scores, checksums
                       latest, best                     name of a step folder, replaced atomically
 
-DeepSpeed's own checkpoints are pickles tied to the ZeRO stage and world size. Here every engine gathers full tensors by
-parameter name, so any engine, stage and number of workers continues from any other's checkpoint, and nothing is unpickled.
+DeepSpeed's checkpoints are pickles tied to the ZeRO stage and world size. Here, every engine gathers full tensors by parameter
+name. Any engine, ZeRO stage and number of workers can resume any checkpoint, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from distcse.storage import (
     fetch,
     fetch_folder,
     is_stored,
-    names,
+    list_names,
     remove,
     to_uri,
     upload,
@@ -49,121 +49,131 @@ from distcse.storage import (
 )
 
 _STATE, _POSITION = "state.safetensors", "position.json"
-_NAME = re.compile(r"step-\d+")
+_STEP_FOLDER = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands. The sampler, the rate and the dropout noise are functions of the step, so this is all."""
+    """Progress of a training. Sampler, learning rate and dropout are functions of the step, so nothing else is stored."""
 
     step: int
-    """Batches learned from."""
+    """Number of completed steps."""
     scores: list[tuple[int, float]] = field(default_factory=list)
-    """(step, dev score) so far."""
+    """(step, dev score) of all evaluations so far."""
     finished: bool = False
-    """No further step will follow: all steps done, or stopped early."""
+    """Whether training has ended: all steps are done, or it stopped early."""
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """(step, score) of the best dev score; the earlier of equals."""
+        """(step, score) of the best dev score; the earliest of equal ones."""
         return max(self.scores, key=lambda entry: (entry[1], -entry[0])) if self.scores else None
 
-    def misses(self) -> int:
-        """Dev scores since the best one."""
+    def scores_since_best(self) -> int:
+        """Return the number of dev scores after the best one."""
         best = self.best
         return 0 if best is None else sum(step > best[0] for step, _ in self.scores)
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """Everything by parameter name, on the CPU, in full."""
+    """Weights and optimizer state by parameter name, as full (unsharded) tensors on the CPU."""
 
     weights: dict[str, Tensor]
     """Parameters and buffers of the student model."""
     moments: dict[str, dict[str, Tensor]]
     """`exp_avg` and `exp_avg_sq` of each trained parameter; empty before the first update."""
     updates: int
-    """Optimiser updates taken."""
+    """Number of optimizer updates."""
 
     def first_not_finite(self) -> str | None:
-        """Name of a weight or moment that holds NaN or infinity; None where all are numbers."""
-        every = {**self.weights, **{f"{kind} of {n}": t for n, m in self.moments.items() for kind, t in m.items()}}
-        return next((name for name, tensor in every.items() if not bool(tensor.isfinite().all())), None)
+        """Return the name of a weight or moment that contains NaN or infinity; None if all are finite."""
+        tensors = {**self.weights, **{f"{kind} of {n}": t for n, m in self.moments.items() for kind, t in m.items()}}
+        return next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
 
 
 class CheckpointStore:
-    """The checkpoints of one training: the latest and the best are kept, and where these are one, the latest before.
+    """Checkpoints of one training.
 
-    So there are two as soon as two were written, and one of them is whole if a disk spoils the other.
+    The store keeps the latest and the best checkpoint, or the latest two if these are the same. If one file is damaged on
+    disk, training can thus resume from the other checkpoint.
 
     Args:
         run: The training's folder.
-        lease: Checked before each write; None checks nothing.
+        lease: Lease of the run directory, checked before each write. Default: no check.
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
         self._root = run / "checkpoints"
         self._lease = lease
 
-    def save(self, state: ModelState, position: TrainerState) -> Path:
-        """Write a checkpoint beside and rename it into place, point `latest` (and `best`) at it, drop what neither needs.
+    def save(self, state: ModelState, trainer_state: TrainerState) -> Path:
+        """Write a checkpoint atomically, update `latest` and `best`, and delete checkpoints that are no longer needed.
+
+        Args:
+            state: Weights and moments.
+            trainer_state: Step and dev scores. The checkpoint becomes the best if its step has the best score.
+
+        Returns:
+            The checkpoint's folder.
 
         Raises:
-            RunError: A later start of the run has taken its directory over.
+            RunTakenOverError: A later start of the run has taken over its directory.
+            StorageWriteError: The checkpoint cannot be written.
+            ObjectStorageError: The checkpoint cannot be uploaded.
         """
         if self._lease is not None:
             self._lease.check_here()
-        target = self._root / f"step-{position.step:06d}"
+        target = self._root / f"step-{trainer_state.step:06d}"
         with storage_errors(target):
             self._root.mkdir(parents=True, exist_ok=True)
-            self._write(state, position, target)
-            before = self._named("latest")
-            self._store(target)
-            # The best first: killed between the two, a run goes on from the latest before, and comes by here again. The
-            # other way round it would go on behind a best that nothing points at.
-            if position.best is not None and position.best[0] == position.step:
+            self._write(state, trainer_state, target)
+            previous = self._read_pointer("latest")
+            self._upload(target)
+            # Update `best` first: a run killed in between resumes from the previous checkpoint and repeats this save. In the
+            # opposite order, it would resume after a best checkpoint that nothing points to.
+            if trainer_state.best is not None and trainer_state.best[0] == trainer_state.step:
                 self._point("best", target.name)
             self._point("latest", target.name)
-        self._remove_unneeded(before)
+        self._remove_unneeded(previous)
         return target
 
-    def _write(self, state: ModelState, position: TrainerState, target: Path) -> None:
-        """The folder takes its name when both files are on the disk: a name of ours is a whole checkpoint."""
-        beside = self._root / f".{target.name}.{os.getpid()}"
-        shutil.rmtree(beside, ignore_errors=True)
+    def _write(self, state: ModelState, trainer_state: TrainerState, target: Path) -> None:
+        """Write both files to a temporary folder and rename it, so that a folder named step-* is always complete."""
+        temporary = self._root / f".{target.name}.{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            beside.mkdir()
+            temporary.mkdir()
             tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
             for name, moments in state.moments.items():
                 tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
-            with atomic_write(beside / _STATE) as file:
-                save_file(_apart(tensors), file)
-            told = {**asdict(position), "updates": state.updates, "state": checksum(beside / _STATE)}
-            write_text_atomic(beside / _POSITION, dump_checked_json(told))
+            with atomic_write(temporary / _STATE) as file:
+                save_file(_unshare_storage(tensors), file)
+            content = {**asdict(trainer_state), "updates": state.updates, "state": checksum(temporary / _STATE)}
+            write_text_atomic(temporary / _POSITION, dump_checked_json(content))
             if target.exists():
                 shutil.rmtree(target)
-            os.replace(beside, target)
+            os.replace(temporary, target)
             fsync(self._root)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _store(self, target: Path) -> None:
-        """To where others find it. What was uploaded for minutes may be a later start's by then."""
+    def _upload(self, target: Path) -> None:
+        """Upload to object storage. Check the lease before and after: an upload of minutes may outlast it."""
         if self._lease is not None:
             self._lease.check()
         upload_dir(target)
         if self._lease is not None:
             self._lease.check()
 
-    def best_is(self, step: int) -> None:
-        """Point `best` to the checkpoint of a step, which is there: its score came after it was written."""
+    def mark_best(self, step: int) -> None:
+        """Point `best` to the stored checkpoint of a step, whose score arrived after it was written."""
         if self._lease is not None:
             self._lease.check_here()
         with storage_errors(self._root):
             self._point("best", f"step-{step:06d}")
 
     def adopt(self, folder: Path) -> None:
-        """Go on from a copy of another training's checkpoint; those of this one are dropped."""
+        """Replace all checkpoints by a copy of another training's checkpoint, from which training will continue."""
         step = load_trainer_state(folder).step
         remove(self._root)
         with storage_errors(self._root):
@@ -173,124 +183,139 @@ class CheckpointStore:
             upload_dir(target)
             self._point("latest", target.name)
 
-    def rescue(self, post: Callable[[Event], None] = ignore) -> None:
-        """Store the newest checkpoint of a mirror, where storage was away when it was written. See `Lease.left_here`."""
+    def rescue(self, emit: Callable[[Event], None] = ignore) -> None:
+        """Upload the newest checkpoint that exists only on this machine, because storage was unreachable.
+
+        See `Lease.has_local_changes`. Damaged checkpoints are skipped with a warning.
+
+        Args:
+            emit: Receives log messages. Default: discards them.
+        """
         if not isinstance(self._root, RemotePath) or not self._root.is_dir():
             return
-        latest = self._named("latest")
-        here = sorted((f for f in self._root.iterdir() if _NAME.fullmatch(f.name)), key=_step, reverse=True)
-        for folder in here if latest is None else [f for f in here if _step(f) > _step(latest)]:
+        latest = self._read_pointer("latest")
+        local = sorted(
+            (folder for folder in self._root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)), key=_step, reverse=True
+        )
+        for folder in local if latest is None else [folder for folder in local if _step(folder) > _step(latest)]:
             try:
                 load_model_state(folder)
                 best = load_trainer_state(folder).best
-            except RunError as spoilt:
-                post(LogMessage(f"{spoilt}; it was never stored", warning=True))
+            except RunError as error:
+                emit(LogMessage(f"{error}; it was never uploaded", warning=True))
                 continue
             upload_dir(folder)
             if best is not None and best[0] == _step(folder):
                 self._point("best", folder.name)
             self._point("latest", folder.name)
-            post(LogMessage(f"{to_uri(folder)} was on this machine alone, and is stored now"))
+            emit(LogMessage(f"{to_uri(folder)} was only on this machine, and is uploaded now"))
             return
 
     def latest(self) -> Path | None:
-        """Folder of the newest checkpoint, or None."""
-        return self._pointed("latest")
+        """Return the folder of the newest checkpoint, or None."""
+        return self._fetch_pointed("latest")
 
     def best(self) -> Path | None:
-        """Folder of the checkpoint with the best dev score, or None."""
-        return self._pointed("best")
+        """Return the folder of the checkpoint with the best dev score, or None."""
+        return self._fetch_pointed("best")
 
     def _point(self, pointer: str, name: str) -> None:
         write_text_atomic(self._root / pointer, name)
         upload(self._root / pointer)
 
-    def _named(self, pointer: str) -> Path | None:
-        """The step folder that a pointer names, there or not; None where it names none, or is damaged."""
+    def _read_pointer(self, pointer: str) -> Path | None:
+        """Return the step folder that a pointer names, whether it exists or not; None if there is no valid pointer."""
         if not fetch(self._root / pointer):
             return None
         try:
             name = (self._root / pointer).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
-        return self._root / name if _NAME.fullmatch(name) else None
+        return self._root / name if _STEP_FOLDER.fullmatch(name) else None
 
-    def _pointed(self, pointer: str) -> Path | None:
-        """The same; None where the folder is not there."""
-        folder = self._named(pointer)
+    def _fetch_pointed(self, pointer: str) -> Path | None:
+        """Fetch and return the step folder that a pointer names; None if the folder does not exist."""
+        folder = self._read_pointer(pointer)
         return folder if folder is not None and fetch_folder(folder) else None
 
     def _steps(self) -> list[Path]:
-        """All step folders, the newest first."""
+        """List all step folders, the newest first."""
         return sorted(
             (
-                f
-                for f in (self._root / name for name in names(self._root))
-                if _NAME.fullmatch(f.name) and not f.is_symlink()
+                folder
+                for folder in (self._root / name for name in list_names(self._root))
+                if _STEP_FOLDER.fullmatch(folder.name) and not folder.is_symlink()
             ),
             key=_step,
             reverse=True,
         )
 
-    def restore(self, post: Callable[[Event], None] = ignore) -> tuple[TrainerState, ModelState] | None:
-        """Where a training goes on: its latest checkpoint, or if that is damaged the newest one that is not; None at its start.
+    def restore(self, emit: Callable[[Event], None] = ignore) -> tuple[TrainerState, ModelState] | None:
+        """Load the latest checkpoint, or the newest undamaged one; return None if there is no checkpoint.
 
         Args:
-            post: Told of a damaged one that is passed over.
+            emit: Receives a warning for each damaged checkpoint. Default: discards them.
 
         Raises:
-            RunError: There are checkpoints, but none is whole.
+            CheckpointError: There are checkpoints, but all are damaged.
+            ObjectStorageError: Object storage cannot be read.
         """
-        latest = self._named("latest")
-        spoilt: list[str] = []
+        latest = self._read_pointer("latest")
+        problems: list[str] = []
         for folder in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
             try:
                 if not fetch_folder(folder):
                     continue
                 state = load_model_state(folder)
-                position = load_trainer_state(folder)
+                trainer_state = load_trainer_state(folder)
             except StorageError:
                 raise
-            except RunError as damaged:
-                spoilt.append(str(damaged))
+            except RunError as error:
+                problems.append(str(error))
                 continue
-            for told in spoilt:
-                post(LogMessage(f"{told}; going on from {folder.name}", warning=True))
-            return position, state
-        if spoilt:
-            raise CheckpointError(f"{spoilt[0]}; no other is whole. Remove {self._root} to start from the beginning")
+            for problem in problems:
+                emit(LogMessage(f"{problem}; resuming from {folder.name}", warning=True))
+            return trainer_state, state
+        if problems:
+            raise CheckpointError(
+                f"{problems[0]}; no other checkpoint is intact. Delete {self._root} to start from the beginning"
+            )
         return None
 
-    def _remove_unneeded(self, before: Path | None) -> None:
-        latest, best = self._named("latest"), self._named("best")
-        apart = best is not None and best != latest and is_stored(best)
-        needed = {latest, best} if apart else {latest, before}
+    def _remove_unneeded(self, previous: Path | None) -> None:
+        latest, best = self._read_pointer("latest"), self._read_pointer("best")
+        has_separate_best = best is not None and best != latest and is_stored(best)
+        needed = {latest, best} if has_separate_best else {latest, previous}
         for folder in {*self._steps(), *self._root.glob("step-*")} - needed:
             delete_dir(folder)
-        for left in self._root.glob(".step-*"):  # by a start that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._root.glob(".step-*"):  # from a process that was killed while it wrote
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own, as safetensors wants it: copied where two share some, or one is part of more."""
-    apart, seen = {}, set()
+def _unshare_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Clone tensors that share memory or are views of larger ones, because safetensors cannot save them."""
+    unshared, seen = {}, set()
     for name, tensor in tensors.items():
-        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        is_alone = place not in seen and size == tensor.nbytes
-        apart[name] = tensor.contiguous() if is_alone else tensor.clone(memory_format=torch.contiguous_format)
-        seen.add(place)
-    return apart
+        address, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        is_sole_owner = address not in seen and size == tensor.nbytes
+        unshared[name] = tensor.contiguous() if is_sole_owner else tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(address)
+    return unshared
 
 
 def load_model_state(folder: Path) -> ModelState:
-    """Read a checkpoint's tensors. Raises `RunError` where a file is not what was written."""
-    told = _told(folder)
+    """Read a checkpoint's tensors.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    content = _load_position(folder)
     try:
-        if checksum(folder / _STATE) != told["state"]:
+        if checksum(folder / _STATE) != content["state"]:
             raise ValueError(f"the checksum of {_STATE} differs")
         tensors = load_file(folder / _STATE)
-    except (OSError, ValueError, KeyError, SafetensorError) as broken:
-        raise _damaged(folder, broken) from broken
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise _checkpoint_error(folder, error) from error
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -299,24 +324,28 @@ def load_model_state(folder: Path) -> ModelState:
             weights[name] = tensor
         else:
             moments.setdefault(name, {})[kind] = tensor
-    return ModelState(weights, moments, int(told["updates"]))
+    return ModelState(weights, moments, int(content["updates"]))
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
-    """Read where a checkpoint stands. Raises `RunError` where the file is not what was written."""
-    told = _told(folder)
-    return TrainerState(told["step"], [(step, score) for step, score in told["scores"]], told["finished"])
+    """Read a checkpoint's step and dev scores.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    content = _load_position(folder)
+    return TrainerState(content["step"], [(step, score) for step, score in content["scores"]], content["finished"])
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _load_position(folder: Path) -> dict[str, Any]:
     try:
         return load_checked_json(folder / _POSITION)
-    except (OSError, ValueError) as broken:
-        raise _damaged(folder, broken) from broken
+    except (OSError, ValueError) as error:
+        raise _checkpoint_error(folder, error) from error
 
 
-def _damaged(folder: Path, broken: Exception) -> RunError:
-    return CheckpointError(f"checkpoint {folder} cannot be read ({broken})")
+def _checkpoint_error(folder: Path, error: Exception) -> RunError:
+    return CheckpointError(f"checkpoint {folder} cannot be read ({error})")
 
 
 def _step(folder: Path) -> int:

@@ -1,10 +1,10 @@
-"""The training step recorded as a CUDA graph and replayed.
+"""Records the training step as a CUDA graph and replays it.
 
-A step of BERT-base is some 8,000 kernel launches, which the host needs longer to issue than a fast GPU needs to run them. A graph
-is one launch. It reads and writes the same memory every time: inputs are copied into the tensors it was recorded with, the
-learning rate is a tensor, and dropout is drawn from a seed that is set before the replay.
+A step of BERT-base launches about 8,000 kernels, which takes the host longer than a fast GPU needs to run them. A graph is one
+launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
+rate is a tensor, and the dropout seed is set before the replay.
 
-Not run on a GPU yet: tests on a CPU hold all but `CudaGraphs` to the plain step.
+`CudaGraphs` has not run on a GPU yet. CPU tests compare everything else with the eager step.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from distcse.trainer.engines import Engine
 from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
-MOST = 8
-"""Batch shapes that are recorded; steps of further shapes are taken call by call."""
+MAX_GRAPHS = 8
+"""Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 
 
 class Recorder(Protocol):
-    """Records a function's kernel launches."""
+    """Interface that records a function's kernel launches."""
 
     def warming(self) -> AbstractContextManager[None]:
-        """Run calls inside as a recording would, on the recording's stream."""
+        """Context manager: run calls inside on the recording's stream, without recording them."""
         ...
 
     def record(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Record a call without running it. Returns the replay, which gives its result in the same tensors every time."""
+        """Record a call without running it; return a function that replays it and returns the same result tensors."""
         ...
 
 
 class CudaGraphs:
-    """Records CUDA graphs on a side stream, as PyTorch requires. The graphs share one memory pool: one runs at a time."""
+    """Records CUDA graphs on a side stream, as PyTorch requires. They share a memory pool, so only one can run at once."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -49,51 +49,48 @@ class CudaGraphs:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield
-        here.wait_stream(self._stream)
+        current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T]) -> Callable[[], T]:
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # no tensor may be freed while calls are recorded
-        # This thread's calls alone: a teacher's thread may allocate meanwhile.
+        # thread_local: a teacher's thread may allocate during the recording.
         with first_error(torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")):
-            found = call()
+            result = call()
 
-        def again() -> T:
+        def replay() -> T:
             graph.replay()
-            return found
+            return result
 
-        return again
+        return replay
 
 
 @contextmanager
 def first_error(recording: AbstractContextManager[Any]) -> Iterator[None]:
-    """Raise the error of the call that failed: the recording's own exit raises a second one that names no cause."""
+    """Raise the error of the call that failed, not the second one that leaving the recording raises without a cause."""
     reason: RuntimeError | None = None
     try:
         with recording:
             try:
                 yield
-            except RuntimeError as failed:
-                reason = failed
+            except RuntimeError as error:
+                reason = error
                 raise
-    except RuntimeError as ended:
-        raise reason or ended from None
+    except RuntimeError as exit_error:
+        raise reason or exit_error from None
 
 
 class CudaGraphStep:
-    """A training step that is recorded and replayed, for the first `MOST` batch shapes; each runs call by call once before.
+    """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
     Args:
-        take_step: The plain step. Its engine is the torch engine, of one worker, without accumulation; the task's inputs have one
-            dropout seed, and its model keeps its tensors in place.
+        take_step: The eager step. It must use `TorchEngine` with one worker and no gradient accumulation; the inputs must
+            contain one dropout seed, and the model must not replace its tensors.
         recorder: Records the step.
-
-    Raises:
-        RunError: From a step that cannot be recorded.
     """
 
     def __init__(self, take_step: TakeStep, recorder: Recorder) -> None:
@@ -104,23 +101,33 @@ class CudaGraphStep:
         self._recorded: dict[Any, tuple[list[Tensor], Callable[[], dict[str, Tensor]]]] = {}
 
     def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float) -> dict[str, Tensor]:
-        """Take or replay the step; returns what the plain step returns."""
+        """Run or replay the step.
+
+        Returns:
+            The loss terms, as the eager step returns them.
+
+        Raises:
+            CUDAGraphError: The step cannot be recorded.
+        """
         if self._lr is None:
             self._lr = torch.zeros((), device=engine.device)
-        self._lr.fill_(lr)  # a tensor in both ways: a resumed run takes steps call by call that were replayed before
-        tensors = _parts(inputs, Tensor)
+        self._lr.fill_(lr)  # also a tensor in eager steps: a resumed run must compute the same as replayed ones
+        tensors = _find_parts(inputs, Tensor)
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if shape not in self._recorded and (shape not in self._seen or len(self._recorded) == MOST):
+        if shape not in self._recorded and (shape not in self._seen or len(self._recorded) == MAX_GRAPHS):
             self._seen.add(shape)
             with self._recorder.warming():
                 return self._take_step(engine, task, inputs, self._lr)
         if shape not in self._recorded:
-            kept = _mapped(inputs, torch.clone, Tensor)
-            self._recorded[shape] = _parts(kept, Tensor), self._record(engine, task, kept, self._lr)
-        old_tensors, replay = self._recorded[shape]
-        for old, new in zip(old_tensors, tensors, strict=True):
-            old.copy_(new)
-        (seed,) = _parts(inputs, int)
+            static_inputs = _map_parts(inputs, torch.clone, Tensor)
+            self._recorded[shape] = (
+                _find_parts(static_inputs, Tensor),
+                self._record(engine, task, static_inputs, self._lr),
+            )
+        static_tensors, replay = self._recorded[shape]
+        for static, new in zip(static_tensors, tensors, strict=True):
+            static.copy_(new)
+        (seed,) = _find_parts(inputs, int)
         with dropout_rng(seed, engine.device):
             terms = replay()
         return {name: term.clone() for name, term in terms.items()}
@@ -134,33 +141,35 @@ class CudaGraphStep:
 
         try:
             return self._recorder.record(take_step)
-        except RuntimeError as refused:
-            reason = str(refused).strip().partition("\n")[0]
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
             raise CUDAGraphError(
-                f"this student's step cannot be recorded as a CUDA graph ({reason}); go on with --resume and "
+                f"this student's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
                 "training.cuda_graphs=false"
-            ) from refused
+            ) from error
 
 
-def _parts(inputs: Any, kind: type[T]) -> list[T]:
-    """All tensors among a step's inputs; or all whole numbers, which are dropout seeds."""
+def _find_parts(inputs: Any, kind: type[T]) -> list[T]:
+    """Return all tensors of a step's inputs, or all integers, which are dropout seeds."""
     found: list[T] = []
 
-    def note(part: T) -> T:
+    def collect(part: T) -> T:
         found.append(part)
         return part
 
-    _mapped(inputs, note, kind)
+    _map_parts(inputs, collect, kind)
     return found
 
 
-def _mapped(inputs: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """Copy nested tuples, lists and dataclasses with every part of one type replaced by `change(part)`."""
+def _map_parts(inputs: Any, change: Callable[[Any], Any], kind: type) -> Any:
+    """Copy nested tuples, lists and dataclasses, replacing every part of type `kind` by `change(part)`."""
     if isinstance(inputs, kind):
         return change(inputs)
     if is_dataclass(inputs) and not isinstance(inputs, type):
-        return replace(inputs, **{at.name: _mapped(getattr(inputs, at.name), change, kind) for at in fields(inputs)})
+        return replace(
+            inputs, **{item.name: _map_parts(getattr(inputs, item.name), change, kind) for item in fields(inputs)}
+        )
     if isinstance(inputs, list | tuple):
-        parts = [_mapped(part, change, kind) for part in inputs]
+        parts = [_map_parts(part, change, kind) for part in inputs]
         return type(inputs)(*parts) if hasattr(inputs, "_fields") else type(inputs)(parts)
     return inputs

@@ -1,4 +1,4 @@
-"""The collectives that the training loop needs. Without a process group there is one worker, and nothing is sent."""
+"""Collective operations of the training loop. Without a process group, there is one worker and they do nothing."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """Number of workers that train together."""
+    """Return the number of training workers."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This worker's rank, from 0."""
+    """Return this worker's rank, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value on every rank: a decision must not differ by a rounding."""
+    """Return rank 0's value on every rank, so that rounding cannot make ranks decide differently."""
     if world_size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and return its result on every rank.
 
-    An error of ours is raised on every rank: raised on rank 0 alone, it would leave the others waiting forever.
+    Raises:
+        DistcseError: `work` raised it. It is raised on every rank, because the others would otherwise wait forever.
     """
     result: T | DistcseError | None = None
     if rank() == 0:
@@ -53,7 +54,8 @@ def on_rank_zero(work: Callable[[], T]) -> T:
 def on_all_ranks(work: Callable[[], T]) -> T:
     """Run `work` on every rank and return each rank's own result.
 
-    An error of ours on any rank is raised on every rank: raised on one alone, it would leave the others waiting forever.
+    Raises:
+        DistcseError: `work` raised it on a rank. It is raised on every rank, because others would otherwise wait forever.
     """
     result: T | None = None
     error: DistcseError | None = None
@@ -78,7 +80,12 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """Largest of all workers' values; `device` is where the backend takes tensors from."""
+    """Return the largest of all workers' values.
+
+    Args:
+        value: This worker's value.
+        device: Device whose tensors the process group's backend can send.
+    """
     if world_size() == 1:
         return value
     largest = torch.tensor(value, device=device)
@@ -87,6 +94,6 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 def barrier() -> None:
-    """Wait until every worker has called it."""
+    """Wait until every worker has called this function."""
     if world_size() > 1:
         dist.barrier()

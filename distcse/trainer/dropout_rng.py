@@ -1,4 +1,4 @@
-"""Dropout drawn from (seed, step, stream): the same on any worker and after any restart."""
+"""Dropout as a function of (seed, step, stream), so that it is the same on any worker and after any restart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FIXED: ContextVar[bool] = ContextVar("rng is fixed", default=False)
 
 
 def dropout_seed(seed: int, step: int, stream: int) -> int:
-    """Seed of one stream's dropout at one step."""
+    """Return the dropout seed of one stream at one step."""
     digest = hashlib.blake2b(f"{seed}/{step}/{stream}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 @contextmanager
 def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from a seed inside; the generator's state is restored afterwards."""
+    """Context manager: seed PyTorch's generator, and restore its state afterwards."""
     if _FIXED.get():
         yield
         return
@@ -31,9 +31,9 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def rng_is_fixed() -> Iterator[None]:
-    """Make `dropout_rng` keep the current generator inside: no seed can be set while a CUDA graph is recorded."""
-    before = _FIXED.set(True)
+    """Context manager: make `dropout_rng` do nothing, because no seed can be set while a CUDA graph is recorded."""
+    token = _FIXED.set(True)
     try:
         yield
     finally:
-        _FIXED.reset(before)
+        _FIXED.reset(token)

@@ -1,4 +1,4 @@
-"""How long a training is, and its learning rate as a pure function of the update: nothing to save, nothing to restore."""
+"""Length of a training, and its learning rate as a pure function of the update, so that no schedule state is saved."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ from distcse.recipe import LoopSection
 
 
 def warmup_then_linear(update: int, total: int, warmup: float) -> float:
-    """Factor of the peak rate at an update, 0 ≤ update < total: rises from 0 in the first `warmup` share, then falls to 0.
+    """Return the factor of the peak learning rate: linear warm-up, then linear decay to 0.
 
-    The first update has the factor 1/(warm-up updates), never 0: an update at rate 0 is a batch thrown away. Without
-    warm-up the first factor is 1 (RankCSE App. A: warm-up rate 0.05, linear; SimCSE: none).
+    The first update has the factor 1 / (warm-up updates), not 0, so that no batch is wasted; without warm-up it is 1.
+
+    Args:
+        update: Index of the update, 0 ≤ update < total.
+        total: Number of updates.
+        warmup: Fraction of the updates in the warm-up.
+
+    Source:
+        RankCSE (Liu et al. 2023), App. A: linear with warm-up 0.05. SimCSE (Gao et al. 2021): linear without warm-up.
     """
-    rising = round(total * warmup)
-    if update < rising:
-        return (update + 1) / rising
-    return (total - update) / max(1, total - rising)
+    warmup_updates = round(total * warmup)
+    if update < warmup_updates:
+        return (update + 1) / warmup_updates
+    return (total - update) / max(1, total - warmup_updates)
 
 
 def total_steps(training: LoopSection, steps_per_epoch: int) -> int:
-    """Steps of the whole run. Only whole updates count, so that no batch's gradient is left unused."""
+    """Return a run's number of steps: a multiple of `gradient_accumulation`, so that every gradient is used."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     if training.max_steps is not None:
         steps = min(steps, training.max_steps)

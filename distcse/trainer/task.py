@@ -1,4 +1,4 @@
-"""What is trained: a model, its batches and its loss, behind the protocol that the training loop calls."""
+"""Interface between the training loop and a training task: its model, its batches and its loss."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor, nn
 
 from distcse.trainer.engines.engine import Engine
 
-_SHOWN = 8
+_MAX_SHOWN_ROWS = 8
 
 
 class StepInputs(NamedTuple):
-    """The inputs of one step, on the engine's device: this worker's rows."""
+    """Inputs of one step for this worker's rows, on the engine's device."""
 
     model: Any
-    """What the model's forward takes."""
+    """Argument of the model's forward pass."""
     loss: Any
-    """What the loss takes beside the model's output: teachers' lists, labels."""
+    """Inputs of the loss other than the model's output, such as the teachers' lists or labels."""
 
 
 class TrainingTask(Protocol):
-    """One training on one worker. Everything in it is a function of the step, so that a run resumes bit by bit."""
+    """One training on one worker. Everything in it is a function of the step, so that a resumed run has equal results."""
 
     steps: int
-    """Steps of the run."""
+    """Number of steps of the run."""
     rows: int
     """Rows of a batch on this worker."""
     patience: int | None
-    """Dev scores without a new best after which to stop; None never stops early."""
+    """Number of dev scores without a new best after which training stops; None never stops early."""
     evaluates_initial_model: bool
-    """Whether the model is also scored before step 1, and may be the best."""
+    """Whether the model is also scored before the first step, and can be the best."""
 
     @property
     def model(self) -> nn.Module:
@@ -40,32 +40,40 @@ class TrainingTask(Protocol):
         ...
 
     def on_start(self, first_step: int) -> None:
-        """Called once before the first step: requests to teachers begin here, ahead of the steps."""
+        """Start prefetching from teachers. Called once, before the first step."""
         ...
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
-        """The inputs of a step. The only place in a step that may wait for teachers."""
+        """Return the inputs of a step. Only this method may wait for teachers."""
         ...
 
     def compute_loss(self, inputs: Any, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the global batch's loss, and its shares of each term, from `StepInputs.loss` and the output."""
+        """Compute this worker's share of the global batch's loss.
+
+        Args:
+            inputs: `StepInputs.loss`.
+            output: The model's output.
+
+        Returns:
+            The share of the loss, and the shares of its terms by name.
+        """
         ...
 
     def describe_batch(self, step: int) -> str:
-        """The rows of a step's global batch, for error messages."""
+        """Describe the rows of a step's global batch, for error messages."""
         ...
 
     def should_evaluate(self, done: int) -> bool:
-        """Whether a dev score and a checkpoint follow after `done` steps; they always follow the last step."""
+        """Return whether to score and save the model after `done` steps. The last step is always followed by both."""
         ...
 
     @property
     def metric_name(self) -> str | None:
-        """Name of the dev score; None without one: the last checkpoint is then the best."""
+        """Name of the dev score. None if there is none; the last checkpoint is then the best."""
         ...
 
     def evaluate(self) -> float:
-        """The dev score of the model as it is, higher is better. Called by every worker, in evaluation mode."""
+        """Return the current model's dev score; higher is better. Called by every worker, in evaluation mode."""
         ...
 
     @property
@@ -75,10 +83,10 @@ class TrainingTask(Protocol):
 
 
 TakeStep = Callable[[Engine, TrainingTask, StepInputs, Any], dict[str, Tensor]]
-"""A step: engine, task, inputs and learning rate (a number or a tensor) to this worker's shares of the loss terms."""
+"""A training step: maps engine, task, inputs and learning rate (number or tensor) to this worker's shares of the loss terms."""
 
 
 def describe_rows(rows: Sequence[int], source: str) -> str:
-    """`rows 3, 17, 44, … of the corpus (128)`."""
-    first = ", ".join(map(str, rows[:_SHOWN]))
-    return f"rows {first}{', …' if len(rows) > _SHOWN else ''} of {source} ({len(rows)})"
+    """Format rows as `rows 3, 17, 44, … of the corpus (128)`."""
+    first = ", ".join(map(str, rows[:_MAX_SHOWN_ROWS]))
+    return f"rows {first}{', …' if len(rows) > _MAX_SHOWN_ROWS else ''} of {source} ({len(rows)})"

@@ -1,4 +1,4 @@
-"""The training loop: one function for a Ray Train worker, an actor of a group, the driver's process, a Tune trial and a test."""
+"""The training loop, which Ray Train workers, a group's actors, local runs and Tune trials share."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended."""
+    """Result of a call of `train`."""
 
     state: TrainerState
+    """Step and dev scores at the end."""
     steps: int
-    """Steps of the run, those of earlier calls included."""
+    """Number of steps of the run, including those of earlier calls."""
     seconds: float
     """Wall time of this call's steps, without dev scores and checkpoints."""
     teacher_wait_s: float
     """Part of `seconds` spent waiting for teachers."""
     interrupted: bool = False
+    """Whether a stop request ended the run before its last step."""
 
 
 def train(
@@ -43,27 +45,30 @@ def train(
     evaluator: AsyncEvaluator | None = None,
     cuda_graphs: bool = False,
 ) -> TrainResult:
-    """Train a task to its end, from its latest checkpoint where it has one. Every worker calls it.
+    """Train a task from its latest checkpoint, if there is one, to its end. Every worker calls it.
 
     Args:
         task: The model, its batches and its loss.
-        section: Optimiser, schedule, precision and engine.
-        checkpoints: Where checkpoints are kept.
+        section: Optimizer, schedule, precision and engine.
+        checkpoints: Stores checkpoints.
         reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
-        report_to_train: Called by every worker after every dev score.
-        evaluator: Scores checkpoints in another process while steps go on; None scores them here.
-        cuda_graphs: Record the step as a CUDA graph on a GPU.
+        report_to_train: Called by every worker after every dev score. Default: none.
+        evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
+        cuda_graphs: Whether to record the step as a CUDA graph on a GPU. Default: False.
 
     Raises:
-        DivergedError: A loss, a dev score or a weight is not finite. The checkpoint before it stays the latest.
-        StorageError: A checkpoint cannot be written; the one before it stays the latest.
+        DivergedError: A loss, a dev score or a weight is not finite. The previous checkpoint remains the latest.
+        StorageWriteError: A checkpoint cannot be written. The previous one remains the latest.
+        CheckpointError: There are checkpoints, but all are damaged.
+        CUDAGraphError: The step cannot be recorded as a CUDA graph.
+        RunTakenOverError: A later start of the run has taken over its directory.
     """
     reporter = reporter if rank() == 0 else Reporter()
     # Restore on all ranks together: a late rank would otherwise see rank 0's new step-0 checkpoint.
     found = on_all_ranks(lambda: checkpoints.restore(reporter.emit))
     state, restored = found or (TrainerState(step=0), None)
     if restored is not None:
-        reporter.emit(LogMessage(f"goes on after step {state.step:,} of {task.steps:,}"))
+        reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
     engine = make_engine(task.model, section, task.rows, restored)
     take_step = _graph_step(engine, reporter) if cuda_graphs else training_step
@@ -81,7 +86,7 @@ def train(
     for step in range(state.step, task.steps):
         lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
         task.model.train()
-        inputs = task.prepare_batch(step, engine.device)  # teachers were asked a block of steps ahead
+        inputs = task.prepare_batch(step, engine.device)  # the teachers' lists are prefetched
         log.add(take_step(engine, task, inputs, lr))
 
         done = step + 1
@@ -91,13 +96,13 @@ def train(
             ends_update = done % section.gradient_accumulation == 0
             stop = bool(broadcast(reporter.stop_requested() and ends_update))
             state = manager.collect(state)
-            log.resume()  # collecting a score is no part of a step
+            log.resume()  # step times exclude collecting a score
         should_evaluate = task.should_evaluate(done) or is_last
         if should_evaluate or stop:
             log.check_finite(done)
             log.pause()
             state = TrainerState(done, state.scores, finished=is_last)
-            # Also at a stop that falls on an evaluation: the resumed run would not score this step.
+            # A stop after an evaluation step scores it too, because the resumed run would not.
             state = manager.evaluate_and_save(state, should_evaluate)
             log.resume()
         if stop or state.finished:
@@ -107,7 +112,7 @@ def train(
 
 
 def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
-    """Forward, loss, backward, update. Returns this worker's shares of the loss and of its terms, on the device."""
+    """Run forward pass, loss, backward pass and update; return this worker's shares of the loss terms, on the device."""
     output = engine.forward(inputs.model)
     share, terms = task.compute_loss(inputs.loss, output)
     engine.backward(share)
@@ -116,11 +121,11 @@ def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: fl
 
 
 def finished_state(checkpoints: CheckpointStore) -> TrainerState | None:
-    """The state of a training that ended; None for one that did not end or did not begin."""
+    """Return the state of a finished training; None if it has not finished or not started."""
     latest = checkpoints.latest()
     try:
         state = load_trainer_state(latest) if latest else None
-    except RunError:  # damaged: `train` reports it and resumes from an older one
+    except RunError:  # damaged; `train` reports it and resumes from an older checkpoint
         return None
     return state if state is not None and state.finished else None
 
@@ -129,6 +134,8 @@ def _graph_step(engine: Engine, reporter: Reporter) -> TakeStep:
     if engine.device.type == "cuda":
         return CudaGraphStep(training_step, CudaGraphs())
     reporter.emit(
-        LogMessage("training.cuda_graphs: there is no GPU here, so steps are taken call by call", warning=True)
+        LogMessage(
+            "training.cuda_graphs has no effect, because this machine has no GPU; steps run eagerly", warning=True
+        )
     )
     return training_step

@@ -1,1 +1,1 @@
-"""Sweeps: a search over a recipe's knobs, its trials on Ray Tune."""
+"""Sweeps: a search over a recipe's parameters, with trials on Ray Tune."""

@@ -1,4 +1,4 @@
-"""The end of a sweep: the models of the runs at its end on the test sets, which nothing before has read."""
+"""Evaluates the models of a sweep's final runs on the test sets, which the search does not read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from distcse.experiments.mutual.pairs import Pairs
 from distcse.recipe import MutualRecipe, Recipe, TrainedSection, decided
 from distcse.storage import fetch_folder
 from distcse.tuning.records import Trial
-from distcse.tuning.summary import BEST, side_of
+from distcse.tuning.summary import BEST, variant_of
 
 
 def check_labels(recipe: Recipe | MutualRecipe) -> None:
-    """Read dev and test sets: better refused now than after all trials."""
+    """Check the dev and test sets before the trials start.
+
+    Raises:
+        EvaluationError: A set is missing, malformed or has too few labels.
+    """
     if isinstance(recipe, MutualRecipe):
         checked_tasks(recipe)
     else:
@@ -31,41 +35,44 @@ def check_labels(recipe: Recipe | MutualRecipe) -> None:
 def measure(
     recipe: Recipe | MutualRecipe, runs: Sequence[Trial], folder: Path, reporter: Reporter
 ) -> Evaluation | None:
-    """The models of runs, and which test sentences they were trained on; None where there is nothing to measure.
+    """Evaluate the models of the final runs on the test sets, and write each model's overlap with its training text.
 
     Args:
         recipe: The sweep's recipe.
-        runs: The runs at the end.
-        folder: Where their folders are.
+        runs: The final runs.
+        folder: The folder with the runs' folders.
         reporter: Receives progress.
+
+    Returns:
+        The evaluation; None without test sets or models.
     """
     tasks = _tasks(recipe)
     if not tasks.tasks:
         return None
     device, precision = default_device(), decided(recipe.evaluation.precision)
-    of_all = None if isinstance(recipe, MutualRecipe) else _of_the_corpus(recipe, tasks, reporter)
+    shared = None if isinstance(recipe, MutualRecipe) else _corpus_contamination(recipe, tasks, reporter)
     found: list[tuple[str, Path, bool]] = []
-    for run in sorted(runs, key=lambda run: (side_of(run) == BEST, run.values["seed"])):
-        name, place = f"{side_of(run)}, seed {run.values['seed']}", folder / run.name
-        models = {key: its for key, its in _models(recipe, name, place).items() if fetch_folder(its[0])}
-        exposure = of_all or (_of_pairs(place, tasks) if models else None)
+    for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
+        name, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", folder / run.name
+        models = {key: model for key, model in _models(recipe, name, run_folder).items() if fetch_folder(model[0])}
+        contamination = shared or (_pairs_contamination(run_folder, tasks) if models else None)
         for key, (model, section) in models.items():
-            assert exposure is not None
-            exposure.write(model)
+            assert contamination is not None
+            contamination.write(model)
             found.append((key, model, section.trust_remote_code))
     if not found:
         return None
-    # Each is opened when those before it are measured: three seeds of groups of large models fit no device together.
+    # A generator, so that only one model is in memory: those of all seeds and groups may not fit on the device.
     candidates = (
         open_candidate(name, str(model), LoadOptions(device=device, precision=precision, trust_remote_code=trusted))
         for name, model, trusted in found
     )
     settings = {"STS": "all", "device": device, "precision": precision}
-    return evaluate(candidates, tasks, settings=settings, post=reporter.emit)
+    return evaluate(candidates, tasks, settings=settings, emit=reporter.emit)
 
 
 def _models(recipe: Recipe | MutualRecipe, name: str, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
-    """Where a run's models are, and what they began as, by the names that they have in tables."""
+    """Return the path and the recipe section of a run's models, by their names in tables."""
     if isinstance(recipe, Recipe):
         return {name: (run / "model", recipe.student)}
     return {
@@ -79,10 +86,10 @@ def _tasks(recipe: Recipe | MutualRecipe) -> Tasks:
     return wanted_tasks(recipe) if isinstance(recipe, MutualRecipe) else labelled_tasks(recipe)
 
 
-def _of_the_corpus(recipe: Recipe, tasks: Tasks, reporter: Reporter) -> Contamination:
+def _corpus_contamination(recipe: Recipe, tasks: Tasks, reporter: Reporter) -> Contamination:
     return contamination_of(recipe, read_corpus(recipe, reporter), tasks, reporter.emit)
 
 
-def _of_pairs(run: Path, tasks: Tasks) -> Contamination:
+def _pairs_contamination(run: Path, tasks: Tasks) -> Contamination:
     pairs = Pairs.read(run / "pairs.parquet")
     return Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])

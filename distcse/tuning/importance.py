@@ -1,4 +1,4 @@
-"""How much of the trials' differences each knob explains: Optuna's fANOVA over what the trials came to."""
+"""Importance of a sweep's parameters: Optuna's fANOVA over the trials' best dev scores."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from collections.abc import Sequence
 from distcse.tuning.records import Trial
 from distcse.tuning.space import Space
 
-_FEWEST = 4
-"""Fewer trials explain nothing."""
+_MIN_TRIALS = 4
+"""Fewer trials give no importances."""
 
 
 def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
-    """Share of the variance of the best dev scores by knob, the greatest first; empty where there are too few trials.
+    """Return the fraction of the best dev scores' variance that each parameter explains, the largest first.
 
-    Knobs that follow from others are left out. Trials stopped early count with what they had: as in the search.
+    Parameters with an expression are left out. A trial that was stopped early counts with its best score, as in the search.
+
+    Returns:
+        Fractions by recipe path; empty with fewer than 4 trials or equal scores.
+
+    Source: fANOVA, Hutter et al. 2014.
     """
     import optuna
     from optuna.distributions import FloatDistribution
 
     ended = [trial for trial in trials if trial.status in ("finished", "stopped") and not trial.recalled_from]
-    told = [(trial, trial.best) for trial in ended if trial.best]
-    if len(told) < _FEWEST or len({best.score for _, best in told}) == 1:
+    scored = [(trial, trial.best) for trial in ended if trial.best]
+    if len(scored) < _MIN_TRIALS or len({best.score for _, best in scored}) == 1:
         return {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     weights = {path: FloatDistribution(0.0, 1.0) for path, parameter in space.free.items() if parameter.simplex}
     distributions = {**space.distributions(), **weights}
     study = optuna.create_study(direction="maximize")
-    for trial, best in told:
+    for trial, best in scored:
         values = {path: space.plain(trial.values[path]) for path in distributions}
         study.add_trial(optuna.create_trial(params=values, distributions=distributions, value=best.score))
     with warnings.catch_warnings():

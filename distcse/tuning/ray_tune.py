@@ -1,7 +1,7 @@
-"""The one module that knows Ray Tune's surface: trials as function trainables, searchers, schedulers, resuming, loggers.
+"""Runs trials with Ray Tune: function trainables, searchers, schedulers, restoring and loggers. No other module imports Tune.
 
-A trial of up to one worker trains in its own process; one of several builds a `TorchTrainer` inside it, which is Ray's
-pattern since Train V2. Dev scores go to Ray Tune by `ray.tune.report`; all else stays on the sweep's storage.
+A trial with at most one worker trains in its own process. A trial with several workers starts a `TorchTrainer` in it, which
+is Ray's pattern since Train V2. Only dev scores go to Ray Tune, by `ray.tune.report`; the rest is on the sweep's storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray.tune.search import BasicVariantGenerator
 from distcse.errors import LoggerSetupError
 from distcse.events import Reporter, TrialUpdate
 from distcse.recipe import MutualRecipe, Sweep
-from distcse.storage import RemotePath, names, to_uri
+from distcse.storage import RemotePath, list_names, to_uri
 from distcse.teachers.servers import use_assigned_gpus, use_assigned_threads
 from distcse.tracking import require_mlflow_server
 from distcse.trainer import allocator
@@ -35,13 +35,13 @@ from distcse.tuning.trial_resources import TrialResources
 
 _METRIC, _NOW, _PROGRESS = "best", "dev", "progress"
 _END = 101
-"""Beyond the last report: a trial that comes to its end ends by itself."""
+"""ASHA's max_t; above the last report's 100, so that ASHA never stops a complete trial."""
 _SETTINGS = {
-    # Ours are named below; of Ray Tune's own, two write what the records already hold.
+    # `loggers` lists the callbacks; Ray Tune's default CSV and JSON loggers would repeat the trials' records.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # Ctrl-C belongs to whoever called us.
+    # The caller handles Ctrl-C.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # What a killed driver may lose of Ray Tune's own state, in seconds.
+    # Seconds between snapshots of Ray Tune's state: a killed driver loses at most this much of it.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
@@ -50,30 +50,47 @@ _SETTINGS = {
 
 
 class StoppedError(Exception):
-    """The sweep was asked to stop. Trials under way are left as they are, to be gone on with."""
+    """The caller requested a stop. Running trials stay unfinished, and a resumed sweep continues them."""
 
 
 def search(
-    context: TrialContext, space: Space, sweep: Sweep, folder: Path, room: TrialResources, reporter: Reporter
+    context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
 ) -> None:
-    """Carry out a search, or go on with the one whose state is in `folder`. What it finds is in the trials' records.
+    """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
+
+    Args:
+        context: What all trials share.
+        space: The parameters to search.
+        sweep: The algorithm, the scheduler and the limits.
+        folder: Folder of Ray Tune's state.
+        resources: Resources of a trial, and how many trials run at once.
+        reporter: Receives updates of trials; can request a stop.
 
     Raises:
-        StoppedError: `reporter` wished it.
+        StoppedError: `reporter` requested a stop.
     """
     if sweep.schedule.kind == "pbt":
         config = _config(
-            context, sweep, room, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
+            context, sweep, resources, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
         )
-        _fit(replace(context, exchanges=True), space.values, _domains(space), config, sweep, folder, room, reporter)
+        _fit(
+            replace(context, exchanges_checkpoints=True),
+            space.values,
+            _domains(space),
+            config,
+            sweep,
+            folder,
+            resources,
+            reporter,
+        )
     elif sweep.search.algorithm == "tpe":
-        config = _config(context, sweep, room, sweep.search.trials, tpe(space, sweep))
-        _fit(context, space.values, {}, config, sweep, folder, room, reporter)
+        config = _config(context, sweep, resources, sweep.search.trials, tpe(space, sweep))
+        _fit(context, space.values, {}, config, sweep, folder, resources, reporter)
     else:
         drawn = sweep.search.algorithm == "random"
-        points = space.draws(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
-        config = _config(context, sweep, room, 1, None)
-        _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, room, reporter)
+        points = space.draw(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
+        config = _config(context, sweep, resources, 1, None)
+        _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, resources, reporter)
 
 
 def train_all(
@@ -81,15 +98,15 @@ def train_all(
     points: Sequence[dict[str, Any]],
     sweep: Sweep,
     folder: Path,
-    room: TrialResources,
+    resources: TrialResources,
     reporter: Reporter,
 ) -> None:
-    """Train a recipe with each of some sets of values, to the end."""
+    """Train the recipe with each set of values, without a scheduler and without a limit of hours."""
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
-    to_the_end = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
-    config = _config(context, to_the_end, room, 1, None)
-    _fit(context, dict, {"sample": tune.grid_search([*points])}, config, to_the_end, folder, room, reporter)
+    final_sweep = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
+    config = _config(context, final_sweep, resources, 1, None)
+    _fit(context, dict, {"sample": tune.grid_search([*points])}, config, final_sweep, folder, resources, reporter)
 
 
 def _fit(
@@ -99,7 +116,7 @@ def _fit(
     config: tune.TuneConfig,
     sweep: Sweep,
     folder: Path,
-    room: TrialResources,
+    resources: TrialResources,
     reporter: Reporter,
 ) -> None:
     os.environ.update(_SETTINGS)
@@ -108,21 +125,21 @@ def _fit(
     def trial(sample: dict[str, Any]) -> None:
         use_assigned_gpus()
         use_assigned_threads()
-        # Read in this process when the next trial is to have its actor: by 2 s, Ray Tune's own, this one may be about to end.
+        # How long Ray Tune waits for this trial to end before it reuses the actor; its default of 2 s is too short.
         os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = "60"
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
-        given = tune.get_checkpoint() if context.exchanges else None
+        checkpoint = tune.get_checkpoint() if context.exchanges_checkpoints else None
         try:
-            with given.as_directory() if given else nullcontext() as donor:
+            with checkpoint.as_directory() if checkpoint else nullcontext() as donor:
                 run_trial(context, name, chosen, _report, Path(donor) if donor else None)
         finally:
             allocator.release_memory()
 
-    trainable = tune.with_resources(trial, room.reserved)
+    trainable = tune.with_resources(trial, resources.reserved)
     listener = _Listener(context, reporter)
-    if _goes_on(folder):
+    if _can_restore(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
-        # Ray Tune takes callbacks, which it pickled with the rest, from nowhere else.
+        # restore() takes no callbacks: it would use the pickled ones.
         tuner._local_tuner._run_config.callbacks = [listener, *loggers(sweep)]
     else:
         tuner = tune.Tuner(
@@ -134,27 +151,27 @@ def _fit(
                 storage_path=to_uri(folder.parent),
                 failure_config=tune.FailureConfig(max_failures=sweep.search.max_failures),
                 callbacks=[listener, *loggers(sweep)],
-                # Each is a trial's whole state; a trial that goes on from another's asks for a recent one.
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=4 if context.exchanges else None),
+                # Each is a trial's full state; PBT only needs recent ones.
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4 if context.exchanges_checkpoints else None),
                 verbose=0,
             ),
         )
     tuner.fit()
-    for known in read_trials(context.trials):
-        if not known.ended:  # under way when `search.hours` were over, or unknown to Ray Tune since its state was torn
-            listener.note_end(known.name, "stopped")
+    for record in read_trials(context.trials):
+        if not record.ended:  # still running after `search.hours`, or missing from a damaged state of Ray Tune
+            listener.note_end(record.name, "stopped")
 
 
-def _goes_on(folder: Path) -> bool:
-    """Whether a search in a folder can go on.
+def _can_restore(folder: Path) -> bool:
+    """Whether Ray Tune can restore the search in a folder; removes a state that a killed driver left incomplete.
 
-    State that a killed driver left half written is removed. With it Ray Tune would train one trial and end; without it the
-    search begins anew, and values that a finished trial had are not trained again.
+    Ray Tune would restore an incomplete state, train one trial and end. A new search instead copies the scores of finished
+    trials with the same values.
     """
     if not tune.Tuner.can_restore(to_uri(folder)):
         return False
-    if isinstance(folder, RemotePath):  # objects are whole
-        return any(name.startswith("experiment_state-") for name in names(folder))
+    if isinstance(folder, RemotePath):  # objects are written atomically
+        return any(name.startswith("experiment_state-") for name in list_names(folder))
     states = sorted(folder.glob("experiment_state-*.json"), key=lambda file: file.stat().st_mtime)
     try:
         json.loads(states[-1].read_text(encoding="utf-8"))
@@ -170,21 +187,26 @@ def _report(metrics: dict[str, Any]) -> None:
 
 
 def _config(
-    context: TrialContext, sweep: Sweep, room: TrialResources, samples: int, searcher: Any, space: Space | None = None
+    context: TrialContext,
+    sweep: Sweep,
+    resources: TrialResources,
+    samples: int,
+    searcher: Any,
+    space: Space | None = None,
 ) -> tune.TuneConfig:
     hours = sweep.search.hours
-    together = isinstance(context.recipe, MutualRecipe)
+    is_mutual = isinstance(context.recipe, MutualRecipe)
     return tune.TuneConfig(
-        # Who goes on from another's weights gets those of now, not those that were best.
+        # PBT copies the current weights, so it compares current scores, not the best ones.
         metric=_NOW if sweep.schedule.kind == "pbt" else _METRIC,
         mode="max",
         search_alg=searcher,
         scheduler=_scheduler(sweep, space),
         num_samples=samples,
-        max_concurrent_trials=room.concurrent,
+        max_concurrent_trials=resources.concurrent,
         time_budget_s=None if hours is None else hours * 3600,
-        # A group's thread may still train when its trial is stopped, longer than Ray Tune waits before it uses the actor again.
-        reuse_actors=room.in_own_process and not together,
+        # A group's thread may train on after its trial is stopped, for longer than Ray Tune waits before it reuses the actor.
+        reuse_actors=resources.in_own_process and not is_mutual,
         trial_dirname_creator=lambda trial: trial.trial_id,
     )
 
@@ -200,15 +222,15 @@ def _scheduler(sweep: Sweep, space: Space | None) -> Any:
         return PopulationBasedTraining(
             time_attr=_PROGRESS,
             perturbation_interval=share,
-            # A list, not a choice: that Ray Tune multiplies by 0.8 and 1.2 like a number.
+            # Choices as lists: Ray Tune would multiply numbers of a `tune.choice` by 0.8 or 1.2.
             hyperparam_mutations={**_domains(space), **space.choices},
-            custom_explore_fn=space.clipped,
+            custom_explore_fn=space.clip,
         )
     return None
 
 
 def _domains(space: Space) -> dict[str, Any]:
-    """Ray Tune's own word for each free knob: PBT draws and changes values by itself."""
+    """Return Ray Tune's domain of each free parameter, from which PBT draws and perturbs values."""
     choices, found = space.choices, dict[str, Any]()
     for path, parameter in space.free.items():
         if parameter.values is not None:
@@ -223,7 +245,7 @@ def _domains(space: Space) -> dict[str, Any]:
 
 
 def tpe(space: Space, sweep: Sweep) -> Any:
-    """Ray Tune's Optuna searcher: multivariate tree-structured Parzen estimator, trials under way taken for bad ones."""
+    """Return Ray Tune's Optuna searcher: multivariate TPE, which counts running trials as bad ones (constant liar)."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
@@ -240,19 +262,19 @@ def tpe(space: Space, sweep: Sweep) -> Any:
 
 
 def loggers(sweep: Sweep) -> list[Any]:
-    """Ray Tune's own, for those trackers that are asked for.
+    """Return Ray Tune's logger callbacks for the sweep's loggers.
 
     Raises:
-        RecipeError: A tracker's package is not installed, or W&B knows nobody.
+        LoggerSetupError: A logger's package is not installed, MLflow has no server, or W&B has no login.
     """
     found: list[Any] = []
-    for tracker in sweep.loggers:
+    for logger in sweep.loggers:
         try:
-            if tracker == "tensorboard":
+            if logger == "tensorboard":
                 from ray.tune.logger import TBXLoggerCallback
 
                 found.append(TBXLoggerCallback())
-            elif tracker == "mlflow":
+            elif logger == "mlflow":
                 from ray.air.integrations.mlflow import MLflowLoggerCallback
 
                 require_mlflow_server("set MLFLOW_TRACKING_URI=http://HOST:5000")
@@ -262,35 +284,33 @@ def loggers(sweep: Sweep) -> list[Any]:
 
                 found.append(WandbLoggerCallback(project=sweep.name))
                 found[-1].setup()
-        except (ImportError, RuntimeError) as lacking:
-            package = {"tensorboard": "tensorboardX"}.get(tracker, tracker)
-            raise LoggerSetupError(
-                f"trackers has {tracker}, which cannot be used here: {lacking}; pip install {package}"
-            ) from None
-        except ValueError as refused:
-            raise LoggerSetupError(f"trackers has {tracker}, which cannot be used here: {refused}") from None
+        except (ImportError, RuntimeError) as missing:
+            package = {"tensorboard": "tensorboardX"}.get(logger, logger)
+            raise LoggerSetupError(f"loggers: {logger} cannot be used: {missing}; run pip install {package}") from None
+        except ValueError as error:
+            raise LoggerSetupError(f"loggers: {logger} cannot be used: {error}") from None
     return found
 
 
 class _Listener(tune.Callback):  # type: ignore[misc]
-    """In the sweep's process: notes how trials ended, reports them, and passes on the stop request."""
+    """Ray Tune callback in the sweep's process: records how trials end, reports them, and passes stop requests on."""
 
     def __init__(self, context: TrialContext, reporter: Reporter) -> None:
-        self._desk = context
+        self._context = context
         self._reporter = reporter
 
     def __getstate__(self) -> dict[str, Any]:
-        """Ray Tune pickles its settings; a sweep that goes on is given a listener of its own."""
+        """Return nothing, since Ray Tune pickles its callbacks; a resumed sweep sets a new listener."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        register_trial(self._desk.trials, trial.trial_id)
-        self._tell(trial.trial_id)
+        register_trial(self._context.trials, trial.trial_id)
+        self._emit_update(trial.trial_id)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        self._tell(trial.trial_id)
+        self._emit_update(trial.trial_id)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self.note_end(trial.trial_id, "stopped")
@@ -304,25 +324,25 @@ class _Listener(tune.Callback):  # type: ignore[misc]
             raise StoppedError
 
     def note_end(self, name: str, status: Status, why: str = "") -> None:
-        """A trial that did not say itself how it ended was ended by Ray Tune."""
-        folder = self._desk.trials / name
-        known = read_trial(folder)
-        if known is not None and not known.ended:
-            through = bool(known.reported) and known.reported[-1].progress >= 100
-            # One that failed at its end, or whose model is what it was for, is not finished by a score.
-            done = through and status == "stopped" and not self._desk.keep_models
-            replace(known, status="finished" if done else status, why=why).write(folder)
+        """Record the status of a trial that ended without recording one itself: Ray Tune ended it."""
+        folder = self._context.trials / name
+        record = read_trial(folder)
+        if record is not None and not record.ended:
+            complete = bool(record.reported) and record.reported[-1].progress >= 100
+            # All scores are not enough for a trial that failed, or for a final run, whose model must be saved.
+            done = complete and status == "stopped" and not self._context.keep_models
+            replace(record, status="finished" if done else status, why=why).write(folder)
             clear(folder)
-        self._tell(name)
+        self._emit_update(name)
 
-    def _tell(self, name: str) -> None:
-        known = read_trial(self._desk.trials / name)
-        if known is not None:
-            self._reporter.emit(news_of(known))
+    def _emit_update(self, name: str) -> None:
+        record = read_trial(self._context.trials / name)
+        if record is not None:
+            self._reporter.emit(trial_update(record))
 
 
-def news_of(trial: Trial) -> TrialUpdate:
-    """What a watcher is told of a trial."""
+def trial_update(trial: Trial) -> TrialUpdate:
+    """Return the event that reports a trial's state."""
     last, best = trial.reported[-1] if trial.reported else None, trial.best
     return TrialUpdate(
         trial.name,

@@ -1,4 +1,4 @@
-"""A search space over one recipe: what may be sampled, and which values of the recipe a sample comes to."""
+"""A search space over a recipe's parameters: what may be sampled, and the recipe values that a sample gives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distcse.errors import SearchSpaceError
 from distcse.recipe import MutualRecipe, ParameterSection, Recipe, Sweep, with_values
 
 Sample = dict[str, Any]
-"""What a searcher chose, by name; for a knob that is a range or a choice the name is its path."""
+"""Values that a searcher chose, by recipe path."""
 
 WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
-"""A weight of a simplex is −log u, with u drawn between these."""
-_MAY_BE_SEARCHED = {
+"""A weight of a simplex is −log u, with u drawn between these bounds."""
+_SEARCHABLE = {
     Recipe: (
         "student",
         "teachers.encoders",
@@ -28,10 +28,10 @@ _MAY_BE_SEARCHED = {
     ),
     MutualRecipe: ("groups", "bi", "cross", "mutual"),
 }
-_OF_A_TEACHER = ("alpha",)
-_NOT_LEARNED_FROM = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
-_FIXED_ON_THE_WAY = ("objective.rank.queue", "objective.regression.teachers", "objective.detection.generator")
-_MAY_CHANGE_ON_THE_WAY = (
+_SEARCHABLE_OF_TEACHER = ("alpha",)
+_WITHOUT_EFFECT = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
+_FIXED_IN_TRAINING = ("objective.rank.queue", "objective.regression.teachers", "objective.detection.generator")
+_CHANGEABLE_IN_TRAINING = (
     "objective.",
     "training.lr",
     "training.weight_decay",
@@ -41,15 +41,16 @@ _MAY_CHANGE_ON_THE_WAY = (
 
 
 class Space:
-    """The knobs of a sweep on a recipe.
+    """The searched parameters of a recipe.
 
     Args:
-        sweep: The knobs.
-        recipe: What they belong to.
+        sweep: Gives the parameters and their bounds.
+        recipe: The recipe that has the parameters.
 
     Raises:
-        RecipeError: A path is no knob of the recipe or must be the same in all trials, a bound is refused by the recipe, or a
-            relation cannot be worked out.
+        SearchSpaceError: A parameter cannot be searched, or an expression cannot be computed.
+        UnknownKeyError: The recipe has no such key.
+        InvalidValueError: The recipe does not allow a bound or a choice.
     """
 
     def __init__(self, sweep: Sweep, recipe: Recipe | MutualRecipe) -> None:
@@ -62,7 +63,7 @@ class Space:
                 self._simplices.append(paths)
             for member in paths:
                 if member in self.parameters:
-                    raise SearchSpaceError(f"knobs.{member} is given twice")
+                    raise SearchSpaceError(f"parameters.{member} is given twice")
                 self._check_path(member, sweep)
                 self.parameters[member] = parameter
         for sample in self._corners():
@@ -70,12 +71,12 @@ class Space:
 
     @property
     def free(self) -> dict[str, ParameterSection]:
-        """The knobs that are chosen; the others follow from them."""
+        """The parameters that a searcher chooses, without those that have an expression."""
         return {path: parameter for path, parameter in self.parameters.items() if parameter.expression is None}
 
     @property
     def choices(self) -> dict[str, list[Any]]:
-        """The values of each free knob that has a list of them, as searchers take them."""
+        """The values of each free parameter that has a list of values, in the form that searchers take."""
         return {
             path: [self.plain(value) for value in parameter.values]
             for path, parameter in self.free.items()
@@ -83,12 +84,12 @@ class Space:
         }
 
     def grid(self) -> list[Sample]:
-        """Every combination of the knobs' values."""
+        """Return every combination of the parameters' values."""
         choices = [[(path, value) for value in parameter.values or ()] for path, parameter in self.free.items()]
         return [dict(combination) for combination in itertools.product(*choices)]
 
     def distributions(self) -> dict[str, Any]:
-        """Optuna's distribution of each free knob."""
+        """Return Optuna's distribution of each free parameter."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         choices, found = self.choices, dict[str, Any]()
@@ -104,16 +105,16 @@ class Space:
                 found[path] = FloatDistribution(low, high, log=parameter.log_uniform is not None)
         return found
 
-    def draws(self, number: int, seed: int) -> list[Sample]:
-        """Independent draws, the same for the same seed."""
+    def draw(self, number: int, seed: int) -> list[Sample]:
+        """Return independent random samples, equal for equal seeds."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
         return [dict(study.ask(self.distributions()).params) for _ in range(number)]
 
-    def clipped(self, sample: Sample) -> Sample:
-        """A sample that was changed on the way, back between its bounds."""
+    def clip(self, sample: Sample) -> Sample:
+        """Return a sample with its values limited to their bounds; PBT's perturbations may exceed them."""
         found = dict(sample)
         for path, parameter in self.free.items():
             if parameter.values is None:
@@ -122,11 +123,14 @@ class Space:
         return found
 
     def values(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe's values, by path, that a sample comes to: relations worked out, weights on their simplex.
+        """Return the recipe's values by path that a sample gives, with expressions computed and weights on their simplex.
 
-        Weights are −log u of independent u, divided by their sum: every division is as likely as another.
+        Weights are −log u of independent u, divided by their sum, which is uniform on the simplex.
+
+        Raises:
+            SearchSpaceError: An expression is not arithmetic on known names.
         """
-        values = {path: self._meant(path, value) for path, value in sample.items()}
+        values = {path: self._original(path, value) for path, value in sample.items()}
         for paths in self._simplices:
             shares = [-math.log(values[path]) for path in paths]
             values |= {path: share / sum(shares) for path, share in zip(paths, shares, strict=True)}
@@ -141,7 +145,7 @@ class Space:
             }
             if not solved:
                 raise SearchSpaceError(
-                    f"knobs.{next(iter(waiting))}: {next(iter(waiting.values()))!r} cannot be worked out; known names: "
+                    f"parameters.{next(iter(waiting))}: {next(iter(waiting.values()))!r} cannot be computed; known names: "
                     f"{', '.join(sorted(_names(values)))}"
                 )
             values |= solved
@@ -149,20 +153,20 @@ class Space:
         return {path: values[path] for path in self.parameters}
 
     def recipe(self, sample: Mapping[str, Any]) -> Recipe | MutualRecipe:
-        """The recipe with a sample's values."""
+        """Return the recipe with a sample's values."""
         return with_values(self._recipe, self.values(sample))
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """A choice as searchers take it: a list, such as that of a student's layers, by its text."""
+        """Return a choice in the form that searchers take: a list, such as a student's layers, as text."""
         return str(value) if isinstance(value, list) else value
 
-    def _meant(self, path: str, value: Any) -> Any:
+    def _original(self, path: str, value: Any) -> Any:
         choices = self.parameters[path].values
         return value if choices is None else next((choice for choice in choices if self.plain(choice) == value), value)
 
     def _corners(self) -> Iterator[Sample]:
-        """The lowest of all knobs, and each knob's every end or choice beside it."""
+        """Yield the sample of lowest values, and for each parameter the samples with its other bounds or choices."""
         ends = {path: _ends(parameter) for path, parameter in self.free.items()}
         lowest = {path: values[0] for path, values in ends.items()}
         yield lowest
@@ -172,43 +176,43 @@ class Space:
 
     def _members(self, path: str) -> list[str]:
         before, _, after = path.partition(".*.")
-        place: Any = self._recipe
+        entries: Any = self._recipe
         for key in before.split("."):
-            place = getattr(place, key, None)
-        if not isinstance(place, list) or len(place) < 2:
+            entries = getattr(entries, key, None)
+        if not isinstance(entries, list) or len(entries) < 2:
             raise SearchSpaceError(
-                f"knobs.{path}: {before} of the recipe has fewer than two entries, so nothing to divide"
+                f"parameters.{path}: {before} of the recipe has fewer than two entries; a simplex needs two"
             )
-        return [f"{before}.{number}.{after}" for number in range(len(place))]
+        return [f"{before}.{number}.{after}" for number in range(len(entries))]
 
     def _check_path(self, path: str, sweep: Sweep) -> None:
-        searched = _MAY_BE_SEARCHED[type(self._recipe)]
+        searched = _SEARCHABLE[type(self._recipe)]
         parts = path.split(".")
-        of_a_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _OF_A_TEACHER
-        if of_a_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
+        is_fixed_of_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _SEARCHABLE_OF_TEACHER
+        if is_fixed_of_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
             allowed = ", ".join(searched).replace("encoders", "encoders.N.alpha")
             raise SearchSpaceError(
-                f"knobs.{path} must be the same in all trials: they share the text, the teachers' tables and the dev score. "
-                f"What may be searched: {allowed}"
+                f"parameters.{path} cannot be searched: all trials share the corpus, the teachers' tables and the dev score; "
+                f"search only {allowed}"
             )
-        if parts[0] in ("training", "groups") and parts[-1] in _NOT_LEARNED_FROM:
-            raise SearchSpaceError(f"knobs.{path} changes nothing that is learned; set it in the recipe")
-        changes = path.startswith(_MAY_CHANGE_ON_THE_WAY) and not path.startswith(_FIXED_ON_THE_WAY)
-        if sweep.schedule.kind == "pbt" and not changes:
+        if parts[0] in ("training", "groups") and parts[-1] in _WITHOUT_EFFECT:
+            raise SearchSpaceError(f"parameters.{path} does not affect what the student learns; set it in the recipe")
+        may_change = path.startswith(_CHANGEABLE_IN_TRAINING) and not path.startswith(_FIXED_IN_TRAINING)
+        if sweep.schedule.kind == "pbt" and not may_change:
             raise SearchSpaceError(
-                f"knobs.{path} cannot change in the middle of a training, as pbt wants; such knobs: "
-                f"{', '.join(_MAY_CHANGE_ON_THE_WAY)} but not {', '.join(_FIXED_ON_THE_WAY)}; or write schedule.kind: asha"
+                f"parameters.{path} cannot change during training, as pbt requires; search "
+                f"{', '.join(_CHANGEABLE_IN_TRAINING)} except {', '.join(_FIXED_IN_TRAINING)}, or write schedule.kind: asha"
             )
         if sweep.schedule.kind == "pbt" and isinstance(self._recipe, Recipe):
             self._check_change(path, sweep.parameters.get(path), self._recipe)
 
     @staticmethod
     def _check_change(path: str, parameter: ParameterSection | None, recipe: Recipe) -> None:
-        """What a checkpoint goes on with whatever the new values are, unless another knob of the recipe binds them."""
+        """Refuse values that PBT could not apply to a checkpoint because of other settings of the recipe."""
         rank = recipe.objective.rank
         if path.endswith(".alpha") and recipe.training.neighbor_batching is not None:
             raise SearchSpaceError(
-                f"knobs.{path} cannot change in the middle of a training whose batches are grouped: who is near depends on it; "
+                f"parameters.{path} cannot change during training with training.neighbor_batching, whose neighbors depend on it; "
                 "write training.neighbor_batching: null, or schedule.kind: asha"
             )
         if (
@@ -219,33 +223,33 @@ class Space:
             and 0 in _ends(parameter)
         ):
             raise SearchSpaceError(
-                f"knobs.{path} cannot become 0 in the middle of a training with objective.rank.queue, which checkpoints hold; "
-                "take 0 away, or write schedule.kind: asha"
+                f"parameters.{path} cannot become 0 during training with objective.rank.queue, which checkpoints contain; "
+                "remove 0 from its values, or write schedule.kind: asha"
             )
 
 
 def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | None:
-    """The relation's value, or None where a name is not known (yet)."""
+    """Return an expression's value; None if it contains a name that is not known yet."""
     names = _names(values)
-    for number, whole in enumerate(sorted(values, key=len, reverse=True)):
-        if whole in text:  # a path is no name in an expression
-            text = text.replace(whole, f"knob_{number}")
-            names[f"knob_{number}"] = values[whole]
+    for number, known_path in enumerate(sorted(values, key=len, reverse=True)):
+        if known_path in text:  # dots are not allowed in an expression's names
+            text = text.replace(known_path, f"parameter_{number}")
+            names[f"parameter_{number}"] = values[known_path]
     try:
         found = simple_eval(text, names=names)
     except NameNotDefined:
         return None
     except (InvalidExpression, SyntaxError, ArithmeticError, TypeError) as wrong:
-        raise SearchSpaceError(f"knobs.{path}: {text!r} is no arithmetic: {wrong}") from None
+        raise SearchSpaceError(f"parameters.{path}: {text!r} is not arithmetic: {wrong}") from None
     if isinstance(found, float) and found.is_integer():
         return int(found)
     return found if isinstance(found, int | float) else None
 
 
 def _names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs by the last part of their paths, where no other ends the same."""
-    lasts = [path.rsplit(".", 1)[-1] for path in values]
-    return {last: value for last, value in zip(lasts, values.values(), strict=True) if lasts.count(last) == 1}
+    """Return the values by the last part of their paths, where that is unique."""
+    last_parts = [path.rsplit(".", 1)[-1] for path in values]
+    return {last: value for last, value in zip(last_parts, values.values(), strict=True) if last_parts.count(last) == 1}
 
 
 def _ends(parameter: ParameterSection) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The winner and the recipe as it was, over their seeds: mean and standard deviation on the dev set and on every test set."""
+"""Scores of a sweep's final runs, best trial and original recipe: mean and standard deviation over seeds."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcse.evaluation import Evaluation
-from distcse.evaluation.runs import Spread, spread_of, spreads
+from distcse.evaluation.runs import Spread, compute_spread, compute_spreads
 from distcse.tuning.records import Trial
 
 RECIPE, BEST = "recipe", "best"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One set, or an average."""
+class SummaryRow:
+    """Scores on one set, or an average over sets."""
 
     suite: str
     set: str
     measure: str
     spreads: dict[str, Spread]
-    """By model: `recipe` and `best`, in a mutual distillation each of their encoders."""
+    """By model: `recipe` and `best`; in a mutual distillation, each of their encoders."""
     seen: float = 0.0
-    """The largest share of the set's sentences that was in a model's training text."""
+    """Largest fraction of the set's sentences in a model's training text."""
 
 
-def side_of(run: Trial) -> str:
-    """Whether a run at the end has the winner's values, or those of the recipe as it was."""
+def variant_of(run: Trial) -> str:
+    """Return `best` for a final run with the best trial's values, `recipe` for one with the original recipe's values."""
     return RECIPE if run.values.keys() == {"seed"} else BEST
 
 
-def dev_row(runs: Sequence[Trial]) -> Row | None:
-    """Best dev scores of the runs at the end, each once; None where there are none."""
+def dev_row(runs: Sequence[Trial]) -> SummaryRow | None:
+    """Summarize the final runs' best dev scores; None if there are none. A recalled run is left out."""
     scores: dict[str, list[float]] = {}
-    for run in sorted(runs, key=lambda run: side_of(run) == BEST):
+    for run in sorted(runs, key=lambda run: variant_of(run) == BEST):
         if run.best is not None and run.status == "finished" and not run.recalled_from:
-            scores.setdefault(side_of(run), []).append(run.best.score)
-    found = {side: spread_of(values) for side, values in scores.items()}
-    return Row("dev", "best of each run", "dev", found) if found else None
+            scores.setdefault(variant_of(run), []).append(run.best.score)
+    found = {side: compute_spread(values) for side, values in scores.items()}
+    return SummaryRow("dev", "best of each run", "dev", found) if found else None
 
 
-def set_rows(evaluation: Evaluation) -> list[Row]:
-    """A row for every score, its models joined over their seeds; of STS the aggregate that was asked for."""
-    asked = evaluation.settings.get("STS", "all")
+def set_rows(evaluation: Evaluation) -> list[SummaryRow]:
+    """Summarize every score over the models' seeds; of STS only the aggregate in the evaluation's settings."""
+    aggregate = evaluation.settings.get("STS", "all")
     return [
-        Row(
+        SummaryRow(
             score.suite,
             score.set,
             score.measure,
-            spreads(score),
+            compute_spreads(score),
             max(evaluation.overlap_fraction(score, model) for model in score.values),
         )
         for score in evaluation.scores
-        if score.suite != "sts" or score.measure == asked
+        if score.suite != "sts" or score.measure == aggregate
     ]

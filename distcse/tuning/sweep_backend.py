@@ -1,4 +1,4 @@
-"""Where trials train: their teachers are there already, shared by all of them."""
+"""The backend that trains a sweep's trials with shared teachers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from distcse.trainer.trainer import TrainResult
 
 
 class SweepBackend:
-    """A house whose tables are built and whose servers run.
+    """Trains trials with embedding tables and teacher servers that all trials share.
 
     Args:
-        servers: Of the teachers whose table trials do not read themselves (see `Servers`); None where they read all.
-        in_own_process: Train in the trial's process; else in Ray Train workers.
+        servers: Servers of the teachers whose tables the trials do not read themselves; None if they read all.
+        in_own_process: Whether to train in the trial's process rather than in Ray Train workers.
     """
 
     def __init__(self, servers: Any, in_own_process: bool) -> None:
@@ -45,9 +45,13 @@ class SweepBackend:
         on_rows: Callable[[int], None],
         reporter: Reporter,
     ) -> None:
-        """No trial embeds anything."""
+        """Raise an error: the sweep embeds the corpus before its trials.
+
+        Raises:
+            RunRecordError: Shards of the table were removed during the sweep.
+        """
         raise RunRecordError(
-            f"shards {', '.join(map(str, missing))} of {to_uri(table.directory)} were removed during the sweep; resume it"
+            f"shards {', '.join(map(str, missing))} of {to_uri(table.directory)} were removed during the sweep; run --resume"
         )
 
     def train(
@@ -58,15 +62,15 @@ class SweepBackend:
             from distcse.experiments.distillation.ray_train import fit_on_ray
 
             return fit_on_ray(spec, self._servers, reporter)
-        from distcse.ray_backend.metrics import Queue
+        from distcse.ray_backend.metrics import QueueMetrics
         from distcse.teachers.servers import RemoteTeacherClient, co_located_servers
 
         section = spec.recipe.teachers
-        mine = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
+        servers = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
         sources = [
             LocalTeacherClient(serving(teacher, table))
             if table is not None
-            else RemoteTeacherClient(mine[number], Queue(spec.run.name, number, worker=0).track)
+            else RemoteTeacherClient(servers[number], QueueMetrics(spec.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
         return fit(spec, sources, reporter)

@@ -1,4 +1,4 @@
-"""One trial: the recipe with one set of values, trained by the same code as any run, its dev scores reported as they come."""
+"""Trains one trial: the recipe with a set of values, by the same code as any run, with dev scores reported as they come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_tria
 Report = Callable[[dict[str, Any]], None]
 
 WORST = -100.0
-"""What a trial that diverged reports: no dev score is lower."""
+"""Dev score that a diverged trial reports; no real one is lower."""
 
 
 @dataclass(frozen=True)
@@ -28,61 +28,62 @@ class TrialContext:
     """What all trials of a sweep share."""
 
     recipe: Recipe | MutualRecipe
-    """What a trial runs but for its values; nothing is measured at its end."""
+    """The recipe that trials run with their values, without a final evaluation (see `trial_recipe`)."""
     trials: Path
-    """Folder of the trials' folders."""
+    """The folder with the trials' folders."""
     backend: Backend | None = None
-    """Where training happens; None lets the recipe say."""
+    """The backend that trains; None means the recipe's."""
     keep_models: bool = False
-    """Keep each trial's model; its checkpoints are removed in any case."""
-    exchanges: bool = False
-    """Trials go on from each other's checkpoints: a dev score is reported when its checkpoint is whole, and with it."""
+    """Whether to keep each trial's model. Checkpoints are removed in any case."""
+    exchanges_checkpoints: bool = False
+    """Whether trials continue from each other's checkpoints (PBT): each dev score is then reported with its checkpoint."""
 
 
 def run_trial(
     context: TrialContext, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None
 ) -> Trial:
-    """Train with some values, or go on with a trial that was begun.
+    """Train the recipe with a set of values, or resume a trial that has already started.
+
+    A trial that has ended, or whose values equal those of a finished trial, is not trained: its recorded scores are reported.
 
     Args:
-        desk: What all trials share.
-        name: The trial's name, also that of its folder.
-        values: By recipe path.
-        report: Told every dev score, as `metrics_of` puts it, and its `checkpoint` where trials exchange them. It may end the
-            trial by raising.
-        donor: A checkpoint to go on from, of this trial or of another.
+        context: What all trials share.
+        name: Name of the trial and of its folder.
+        values: Values by recipe path.
+        report: Called with `metrics_of` the trial after every dev score, with its `checkpoint` if trials exchange them. It may
+            end the trial by raising an exception.
+        donor: A checkpoint of this or another trial to continue from.
 
     Returns:
-        The trial as it ended. One that ended before, or whose values another finished trial had, is not trained again: what was
-        recorded is reported.
+        The record of the ended trial.
     """
     folder = context.trials / name
     folder.mkdir(parents=True, exist_ok=True)
     trial = read_trial(folder)
     if trial is not None and trial.ended:
-        return _told(trial, report)
+        return _replay(trial, report)
     if trial is None:
         trial = Trial(name, dict(values), begun=time.time())
-        if not context.exchanges and (same := _finished_alike(context.trials, values)) is not None:
-            trial = replace(same, name=name, begun=trial.begun, recalled_from=same.name)
+        if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials, values)) is not None:
+            trial = replace(equal, name=name, begun=trial.begun, recalled_from=equal.name)
             trial.write(folder)
-            return _told(trial, report)
+            return _replay(trial, report)
     else:
         trial = replace(trial, values=dict(values), starts=trial.starts + 1)
-    worked = trial.seconds
+    seconds_before = trial.seconds
     if donor is not None:
         CheckpointStore(folder).adopt(donor)
-        trial = replace(trial, reported=_of_lineage(trial, donor))
+        trial = replace(trial, reported=_scores_in_checkpoint(trial, donor))
     trial.write(folder)
 
     recipe = with_values(context.recipe, values)
-    notebook = _TrialReporter(folder, trial, worked, recipe, report, context.exchanges)
+    trial_reporter = _TrialReporter(folder, trial, seconds_before, recipe, report, context.exchanges_checkpoints)
     try:
-        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(notebook.on_event), context.backend)
-    except DivergedError as mistake:
-        trial = replace(notebook.trial, status="diverged", why=mistake.coded_message)
+        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(trial_reporter.on_event), context.backend)
+    except DivergedError as error:
+        trial = replace(trial_reporter.trial, status="diverged", why=error.coded_message)
     else:
-        trial = replace(notebook.trial, status="finished")
+        trial = replace(trial_reporter.trial, status="finished")
     trial.write(folder)
     clear(folder, keep_model=context.keep_models)
     if trial.status == "diverged":
@@ -91,7 +92,7 @@ def run_trial(
 
 
 def metrics_of(trial: Trial) -> dict[str, Any]:
-    """The trial's last dev score and its best one, as flat numbers."""
+    """Return the trial's last and best dev score as flat metrics for Ray Tune."""
     last, best = trial.reported[-1] if trial.reported else None, trial.best
     return {
         "dev": last.score if last else WORST,
@@ -103,13 +104,13 @@ def metrics_of(trial: Trial) -> dict[str, Any]:
 
 
 def clear(folder: Path, keep_model: bool = False) -> None:
-    """Remove what a trial that ended leaves behind and nobody reads."""
-    for inside in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
-        remove(folder / inside)
+    """Remove files of an ended trial that are not read again."""
+    for name in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
+        remove(folder / name)
 
 
-def _told(trial: Trial, report: Report) -> Trial:
-    """The recorded scores, as if they came now."""
+def _replay(trial: Trial, report: Report) -> Trial:
+    """Report the recorded scores, one after the other, and return the trial."""
     for number in range(len(trial.reported)):
         report(metrics_of(replace(trial, reported=trial.reported[: number + 1])))
     if trial.status == "diverged":
@@ -117,18 +118,18 @@ def _told(trial: Trial, report: Report) -> Trial:
     return trial
 
 
-def _of_lineage(trial: Trial, donor: Path) -> list[TrialMetric]:
-    """A trial's scores that a checkpoint has too: those of weights that were given up for another's say nothing of it now."""
+def _scores_in_checkpoint(trial: Trial, donor: Path) -> list[TrialMetric]:
+    """Return the trial's scores that are in a checkpoint; its other scores belong to weights that it has replaced."""
     scored = {(step, score) for step, score in load_trainer_state(donor).scores}
     return [entry for entry in trial.reported if (entry.step, entry.score) in scored]
 
 
-def _finished_alike(trials: Path, values: Mapping[str, Any]) -> Trial | None:
-    """A finished trial of the same values."""
-    alike = (
+def _find_equal_trial(trials: Path, values: Mapping[str, Any]) -> Trial | None:
+    """Return a finished trial with the same values, or None."""
+    equal = (
         t for t in readable_trials(trials) if t.values == values and t.status == "finished" and not t.recalled_from
     )
-    return next(alike, None)
+    return next(equal, None)
 
 
 def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, backend: Backend | None) -> None:
@@ -143,13 +144,13 @@ def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Rep
 
 
 class _TrialReporter:
-    """Hears a run's events; notes and reports its dev scores."""
+    """Listens to a run's events, and records and reports its dev scores."""
 
     def __init__(
         self,
         folder: Path,
         trial: Trial,
-        worked: float,
+        seconds_before: float,
         recipe: Recipe | MutualRecipe,
         report: Report,
         with_checkpoints: bool,
@@ -158,9 +159,9 @@ class _TrialReporter:
         self._folder = folder
         self._report = report
         self._with_checkpoints = with_checkpoints
-        self._before = worked
+        self._seconds_before = seconds_before
         self._began = time.monotonic()
-        self._groups = _Groups(recipe, folder) if isinstance(recipe, MutualRecipe) else None
+        self._cycles = _CycleScores(recipe, folder) if isinstance(recipe, MutualRecipe) else None
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, DevScore):
@@ -168,20 +169,20 @@ class _TrialReporter:
         elif isinstance(event, CheckpointSaved) and self._with_checkpoints:
             if self.trial.reported and self.trial.reported[-1].step == event.step:
                 self._report({**metrics_of(self.trial), "checkpoint": event.folder})
-        elif self._groups and isinstance(event, GroupEvent) and isinstance(event.event, GroupActivity):
-            for scored in self._groups.ended():
+        elif self._cycles and isinstance(event, GroupEvent) and isinstance(event.event, GroupActivity):
+            for scored in self._cycles.ended():
                 self._score(*scored)
 
     def _score(self, step: int, progress: float, score: float) -> None:
-        seconds = self._before + time.monotonic() - self._began
+        seconds = self._seconds_before + time.monotonic() - self._began
         self.trial = self.trial.with_score(TrialMetric(step, progress, score, seconds))
         self.trial.write(self._folder)
         if not self._with_checkpoints:
             self._report(metrics_of(self.trial))
 
 
-class _Groups:
-    """A mutual distillation scores once a cycle: the mean, over its groups, of each one's best bi-encoder so far."""
+class _CycleScores:
+    """Dev scores of a mutual distillation, one per cycle: the mean over groups of each group's best bi-encoder so far."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
         self._cycles = recipe.mutual.cycles
@@ -190,16 +191,16 @@ class _Groups:
         self._scored = 0
 
     def ended(self) -> Iterator[tuple[int, float, float]]:
-        """(cycle, percent of all cycles, score) of each cycle that has ended since this was asked last."""
+        """Yield (cycle, percent of all cycles, score) of each cycle that has ended since the last call."""
         from distcse.experiments.mutual.phase_store import PhaseStore
         from distcse.experiments.mutual.phases import Phase
 
-        ledger = PhaseStore(self._run)
-        names = [name for name in self._groups if name not in ledger.dropped]
+        store = PhaseStore(self._run)
+        names = [name for name in self._groups if name not in store.dropped]
         while self._scored < self._cycles and names:
-            phases = [ledger.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
+            phases = [store.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
             if not all(name in phases[-1] for name in names):
                 return
             self._scored += 1
-            bests = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
-            yield self._scored, 100 * self._scored / self._cycles, sum(bests) / len(bests)
+            best_scores = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
+            yield self._scored, 100 * self._scored / self._cycles, sum(best_scores) / len(best_scores)

@@ -1,4 +1,4 @@
-"""How many trials fit in the cluster at a time, and what each of them is given."""
+"""Decides how many trials run at once in the cluster, and the resources of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from distcse.ray_backend.nodes import (
     Node,
     ResourceRequest,
     Resources,
+    count_fitting,
     even_share,
-    fitting,
     format_nodes,
     format_resources,
     nodes_with,
@@ -21,104 +21,105 @@ from distcse.recipe import LoggersSection, MutualRecipe, Recipe, Sweep
 from distcse.teachers.gpus import builder_roles, server_roles
 from distcse.teachers.servers import server_demands
 
-_AROUND_A_TRAINER = 0.01
-"""CPUs of a trial's process whose workers are others."""
+_TRAINER_CPUS = 0.01
+"""CPUs that a trial's process reserves if it trains in separate worker processes."""
 
 
 @dataclass(frozen=True)
 class TrialResources:
-    """How many trials run at a time, and what one of them is given."""
+    """How many trials run at once, and the resources of one trial."""
 
     concurrent: int
+    """Trials that run at once."""
     cpus: float
     """CPUs of one training worker."""
     gpus: float
     """GPUs, or a fraction of one, of one training worker."""
     workers: int
-    """Training workers of one trial; with one or none the trial trains in its own process."""
+    """Training workers of one trial; with 0 or 1, the trial trains in its own process."""
 
     @property
     def in_own_process(self) -> bool:
-        """Whether a trial needs no trainer around its worker."""
+        """Whether a trial trains in its own process, without a Ray Train trainer."""
         return self.workers <= 1
 
     @property
     def reserved(self) -> dict[str, float]:
-        """What a trial's own process reserves: next to nothing where a trainer reserves for its workers."""
-        return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _AROUND_A_TRAINER}
+        """What a trial's process reserves: almost nothing if a trainer reserves for its workers."""
+        return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _TRAINER_CPUS}
 
 
 def trial_resources(
     recipe: Recipe | MutualRecipe, sweep: Sweep, nodes: Sequence[Resources] | None = None
 ) -> TrialResources:
-    """As many trials as the cluster has CPUs and GPUs for, each with an even share of the CPUs.
+    """Return how many trials fit into the cluster's CPUs and GPUs, and an even share of the CPUs for each.
 
-    `training.cpus_per_worker` and `gpus_per_worker` of the recipe count, also fractions: 0.5 lets two trials share a core or GPU.
-    A mutual distillation runs its groups in turns in the trial's process. No worker lies on two nodes.
+    `training.cpus_per_worker` and `gpus_per_worker` may be fractions: with 0.5, two trials share a core or GPU. A mutual
+    distillation trains its groups one after the other in the trial's process. No worker spans two nodes.
 
     Args:
-        recipe: What is tried.
-        sweep: How many at a time, where it says so.
-        nodes: What each node has; None asks the cluster.
+        recipe: The sweep's recipe.
+        sweep: `search.concurrent` sets the number of trials; null is as many as fit.
+        nodes: Resources of each node; None reads the cluster's.
 
     Raises:
-        RunError: The trials at a time that were asked for do not fit.
+        ClusterTooSmallError: `search.concurrent` trials do not fit.
     """
-    has = nodes_with(None, "training.node_labels") if nodes is None else nodes
+    available = nodes_with(None, "training.node_labels") if nodes is None else nodes
     training = recipe.training if isinstance(recipe, Recipe) else None
-    left = _without_servers(recipe, has)
+    left = _without_servers(recipe, available)
     workers = training.workers if training else 0
-    each, around = max(1, workers), _AROUND_A_TRAINER if workers > 1 else 0.0
+    each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
     cpu = training.cpus_per_worker if training else None
     wants_gpu = training.gpus_per_worker if training else None
     gpu = float(any(node.get("GPU", 0.0) >= 1 for node in left)) if wants_gpu is None else wants_gpu
     left = [node for node in left if not gpu or node.get("GPU", 0.0) >= gpu]
-    fits = fitting(left, {"CPU": (cpu or 1) + around / each, "GPU": gpu}) // each
+    fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
     concurrent = sweep.search.concurrent or max(1, fits)
-    together = each * concurrent
-    left = _without(left, concurrent, {"CPU": around})
-    cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], together))))
+    total_workers = each * concurrent
+    left = _without(left, concurrent, {"CPU": trainer_cpus})
+    cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], total_workers))))
     one = {"CPU": cpu, "GPU": gpu}
-    if fitting(left, one) < together:
+    if count_fitting(left, one) < total_workers:
         raise ClusterTooSmallError(
-            f"{concurrent} trials at a time want room for {together} training workers of {format_resources(one)} each, and none "
-            f"lies on two nodes: {format_nodes(left)} left for them, room for {fitting(left, one)}; lower search.concurrent, "
-            "training.workers or training.cpus_per_worker and gpus_per_worker"
+            f"{concurrent} concurrent trials need {total_workers} training workers of {format_resources(one)} each, none of them "
+            f"across nodes, but the free resources ({format_nodes(left)}) fit {count_fitting(left, one)}; lower "
+            "search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
     return TrialResources(concurrent, cpu, gpu, workers)
 
 
 def lost_gpus_of_trials(
-    recipe: Recipe | MutualRecipe, sweep: Sweep, room: TrialResources, nodes: Sequence[Node]
+    recipe: Recipe | MutualRecipe, sweep: Sweep, resources: TrialResources, nodes: Sequence[Node]
 ) -> list[str]:
-    """A warning for every role of a sweep that gets none of the GPUs of its nodes. See `trial_resources` for the arguments."""
-    if isinstance(recipe, MutualRecipe):  # no other process takes a GPU from its trials
+    """Return a warning for every role of a sweep that uses none of its nodes' GPUs. See `trial_resources` for the arguments."""
+    if isinstance(recipe, MutualRecipe):  # no other process of the sweep uses GPUs
         return []
-    number = max(1, room.workers) * (sweep.search.concurrent or 1)
-    each, keys = {"CPU": room.cpus, "GPU": room.gpus}, {"GPU": "training.gpus_per_worker"}
+    number = max(1, resources.workers) * (sweep.search.concurrent or 1)
+    each, keys = {"CPU": resources.cpus, "GPU": resources.gpus}, {"GPU": "training.gpus_per_worker"}
     trials = GpuRole(
         name="the trials",
         demand=ResourceRequest("the trials", number, each, None, "sweep.search.concurrent", keys),
         is_decided=recipe.training.gpus_per_worker is not None,
-        takes_whole=True,
+        needs_full_gpu=True,
         rule="a trial needs a node with 1 free GPU",
     )
-    together = [trials, *server_roles(recipe.teachers, reads_tables_itself=room.in_own_process)]
-    return [*lost_gpus(builder_roles(recipe.teachers, nodes), nodes), *lost_gpus(together, nodes)]
+    roles = [trials, *server_roles(recipe.teachers, reads_tables_itself=resources.in_own_process)]
+    return [*lost_gpus(builder_roles(recipe.teachers, nodes), nodes), *lost_gpus(roles, nodes)]
 
 
-def trial_recipe(recipe: Recipe | MutualRecipe, room: TrialResources) -> Recipe | MutualRecipe:
-    """The recipe as trials run it: with a share of the cluster, nothing measured at their end, no trackers but the sweep's."""
-    alike = {"evaluation": recipe.evaluation.model_copy(update={"final_suites": []}), "loggers": LoggersSection()}
+def trial_recipe(recipe: Recipe | MutualRecipe, resources: TrialResources) -> Recipe | MutualRecipe:
+    """Return the recipe that trials run: with their share of the cluster, without final evaluation and without loggers."""
+    update = {"evaluation": recipe.evaluation.model_copy(update={"final_suites": []}), "loggers": LoggersSection()}
     if isinstance(recipe, MutualRecipe):
-        return recipe.model_copy(update={**alike, "ray": False})
-    alike["evaluation"] = recipe.evaluation.model_copy(update={"final_suites": [], "async_eval": None})
-    share = {"cpus_per_worker": room.cpus, "gpus_per_worker": room.gpus}
-    return recipe.model_copy(update={**alike, "training": recipe.training.model_copy(update=share)})
+        return recipe.model_copy(update={**update, "ray": False})
+    update["evaluation"] = recipe.evaluation.model_copy(update={"final_suites": [], "async_eval": None})
+    share = {"cpus_per_worker": resources.cpus, "gpus_per_worker": resources.gpus}
+    return recipe.model_copy(update={**update, "training": recipe.training.model_copy(update=share)})
 
 
 def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) -> list[Resources]:
-    """What the teachers' servers leave: what they take they keep to themselves."""
+    """Return the nodes' resources without those of the teachers' servers."""
     if isinstance(recipe, MutualRecipe):
         return list(nodes)
     left = list(nodes)
@@ -128,7 +129,7 @@ def _without_servers(recipe: Recipe | MutualRecipe, nodes: Sequence[Resources]) 
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:
-    """What so many of something leave on nodes, each put where most CPUs are left."""
+    """Return what is left on nodes after placing `number` processes, each on the node with the most CPUs left."""
     left = [dict(node) for node in nodes]
     for _ in range(number):
         most = max(left, key=lambda node: node.get("CPU", 0.0), default={})

@@ -1,4 +1,4 @@
-"""All trials as one table: a row a trial, a column a knob."""
+"""Writes a sweep's trials as a table with a row per trial and a column per parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distcse.tuning.records import Trial
 
 
 def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """One row a trial, in the order they began."""
+    """Return one row per trial, in the given order, numbered from 1."""
     parameters = list(dict.fromkeys(path for trial in trials for path in trial.values))
     return [
         {
@@ -36,7 +36,7 @@ def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def write_tables(trials: Sequence[Trial], folder: Path) -> None:
-    """trials.parquet and trials.csv."""
+    """Write trials.parquet and trials.csv into a folder; nothing without trials."""
     if not trials:
         return
     table = pa.Table.from_pylist(rows_of(trials))

@@ -200,7 +200,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     begun = job(head, *sent, "first", "--no-wait", "--", *TRAIN, "mine.yaml", *overrides)
     assert begun.returncode == 0, begun.stdout + begun.stderr
     deadline = time.monotonic() + 600
-    while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"Steps"' in file.read_text()]):
+    while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"StepReport"' in file.read_text()]):
         assert time.monotonic() < deadline, job(head, "logs", "first").stdout
         time.sleep(0.2)
     run = runs[0].parent
@@ -222,7 +222,7 @@ def test_a_job_wants_the_token_is_stopped_and_goes_on_under_another_id(
     told = "/runs, in Ray's temporary copy of the job's working directory, which Ray deletes; write storage.runs=/shared/runs"
     assert refused.returncode != 0 and told in refused.stdout + refused.stderr
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    steps = [event["step"] for event in events if event["event"] == "Steps"]
+    steps = [event["step"] for event in events if event["event"] == "StepReport"]
     assert steps == sorted(set(steps)) and steps[-1] == 880
     for file in (*run.rglob("*"), tmp_path / "head.log"):
         assert not file.is_file() or token.encode() not in file.read_bytes(), file

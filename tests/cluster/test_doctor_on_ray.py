@@ -1,4 +1,4 @@
-"""`distcse.doctor` on a real cluster: nodes asked for their versions and for the run's folders."""
+"""`distcse.doctor` on a real cluster: versions of the nodes, and their access to the run's folders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distcse.health import ray_cluster
 pytestmark = pytest.mark.cluster
 
 
-def test_nodes_say_what_they_have(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_checked(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    (found,) = ray_cluster.cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not made yet"})
+    (found,) = ray_cluster.check_cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not created yet"})
     assert found.verdict == "ok" and "1 nodes, 6 CPUs" in found.found
-    assert ray.is_initialized()  # whoever had joined before stays
+    assert ray.is_initialized()  # an existing connection is kept

@@ -117,11 +117,13 @@ def test_a_killed_event_board_is_restarted_and_still_carries_the_wish_to_stop(re
 
     one_worker = ("training.workers=1", "training.cpus_per_worker=1")
     first = run(with_values(recipe, _values(*overrides, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
-    assert len(killed) == 2 and first.outcome.interrupted and first.outcome.state.step < first.outcome.steps
+    assert (
+        len(killed) == 2 and first.train_result.interrupted and first.train_result.state.step < first.train_result.steps
+    )
     directory, resumed = RunDirectory.reopen(first.directory.path, [])
     assert isinstance(resumed, Recipe)
     second = run(resumed, Reporter(kill), directory)
-    assert second.outcome.state.finished and heard[-1] == second.outcome.steps
+    assert second.train_result.state.finished and heard[-1] == second.train_result.steps
     assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
 
 
@@ -164,7 +166,7 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
         "training.epochs=8",
         "training.max_failures=0",
     )
-    with pytest.raises(RunError, match=rf"^{told}\. The last checkpoint is kept; go on from it: --resume /\S*$"):
+    with pytest.raises(RunError, match=rf"^{told}\. The last checkpoint is kept; resume from it: --resume /\S*$"):
         run(with_values(recipe, _values(*overrides)), Reporter(kill))
     deadline = time.monotonic() + 60
     while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
@@ -173,13 +175,13 @@ def test_an_actor_that_a_run_cannot_do_without_ends_it_with_one_line(recipe: Rec
 
 
 def test_nodes_that_do_not_come_back_are_named(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "WAIT", 0.3)
-    monkeypatch.setattr(nodes, "_LOOK", 0.1)
+    monkeypatch.setattr(nodes, "MAX_WAIT_S", 0.3)
+    monkeypatch.setattr(nodes, "_CHECK_INTERVAL_S", 0.1)
     told: list[str] = []
     there = [wanted("training.workers=2", 2, {"CPU": 2.0}), wanted("3 servers", 3, {})]
     patience = ResourceWatchdog(there, told.append)
     for _ in range(5):
-        patience.look()
+        patience.check()
         time.sleep(0.11)
     assert not told
     more = [*there, wanted("2 live servers", 2, {"CPU": 2.0, "GPU": 0.0})]
@@ -202,5 +204,5 @@ def wanted(told: str, number: int, each: dict[str, float], labels: dict[str, str
 
 def _look_for_a_while(patience: ResourceWatchdog) -> None:
     for _ in range(50):
-        patience.look()
+        patience.check()
         time.sleep(0.02)

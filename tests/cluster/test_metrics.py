@@ -84,7 +84,7 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
             (folder,) = (tmp_path / "runs").iterdir()
             other = RunMetrics(folder.name)  # what this run does not do: a table that is there, a group
             other.on_event(StageProgress("teacher 7", 10, 10, "sentences", finished=True, reused=30))
-            other.on_event(GroupEvent("bert", GroupActivity("cycle-1-bi", "training", number=2)))
+            other.on_event(GroupEvent("bert", GroupActivity("cycle-1-bi", "training", phase_index=2)))
             found.update(
                 served_once({name for name in ours if "queue" not in name and "answer" not in name}, folder.name)
             )
@@ -99,11 +99,11 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     def value(metric: str, group: str = "student", **tags: str) -> float:
         return found[f"distcse_{metric}", frozenset({"run": done.directory.path.name, "group": group, **tags}.items())]
 
-    last, position = steps[-1], done.outcome.state
-    assert value("step") == last.step == done.outcome.steps
+    last, position = steps[-1], done.train_result.state
+    assert value("step") == last.step == done.train_result.steps
     assert value("steps_per_second") == pytest.approx(1 / last.seconds)
     assert value("learning_rate") == pytest.approx(last.lr)
-    assert value("teacher_wait_share") == pytest.approx(last.waited / last.seconds)
+    assert value("teacher_wait_share") == pytest.approx(last.teacher_wait_s / last.seconds)
     for part, loss in last.losses.items():
         assert value("loss", part=part) == pytest.approx(loss)
     best = position.best

@@ -1,4 +1,4 @@
-"""Groups of actors on a real Ray cluster: side by side, killed one by one, and a driver that dies."""
+"""Mutual distillation on a real Ray cluster: parallel groups, killed actors, and killed drivers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import RunError
+from distcse.errors import ClusterTooSmallError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.mutual import MutualResult, run_mutual
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -23,6 +23,7 @@ from distcse.recipe import MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from tests.conftest import ROOT
+from tests.failures import fails_with
 from tests.kills import kill_actor
 from tests.pairs import make_mutual_recipe
 
@@ -41,22 +42,23 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 
 
 def labels_of(run: Path) -> list[np.ndarray]:
-    ledger = PhaseStore(run)
-    found = [ledger.labels(Phase(number)) for number in range(3)]
+    store = PhaseStore(run)
+    found = [store.labels(Phase(number)) for number in range(3)]
     assert all(labels is not None for labels in found)
     return [labels for labels in found if labels is not None]
 
 
 def assert_same_labels(one: MutualResult, other: MutualResult) -> None:
-    for number, (a, b) in enumerate(zip(labels_of(one.directory.path), labels_of(other.directory.path), strict=True)):
-        np.testing.assert_allclose(a, b, atol=1e-4, err_msg=Phase(number).name)
+    both = zip(labels_of(one.directory.path), labels_of(other.directory.path), strict=True)
+    for number, (labels, other_labels) in enumerate(both):
+        np.testing.assert_allclose(labels, other_labels, atol=1e-4, err_msg=Phase(number).name)
 
 
-def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
+def test_parallel_groups_with_killed_actors_have_the_labels_of_an_uninterrupted_run(
     recipe_with: MakeRecipe, cluster: None
 ) -> None:
-    """A killed event channel is started again by Ray: it costs no restart of the group."""
-    undisturbed = run_mutual(recipe_with(), Reporter())
+    """Ray restarts a killed event channel, without a restart of the group."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
     killed: list[str] = []
     lost: list[str] = []
 
@@ -66,56 +68,58 @@ def test_side_by_side_and_killed_they_make_the_labels_of_an_undisturbed_run(
         if isinstance(event.event, LogMessage) and event.event.text.startswith("lost a worker"):
             lost.append(event.event.text)
         if isinstance(event.event, StepReport) and not killed and kill_actor("EventActor"):
-            killed.append("board")
-        elif isinstance(event.event, StepReport) and event.event.step >= 30 and killed == ["board"]:
+            killed.append("event channel")
+        elif isinstance(event.event, StepReport) and event.event.step >= 30 and killed == ["event channel"]:
             assert not lost and kill_actor("TrainingActor")
             killed.append("trainer")
-        scoring = (
+        is_scoring = (
             isinstance(event.event, GroupActivity)
             and event.event.activity == "scoring"
             and event.event.phase != "start"
         )
-        if scoring and killed == ["board", "trainer"] and kill_actor("ScoringActor"):
+        if is_scoring and killed == ["event channel", "trainer"] and kill_actor("ScoringActor"):
             killed.append("scorer")
 
     disturbed = run_mutual(recipe_with(*ON_RAY), Reporter(kill))
-    assert killed == ["board", "trainer", "scorer"] and len(lost) == 2
-    assert_same_labels(undisturbed, disturbed)
+    assert killed == ["event channel", "trainer", "scorer"] and len(lost) == 2
+    assert_same_labels(uninterrupted, disturbed)
     cycles = read_run(disturbed.directory.path).cycles
     assert cycles is not None
     for kind in ("cross", "bi"):
-        mine, theirs = (
-            next(s for s in cycles.spans if (s.group, s.phase, s.activity) == (name, f"cycle-1-{kind}", "training"))
+        bert, roberta = (
+            next(
+                span
+                for span in cycles.spans
+                if (span.group, span.phase, span.activity) == (name, f"cycle-1-{kind}", "training")
+            )
             for name in ("bert", "roberta")
         )
-        assert mine.begin < theirs.end and theirs.begin < mine.end  # at the same time
+        assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
 
 
-def test_drivers_that_are_stopped_and_killed_are_followed_by_ones_that_go_on(
-    recipe_with: MakeRecipe, tmp_path: Path
-) -> None:
-    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders do; the last one comes to the end."""
-    undisturbed = run_mutual(recipe_with(), Reporter())
+def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
     recipe_with(*ON_RAY)
     arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
-    run = _until(arguments, "cycle-1-cross", signal.SIGTERM)
-    assert _until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
+    run = _run_until(arguments, "cycle-1-cross", signal.SIGTERM)
+    assert _run_until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
     directory, recipe = RunDirectory.reopen(run, ["ray=false"])
     assert isinstance(recipe, MutualRecipe)
     resumed = run_mutual(recipe, Reporter(), directory)
     assert resumed.best and not resumed.interrupted
-    assert_same_labels(undisturbed, resumed)
+    assert_same_labels(uninterrupted, resumed)
 
 
-def _until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
-    """Start `distcse.train` and send it a signal once a group has taken a step of a phase; the run's folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
+    """Start `distcse.train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     process = subprocess.Popen(
         [sys.executable, "-m", "distcse.train", *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**kept, "NO_COLOR": "1"},
+        env={**environment, "NO_COLOR": "1"},
         cwd=ROOT,
     )
     assert process.stderr is not None
@@ -127,69 +131,69 @@ def _until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
             _wait_for_steps(run, phase)
             break
     process.send_signal(stop)
-    _, told = process.communicate(timeout=120)
-    assert run is not None and process.returncode == (130 if stop == signal.SIGTERM else -stop), told
+    _, errors = process.communicate(timeout=120)
+    assert run is not None and process.returncode == (130 if stop == signal.SIGTERM else -stop), errors
     return run
 
 
 def _wait_for_steps(run: Path, phase: str) -> None:
-    """Until a group has taken a step of a phase."""
+    """Wait until a group has taken a step of a phase."""
     for _ in range(600):
-        begun: dict[str, str] = {}
+        phases: dict[str, str] = {}
         for line in (run / "events.jsonl").read_text().splitlines():
             event: Mapping[str, str] = json.loads(line)
-            if event["event"] == "Doing":
-                begun[event["group"]] = event["phase"]
-            if event["event"] == "Steps" and begun.get(event["group"]) == phase:
+            if event["event"] == "GroupActivity":
+                phases[event["group"]] = event["phase"]
+            if event["event"] == "StepReport" and phases.get(event["group"]) == phase:
                 return
         time.sleep(0.1)
     raise AssertionError(f"no step of {phase}")
 
 
-@pytest.mark.parametrize("other", ["waits for room", "has a scorer that hangs"])
+@pytest.mark.parametrize("other", ["waits for resources", "has a hanging scorer"])
 def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     recipe_with: MakeRecipe, cluster: None, other: str
 ) -> None:
-    """What the other does it would do for ever."""
+    """The other group would never finish."""
     import ray
 
-    wished: list[float] = []
-    holder = ray.remote(Holder).options(num_cpus=5 if other == "waits for room" else 0).remote()
+    stopped_at: list[float] = []
+    holder = ray.remote(Holder).options(num_cpus=5 if other == "waits for resources" else 0).remote()
     ray.get(holder.holds.remote())
 
-    def hear(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
-        doing, hangs = event.event, other == "has a scorer that hangs"
-        if hangs and (event.group, doing.phase, doing.activity) == ("roberta", "cycle-1-cross", "scoring"):
+        activity, hangs = event.event, other == "has a hanging scorer"
+        if hangs and (event.group, activity.phase, activity.activity) == ("roberta", "cycle-1-cross", "scoring"):
             assert kill_actor("ScoringActor", signal.SIGSTOP, "roberta")
-        if doing.activity == "waiting" and doing.number == (2 if hangs else 1):
-            wished.append(time.monotonic())
+        if activity.activity == "waiting" and activity.phase_index == (2 if hangs else 1):
+            stopped_at.append(time.monotonic())
 
     try:
-        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Reporter(hear, lambda: bool(wished)))
+        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Reporter(on_event, lambda: bool(stopped_at)))
     finally:
         ray.kill(holder)
     assert stopped.interrupted and not stopped.best
-    assert time.monotonic() - wished[0] < 10
+    assert time.monotonic() - stopped_at[0] < 10
 
 
 class Holder:
-    """An actor that has CPUs and does nothing with them."""
+    """An actor that only occupies CPUs."""
 
     def holds(self) -> bool:
         return True
 
 
-def test_a_group_that_keeps_failing(recipe_with: MakeRecipe, cluster: None) -> None:
+def test_a_group_that_fails_too_often_ends_the_run_or_is_dropped(recipe_with: MakeRecipe, cluster: None) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
             kill_actor("TrainingActor")
 
-    alone = (*SHORT, *ON_RAY, "mutual.max_failures=0")
-    with pytest.raises(RunError, match=r"group (bert|roberta) lost a worker 1 times, the last time in cycle-1-cross"):
-        run_mutual(recipe_with(*alone), Reporter(kill))
-    dropped = run_mutual(recipe_with(*alone, "mutual.on_failure=drop"), Reporter(_once(kill)))
+    overrides = (*SHORT, *ON_RAY, "mutual.max_failures=0")
+    with fails_with(WorkersLostError, "group ", " 1 times", "cycle-1-cross", "--resume"):
+        run_mutual(recipe_with(*overrides), Reporter(kill))
+    dropped = run_mutual(recipe_with(*overrides, "mutual.on_failure=drop"), Reporter(_once(kill)))
     assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
 
 
@@ -204,12 +208,12 @@ def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
     return once
 
 
-def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, cluster: None) -> None:
-    """Though the second is killed, which makes the first one fail in its next collective: that is no mistake of the user's."""
-    told: list[Event] = []
+def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(recipe_with: MakeRecipe, cluster: None) -> None:
+    """A killed worker makes the other fail in its next collective operation, which must not count as the user's error."""
+    events: list[Event] = []
 
     def kill(event: Event) -> None:
-        told.append(event)
+        events.append(event)
         if (
             isinstance(event, GroupEvent)
             and event.group == "bert"
@@ -219,18 +223,18 @@ def test_two_workers_of_a_group_learn_what_one_does(recipe_with: MakeRecipe, clu
             killed.append(kill_actor("TrainingActor", named=r"^trainer-.*bert.*-1$"))
 
     killed: list[bool] = []
-    still = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
-    one = run_mutual(recipe_with(*still), Reporter())
+    no_dropout = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
+    one = run_mutual(recipe_with(*no_dropout), Reporter())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
-    two = run_mutual(recipe_with(*still, *ON_RAY, *deepspeed), Reporter(kill))
-    lost = [event.event.text for event in told if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage)]
-    assert killed == [True] and lost == ["lost a worker in cycle-1-cross; started again from its last checkpoint"]
-    for a, b in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-3)
+    two = run_mutual(recipe_with(*no_dropout, *ON_RAY, *deepspeed), Reporter(kill))
+    lost = [
+        event.event.text for event in events if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage)
+    ]
+    assert killed == [True] and len(lost) == 1 and "lost a worker in cycle-1-cross" in lost[0]
+    for expected, labels in zip(labels_of(one.directory.path), labels_of(two.directory.path), strict=True):
+        np.testing.assert_allclose(labels, expected, atol=5e-3)
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(recipe_with: MakeRecipe, cluster: None) -> None:
-    with pytest.raises(
-        RunError, match=r"the run needs 65 CPUs at the same time .*, the cluster has 6; lower groups\.N"
-    ):
+def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeRecipe, cluster: None) -> None:
+    with fails_with(ClusterTooSmallError, "65 CPUs", " 6", "groups.N"):
         run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Reporter())

@@ -161,7 +161,7 @@ def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
     )
     assert "set storage.cache to a folder on storage that all nodes share" in told
     space = own_disk.parent / f"{own_disk.name}-space.yaml"
-    space.write_text("knobs: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
+    space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
     tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
     embed = (sys.executable, "-m", "distcse.embed", recipe_file, f"storage.cache={own_disk}/new", "--dry-run")
     make_mutual_recipe(own_disk.parent / "mutual", {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
@@ -178,7 +178,7 @@ def test_folders_that_do_not_exist_yet_are_made_before_nodes_look_for_them(
 ) -> None:
     """The first command on a new cluster. `embed` needs no folder of runs."""
     space = tmp_path / "space.yaml"
-    space.write_text("knobs: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nwinner: {seeds: []}\n")
+    space.write_text("parameters: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nfinal_runs: {seeds: []}\n")
     commands: dict[str, tuple[str | Path, ...]] = {
         "embed": (),
         "tune": ("--space", space, "training.workers=1", "training.max_steps=4"),
@@ -205,18 +205,18 @@ def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
     elastic = ("training.min_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
     process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic, RAY_ADDRESS=joined(three[0]))
     deadline = time.monotonic() + 200
-    while not any("Steps" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
+    while not any("StepReport" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     three[2].cut_power()
     told, complained = process.communicate(timeout=900)
     assert process.returncode == 0, complained[-4000:]
-    assert "goes on with 1 of 2 workers: there is no room for more" in complained
+    assert "training with 1 of 2 workers: the cluster has no room for more" in complained
     actors = last_actors(three[0])
     assert {role for _, role in actors["RayTrainWorker"]} == {"students"}
     assert {role for _, role in actors["TeacherServer"]} == {"teachers"}
     there = folder_of(told)
-    steps = [event["step"] for event in map(json.loads, (there / "events.jsonl").open()) if event["event"] == "Steps"]
+    steps = [event["step"] for event in map(json.loads, (there / "events.jsonl").open()) if event["event"] == "StepReport"]
     assert steps[-1] == 264 and len(steps) > len(set(steps))  # what came after the last checkpoint was done again
     assert_same_learning(weights_of(here.directory.path), weights_of(there))
 

@@ -1,4 +1,4 @@
-"""A term and a teacher of one's own, in the current directory, found by Ray's workers as they are by the driver."""
+"""A custom loss term and teacher in the current directory, which Ray's workers import as the driver does."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 def test_workers_find_the_modules_of_the_current_directory(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    here = tmp_path / "here"
-    here.mkdir()
+    page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+    folder = tmp_path / "folder"
+    folder.mkdir()
     for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page, re.S):
-        (here / name).write_text(code)
+        (folder / name).write_text(code)
     recipe = make_recipe(
         tmp_path,
         tiny("bert"),
@@ -37,9 +37,11 @@ def test_workers_find_the_modules_of_the_current_directory(
         "training.workers=1",
         "training.max_steps=6",
     )
-    (here / "recipe.yaml").write_text(recipe_yaml(recipe))
+    (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     command = [sys.executable, "-m", "distcse.train", "recipe.yaml"]
     environment = own_environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "correlation 0." in done.stderr and "teacher 0 384 embedded" in done.stderr

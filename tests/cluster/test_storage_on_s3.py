@@ -1,4 +1,4 @@
-"""Runs on Ray that share nothing but a bucket: a driver that is killed, a machine that goes on, figures, a sweep."""
+"""Runs on Ray that share only a bucket: a killed driver, another machine that continues, evaluation, a sweep."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], buck
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *on_ray, "evaluation.final_suites=[]")
 
 
-def killed_after(key: str, bucket: Server, command: list[str], log: Path, mirror: Path) -> None:
-    """Start a driver on the session's cluster, and kill it when an object of the bucket whose key ends so is there."""
+def kill_after(key: str, bucket: Server, command: list[str], log: Path, mirror: Path) -> None:
+    """Start a driver on the session's cluster, and kill it when the bucket has an object whose key ends with `key`."""
     import ray
 
     gcs = ray.get_runtime_context().gcs_address
@@ -51,14 +51,14 @@ def killed_after(key: str, bucket: Server, command: list[str], log: Path, mirror
     with open(log, "w") as out:
         driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + 240
-        while not any(known.endswith(key) for known in bucket.stored()) and time.monotonic() < deadline:
+        while not any(stored_key.endswith(key) for stored_key in bucket.stored()) and time.monotonic() < deadline:
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
 
 
-def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
+def test_a_killed_run_continues_elsewhere_and_equals_a_run_on_disk(
     recipe: Recipe,
     bucket: Server,
     labelled: Path,
@@ -69,20 +69,20 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     file = tmp_path / "small.yaml"
     file.write_text(recipe_yaml(recipe))
     command = [sys.executable, "-m", "distcse.train", str(file), *IN_THE_BUCKET, "--quiet"]
-    killed_after("checkpoints/step-000006/record.json", bucket, command, tmp_path / "log", tmp_path / "first")
+    kill_after("checkpoints/step-000006/record.json", bucket, command, tmp_path / "log", tmp_path / "first")
     (name,) = {key.split("/")[1] for key in bucket.stored() if key.startswith("runs/")}
-    where = f"{RUNS}/{name}"
+    address = f"{RUNS}/{name}"
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
-    assert train.main(["--resume", where, "--quiet"]) == 0
-    assert f"run     {where}" in capsys.readouterr().out
-    assert not list(resolve_path(CACHE).glob("tables/*/*.npy"))  # served where the servers are
+    assert train.main(["--resume", address, "--quiet"]) == 0
+    assert f"run     {address}" in capsys.readouterr().out
+    assert not list(resolve_path(CACHE).glob("tables/*/*.npy"))  # only the teacher servers download them
     expected = run(recipe, Reporter()).directory.model
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
-    assert evaluate.main([f"student={where}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
+    assert evaluate.main([f"student={address}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
     assert "student" in capsys.readouterr().out
-    model = resolve_path(f"{where}/model")
+    model = resolve_path(f"{address}/model")
     assert fetch_folder(model)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (model, expected))
     assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
@@ -90,7 +90,7 @@ def test_a_run_is_killed_goes_on_elsewhere_is_measured_and_equals_one_on_disk(
     assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
 
 
-def test_a_sweep_is_killed_and_goes_on_elsewhere(
+def test_a_killed_sweep_continues_elsewhere(
     recipe: Recipe, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tmp_path / "space.yaml"
@@ -104,15 +104,15 @@ def test_a_sweep_is_killed_and_goes_on_elsewhere(
     space.write_text(yaml.safe_dump({**sweep, "final_runs": {"seeds": []}, "loggers": []}))
     file = tmp_path / "small.yaml"
     file.write_text(recipe_yaml(recipe))
-    more = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
-    command = [sys.executable, "-m", "distcse.tune", str(file), "--space", str(space), *more, "--quiet"]
-    killed_after("trials/trials.json", bucket, command, tmp_path / "log", tmp_path / "first")
-    # Found by its trials: a trial that begins puts an object beside the runs for a moment, to try the storage.
+    overrides_of_run = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]
+    command = [sys.executable, "-m", "distcse.tune", str(file), "--space", str(space), *overrides_of_run, "--quiet"]
+    kill_after("trials/trials.json", bucket, command, tmp_path / "log", tmp_path / "first")
+    # Found by its trials, because a trial that starts writes a temporary object next to the runs to test the storage.
     (name,) = {key.split("/")[1] for key in bucket.stored() if key.endswith("trials/trials.json")}
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
-    where = resolve_path(f"{RUNS}/{name}")
-    assert tune.main(["--resume", to_uri(where), "--quiet"]) == 0
+    address = resolve_path(f"{RUNS}/{name}")
+    assert tune.main(["--resume", to_uri(address), "--quiet"]) == 0
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     trials = read_trials(resolve_path(f"{RUNS}/{name}") / "trials")
     assert [trial.status for trial in trials] == ["finished"] * 2

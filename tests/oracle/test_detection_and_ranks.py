@@ -1,4 +1,4 @@
-"""DiffCSE's and RankEncoder's numbers, on one worker and on two."""
+"""Oracle cases of DiffCSE and RankEncoder, on one worker and on two."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_replaced_token_detection(oracles: dict[str, Any]) -> None:
         rank=None,
         detection=DetectionSection(weight=case["params"]["lambda_weight"], generator="x"),
     )
-    # Views of a sentence are neighbours in the public code: rows 0 and 2 are first views, 1 and 3 second.
+    # Views of a sentence are adjacent in the public code: rows 0 and 2 are first views, rows 1 and 3 second views.
     loss, parts = build_objective(section)(gather_views(h[0::2], h[1::2]), None, found)
     assert loss.item() == pytest.approx(case["expected"]["total_ref"], **EXACT)
     assert parts["info_nce"].item() == pytest.approx(case["expected"]["infonce_mean"], **EXACT)
@@ -61,7 +61,7 @@ def test_rank_vectors(oracles: dict[str, Any]) -> None:
     ranks = rank_vectors(similarities)
     np.testing.assert_allclose(ranks, case["expected"]["g"], atol=1e-6)
     np.testing.assert_allclose(ranks @ ranks.T, case["expected"]["inner"], atol=1e-6)
-    ties = oracles["rankencoder_ties"]  # by place, as the public code's training; scipy averages them
+    ties = oracles["rankencoder_ties"]  # in order of the references, as in the public code; scipy averages them
     tied = rank_vectors(np.array(ties["inputs"]["sims"]))
     assert (tied @ tied.T)[0, 1] == pytest.approx(ties["reference"]["cal_spr_corr_01"], abs=1e-6)
 
@@ -106,7 +106,7 @@ def test_rank_regression(oracles: dict[str, Any]) -> None:
         assert loss.item() == pytest.approx(expected["total"], **EXACT), (kind, bounds)
 
 
-def test_hinge_gives_its_gradient_to_the_larger_loss(oracles: dict[str, Any]) -> None:
+def test_hinge_has_the_gradient_of_the_larger_loss(oracles: dict[str, Any]) -> None:
     case = oracles["rankencoder_loss"]
     lists = torch.from_numpy(lists_of(case))
     for weight, name in ((1e-6, "info_nce"), (1e6, "rank_regression")):
@@ -121,7 +121,7 @@ def test_hinge_gives_its_gradient_to_the_larger_loss(oracles: dict[str, Any]) ->
 
 
 def _share_of_worker(case: dict[str, Any], rtd: dict[str, Any]) -> list[tuple[float, list[float]]]:
-    """In each of two workers: shares and gradients summed over workers."""
+    """Return one worker's shares of the losses, and its gradients."""
     rank = dist.get_rank()
     rows = slice(2 * rank, 2 * rank + 2)
     lists = torch.from_numpy(lists_of(case))[rows]

@@ -1,4 +1,4 @@
-"""Every oracle case of the terms of RankCSE, in float64."""
+"""All oracle cases of RankCSE's loss terms, in float64."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def total(rank: RankSection, lists: Tensor, batch: Views, form: str = "js") -> T
 
 
 def test_every_case_of_these_terms_is_used(oracles: dict[str, Any]) -> None:
-    """A case that is added to the file, or renamed, must not go unnoticed."""
+    """Detects cases that are added to the file, or renamed."""
     families = ("cosine", "infonce", "js", "listnet", "listmle", "rankcse", "grad_total")
     assert {name for name in oracles if name.startswith(families)} == {
         "cosine_matrices",
@@ -140,14 +140,14 @@ def test_list_net(oracles: dict[str, Any], name: str, tau2: float, tau3: float) 
     torch.testing.assert_close(losses, tensor(case["expected"]["per_row"]), **CLOSE)
     torch.testing.assert_close(losses.sum(), tensor(case["expected"]["sum"]), **CLOSE)
     torch.testing.assert_close(losses.mean(), tensor(case["expected"]["mean"]), **CLOSE)
-    # A student that is its teacher has the teacher's entropy: what is left over it is the divergence.
+    # The loss of a student equal to its teacher is the teacher's entropy; the difference is the divergence.
     divergences = losses - list_net(lists, lists, tau3, tau3)
     torch.testing.assert_close(divergences.mean(), tensor(case["expected"]["kl_mean"]), **CLOSE)
     torch.testing.assert_close(
         losses.mean(), tensor(case["reference"]["rankcse_ListNet_given_prescaled_logits"]), **CLOSE
     )
-    whole = list_net(similarities, lists, tau2, tau3, exclude_positive=False)
-    torch.testing.assert_close(whole.mean(), tensor(case["expected"]["with_diagonal_mean"]), **CLOSE)
+    with_positive = list_net(similarities, lists, tau2, tau3, exclude_positive=False)
+    torch.testing.assert_close(with_positive.mean(), tensor(case["expected"]["with_diagonal_mean"]), **CLOSE)
 
 
 @pytest.mark.parametrize("tau2", [0.05, 0.025])
@@ -168,10 +168,10 @@ def test_list_mle(oracles: dict[str, Any], tau2: float) -> None:
 
 
 def all_rank(logits: list[float], teacher: list[float], eps: float) -> float:
-    """ListMLE as allRank writes it (allrank/models/losses/listMLE.py), one list, item by item."""
+    """Compute allRank's ListMLE (allrank/models/losses/listMLE.py) of one list, item by item."""
     order = sorted(range(len(teacher)), key=lambda item: -teacher[item])
-    below = [logits[item] - max(logits) for item in order]
-    return sum(math.log(math.fsum(map(math.exp, below[place:])) + eps) - below[place] for place in range(len(below)))
+    shifted = [logits[item] - max(logits) for item in order]
+    return sum(math.log(math.fsum(map(math.exp, shifted[rank:])) + eps) - shifted[rank] for rank in range(len(shifted)))
 
 
 @pytest.mark.parametrize("eps", [1e-10, 1e-7])
@@ -210,10 +210,10 @@ def test_list_mle_small_range(oracles: dict[str, Any]) -> None:
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_ListMLE"]), **CLOSE)
 
 
-def test_list_mle_ties_keep_their_place(oracles: dict[str, Any]) -> None:
+def test_list_mle_ties_keep_the_batch_order(oracles: dict[str, Any]) -> None:
     ties = oracles["listmle_ties"]
     similarities, lists = tensor(ties["inputs"]["student_cos"]), tensor(ties["inputs"]["teacher_cos"])
-    swapped = similarities[:, [0, 2, 1]]  # the tied teacher cannot tell: the first of the batch stays first
+    swapped = similarities[:, [0, 2, 1]]  # the teacher's similarities are tied, so the batch order decides
     for batch, order, sample in ((similarities, "order_012", 0), (swapped, "order_021", 1)):
         stable = list_mle(batch, lists, 0.05).mean()
         torch.testing.assert_close(stable, tensor(ties["expected"][order]), **CLOSE)
@@ -227,7 +227,7 @@ def test_totals_list_net(oracles: dict[str, Any], flag: float) -> None:
     batch, lists = views(case), mixed(oracles)
     paper = total(RankSection(form="list_net", tau2=flag, tau3=flag / 2), lists, batch)
     torch.testing.assert_close(paper, tensor(case["expected"]["paper_total_mean"]), **CLOSE)
-    # The public code's student runs at tau1 whatever its flag says; the flag scales the teachers.
+    # The public code uses tau1 for the student, ignoring its flag, and the flag for the teachers.
     public = total(RankSection(form="list_net", tau2=0.05, tau3=flag), lists, batch, form="neg_entropy")
     torch.testing.assert_close(public, tensor(case["expected"]["repo_semantics_total"]), **CLOSE)
     torch.testing.assert_close(public, tensor(case["reference"]["rankcse_cl_forward"]), atol=1e-5, rtol=0)
@@ -246,7 +246,7 @@ def test_totals_list_mle(oracles: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("form", ["listnet", "listmle"])
-def test_gradient_of_shards_adds_up(oracles: dict[str, Any], form: str, shards: int) -> None:
+def test_gradients_of_shards_sum_to_the_full_gradient(oracles: dict[str, Any], form: str, shards: int) -> None:
     case = oracles[f"grad_total_{form}"]
     rank = (
         RankSection(form="list_net", tau2=0.025, tau3=0.0125)

@@ -1,4 +1,4 @@
-"""Oracle cases of Trans-Encoder's two losses and of the mean of several models' predictions."""
+"""Oracle cases of Trans-Encoder's two losses, and of the mean of several models' predictions."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_mse_cosine(oracles: dict[str, Any]) -> None:
 
 def test_mutual_average(oracles: dict[str, Any]) -> None:
     case = oracles["mutual_average"]
-    given = {name: np.array(values) for name, values in case["inputs"].items()}
-    found = combine([given["bi1"], given["bi2"]], [1, 1], MutualSection(), cosines=True)
+    inputs = {name: np.array(values) for name, values in case["inputs"].items()}
+    found = combine([inputs["bi1"], inputs["bi2"]], [1, 1], MutualSection(), cosines=True)
     assert found == pytest.approx(case["expected"]["bi_labels"], abs=2e-6)
-    probabilities = [1 / (1 + np.exp(-given[name])) for name in ("cross_logits1", "cross_logits2")]
+    probabilities = [1 / (1 + np.exp(-inputs[name])) for name in ("cross_logits1", "cross_logits2")]
     found = combine(probabilities, [1, 1], MutualSection(), cosines=False)
     assert found == pytest.approx(case["expected"]["cross_labels"], abs=2e-6)

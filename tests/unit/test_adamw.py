@@ -1,4 +1,4 @@
-"""AdamW in one call: the same weights as PyTorch's optimiser and its clipping, step by step."""
+"""FusedAdamW: the same weights as PyTorch's optimizer with its clipping, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(size, generator=draw)) for name, size in (("a", (5, 3)), ("b", (7,)))}
 
 
-def give_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab", size: float = 1.0) -> None:
+def set_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab", size: float = 1.0) -> None:
     draw = torch.Generator().manual_seed(100 + step)
     for name, parameter in named.items():
         gradient = size * torch.randn(parameter.shape, generator=draw)
@@ -23,18 +23,18 @@ def give_gradients(named: dict[str, nn.Parameter], step: int, names: str = "ab",
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize(("longest", "size"), [(0.0, 1.0), (1.0, 10.0), (1.0, 1e-3)])
-def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, size: float) -> None:
+@pytest.mark.parametrize(("max_norm", "size"), [(0.0, 1.0), (1.0, 10.0), (1.0, 1e-3)])
+def test_weights_and_moments_equal_those_of_pytorch(decay: float, max_norm: float, size: float) -> None:
     mine, theirs = parameters(), parameters()
-    ours = FusedAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=longest))
+    ours = FusedAdamW(mine, LoopSection(weight_decay=decay, gradient_clipping=max_norm))
     groups = [{"params": [theirs["a"]], "weight_decay": decay}, {"params": [theirs["b"]], "weight_decay": 0.0}]
     plain = torch.optim.AdamW(groups, lr=1.0, foreach=False)
     for step in range(10):
         lr = 0.1 / (1 + step)
-        give_gradients(mine, step, size=size)
-        give_gradients(theirs, step, size=size)
-        if longest:
-            nn.utils.clip_grad_norm_(theirs.values(), longest)
+        set_gradients(mine, step, size=size)
+        set_gradients(theirs, step, size=size)
+        if max_norm:
+            nn.utils.clip_grad_norm_(theirs.values(), max_norm)
         for group in plain.param_groups:
             group["lr"] = lr
         ours.step(lr)
@@ -47,40 +47,40 @@ def test_weights_and_moments_are_those_of_pytorch(decay: float, longest: float, 
                 )
 
 
-def test_a_run_that_goes_on_ends_where_it_would_have() -> None:
-    section, whole, begun = LoopSection(gradient_clipping=1.0), parameters(), parameters()
-    through, first = FusedAdamW(whole, section), FusedAdamW(begun, section)
+def test_a_resumed_optimizer_gives_the_same_weights() -> None:
+    section, undisturbed, resumed = LoopSection(gradient_clipping=1.0), parameters(), parameters()
+    reference, first = FusedAdamW(undisturbed, section), FusedAdamW(resumed, section)
     for step in range(3):
-        for named, optimiser in ((whole, through), (begun, first)):
-            give_gradients(named, step)
-            optimiser.step(0.1)
+        for named, optimizer in ((undisturbed, reference), (resumed, first)):
+            set_gradients(named, step)
+            optimizer.step(0.1)
     moments = {name: {kind: tensor.clone() for kind, tensor in kinds.items()} for name, kinds in first.moments.items()}
-    second = FusedAdamW(begun, section, 3, moments)
+    second = FusedAdamW(resumed, section, 3, moments)
     for step in range(3, 6):
-        for named, optimiser in ((whole, through), (begun, second)):
-            give_gradients(named, step)
-            optimiser.step(0.1)
-    assert all(torch.equal(whole[name], begun[name]) for name in whole)
+        for named, optimizer in ((undisturbed, reference), (resumed, second)):
+            set_gradients(named, step)
+            optimizer.step(0.1)
+    assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
 
 
-def test_a_parameter_without_a_gradient_stays() -> None:
+def test_a_parameter_without_a_gradient_is_not_updated() -> None:
     named = parameters()
     before = named["b"].detach().clone()
-    optimiser = FusedAdamW(named, LoopSection(weight_decay=0.1))
-    give_gradients(named, 0, names="a")
-    optimiser.step(0.1)
-    assert torch.equal(named["b"], before) and set(optimiser.moments) == {"a"}
-    give_gradients(named, 1)
-    optimiser.step(0.1)
+    optimizer = FusedAdamW(named, LoopSection(weight_decay=0.1))
+    set_gradients(named, 0, names="a")
+    optimizer.step(0.1)
+    assert torch.equal(named["b"], before) and set(optimizer.moments) == {"a"}
+    set_gradients(named, 1)
+    optimizer.step(0.1)
     assert not torch.equal(named["b"], before)
-    optimiser.forget()
+    optimizer.zero_grad()
     assert all(p.grad is None for p in named.values())
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
-def test_a_norm_that_is_no_number_is_seen_in_the_weights(wrong: float) -> None:
+def test_a_gradient_norm_that_is_not_finite_makes_the_weights_nan(wrong: float) -> None:
     named = parameters()
-    give_gradients(named, 0)
+    set_gradients(named, 0)
     assert named["a"].grad is not None
     named["a"].grad[0, 0] = wrong
     FusedAdamW(named, LoopSection(gradient_clipping=1.0)).step(0.1)

@@ -1,4 +1,4 @@
-"""Memory that a training leaves free goes back to the machine."""
+"""Memory that a training frees is returned to the kernel."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def megabytes():
     return int(line.split()[1]) / 1024
 
 held = [b"x" * 2**20 for _ in range(400)]
-last = held[-1]  # what lies on top keeps the heap from shrinking by itself
+last = held[-1]  # the topmost block keeps the heap from shrinking by itself
 del held
-kept = megabytes()
+before = megabytes()
 release_memory()
-print(kept - megabytes())
+print(before - megabytes())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told how to behave")
-def test_free_memory_is_given_back_when_asked() -> None:
-    environment = {**os.environ, **allocator.FAST, "PYTHONPATH": str(ROOT)}
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is configured")
+def test_release_memory_returns_free_memory() -> None:
+    environment = {**os.environ, **allocator.MALLOC_ENV, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
     )

@@ -63,7 +63,7 @@ def test_a_run_its_student_and_its_scores(
 
     models: dict[str, Any] = {"from the folder": run.directory, "in memory": encoder}
     measured = distcse.measure(models, data=labelled, suites=["sts"], listen=events.append)
-    figures = [measured.figure("sts", "STS-B", "all", name) for name in models]
+    figures = [measured.score("sts", "STS-B", "all", name) for name in models]
     assert figures[0] == figures[1]
     assert "STS-B" in measured._repr_markdown_()
     assert {file.name for file in measured.write(tmp_path / "out")} == {"report.html", "report.md"}
@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> No
 def test_without_a_listener_progress_goes_to_standard_error(
     labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = distcse.measure([f"thin={tiny()}"], data=labelled, reading=distcse.Reading(pooling="mean"))
+    measured = distcse.measure([f"thin={tiny()}"], data=labelled, load_options=distcse.LoadOptions(pooling="mean"))
     told = capsys.readouterr()
     assert told.out == "" and "thin" in told.err and "in the model" in told.err
     assert [about.name for about in measured.evaluation.models] == ["thin"]

@@ -1,4 +1,4 @@
-"""The layer rule of docs/architecture.md, as `.importlinter` states it."""
+"""The layer rule of docs/explanation/architecture.md, as `.importlinter` states it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_the_rule_would_see_it(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_room() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     rooms = [entry.name for entry in (ROOT / "distcse").iterdir() if (entry / "__init__.py").is_file()]
     assert not [room for room in rooms if f"`{room}/`" not in page and room != "recipes"]

@@ -1,4 +1,4 @@
-"""A share of the start's weights in what is scored and saved: nothing of it reaches the training itself."""
+"""Interpolation of the evaluated and saved student with its initial weights, without any effect on training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.errors import RecipeError
+from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
@@ -20,6 +20,7 @@ from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
 from tests.weights import assert_equal_weights, weights_of
 
@@ -32,57 +33,57 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("bert", width=48)], sentences, *overrides)
 
 
-def test_a_weight_with_two_names_is_averaged_under_both(tiny: Callable[..., Path]) -> None:
-    """As T5's words are: what is saved is what was scored."""
+def test_a_tied_weight_is_interpolated_under_both_names(tiny: Callable[..., Path]) -> None:
+    """T5's embeddings are tied: the saved model must equal the evaluated one."""
     encoder = Encoder.load(tiny("t5"), pooling="mean", max_length=16)
-    start = WeightInterpolation(encoder, 0.5)
+    interpolation = WeightInterpolation(encoder, 0.5)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(1)
-    with start.mixed_into(encoder):
-        scored = encoder.encode(["A man."])
-    encoder.load_state_dict(start.mixed(encoder.state_dict()))
-    np.testing.assert_allclose(encoder.encode(["A man."]), scored, atol=1e-6)
+    with interpolation.applied_to(encoder):
+        evaluated = encoder.encode(["A man."])
+    encoder.load_state_dict(interpolation.interpolate(encoder.state_dict()))
+    np.testing.assert_allclose(encoder.encode(["A man."]), evaluated, atol=1e-6)
 
 
-def test_the_saved_student_is_the_average_and_the_training_knows_nothing_of_it(recipe_with: MakeRecipe) -> None:
+def test_the_saved_student_is_interpolated_and_the_trained_weights_are_not(recipe_with: MakeRecipe) -> None:
     plain = run(recipe_with(), Reporter())
     mixed = run(recipe_with(MIXED), Reporter())
     assert_equal_weights(weights_of(plain.directory.path), weights_of(mixed.directory.path))
     best = CheckpointStore(mixed.directory.path).best()
     assert best is not None
-    learned, start = load_model_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
+    trained, initial = load_model_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
     saved = Encoder.load(mixed.directory.model).state_dict()
     parameters = dict(Encoder.load(mixed.directory.model).named_parameters())
     for name in parameters:
-        torch.testing.assert_close(saved[name], 0.75 * learned[f"encoder.{name}"] + 0.25 * start[name])
+        torch.testing.assert_close(saved[name], 0.75 * trained[f"encoder.{name}"] + 0.25 * initial[name])
 
 
-def test_the_dev_score_is_that_of_the_student_that_is_saved(recipe_with: MakeRecipe) -> None:
+def test_the_dev_score_is_that_of_the_saved_student(recipe_with: MakeRecipe) -> None:
     result = run(recipe_with(MIXED), Reporter())
     spec, tables = make_spec(result.recipe, result.directory)
-    plan = BatchLoader(spec, rank=0, workers=1)
+    loader = BatchLoader(spec, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
-    sources = [LocalTeacherClient(serving(teacher, table)) for table in tables]
-    dev = DevMetric.of(result.recipe, plan.corpus, plan.held_out, sources)
-    best = result.outcome.state.best
+    clients = [LocalTeacherClient(serving(teacher, table)) for table in tables]
+    dev = DevMetric.of(result.recipe, loader.corpus, loader.held_out, clients)
+    best = result.train_result.state.best
     assert dev is not None and best is not None
     assert dev.score(Encoder.load(result.directory.model)) == pytest.approx(best[1], abs=1e-9)
 
 
-def test_a_score_leaves_the_weights_as_they_were(tiny: Callable[..., Path]) -> None:
+def test_the_weights_are_restored_after_an_evaluation(tiny: Callable[..., Path]) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="mean")
-    start = WeightInterpolation(encoder, 0.3)
+    interpolation = WeightInterpolation(encoder, 0.3)
     with torch.no_grad():
         for weight in encoder.parameters():
             weight.add_(torch.randn_like(weight))
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    with pytest.raises(KeyboardInterrupt), start.mixed_into(encoder):
+    with pytest.raises(KeyboardInterrupt), interpolation.applied_to(encoder):
         assert any(not torch.equal(before[name], tensor) for name, tensor in encoder.state_dict().items())
         raise KeyboardInterrupt
     assert_equal_weights(before, encoder.state_dict())
 
 
-def test_sharded_weights_cannot_be_mixed(recipe_with: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match=r"start_share .* ZeRO 3; write training\.zero_stage: 2"):
+def test_sharded_weights_cannot_be_interpolated(recipe_with: MakeRecipe) -> None:
+    with fails_with(InvalidValueError, "init_weight_mix", "training.zero_stage: 2"):
         recipe_with(MIXED, "training.engine=deepspeed", "training.zero_stage=3")

@@ -100,8 +100,9 @@ def test_nobody_else_reaches_the_pods() -> None:
 
 
 def commands() -> list[str]:
-    """Command lines of `distcse.train` in the manifests and on the page."""
-    page = (FOLDER / "README.md").read_text().replace("\\\n", " ")
+    """Command lines of `distcse.train` in the manifests and on the pages."""
+    pages = (FOLDER / "README.md", ROOT / "docs" / "how-to" / "cluster.md")
+    page = "\n".join(file.read_text() for file in pages).replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     found = re.findall(r"python -m distcse\.train (.*)", blocks)
     return [document("distcse-job.yaml")["spec"]["entrypoint"].removeprefix("python -m distcse.train "), *found]

@@ -1,4 +1,4 @@
-"""The preview of teachers on the user's own text, and the pass that embeds it."""
+"""The comparison of teachers on the user's corpus, and the embedding pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scipy.stats import kendalltau
 
 from distcse.data import Corpus
 from distcse.embed import main
+from distcse.errors import ComparisonError
 from distcse.recipe import Recipe
 from distcse.report.terminal import print_comparison
 from distcse.teachers.comparison import compare, kendall, overlap
@@ -25,19 +26,19 @@ def test_measures_by_hand() -> None:
     assert overlap(one, other, nearest=2) == pytest.approx(25)  # one of two in common, and none of two
 
 
-def test_a_preview_on_the_users_text(
+def test_a_comparison_on_the_users_corpus(
     recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe_with()
     assert main([str(tmp_path / "recipe.yaml"), "--compare", "--sentences", "60"]) == 0
-    told = capsys.readouterr().out
-    assert "Agreement on 60 sentences" in told and "teacher 0 and teacher 1" in told
-    row = next(line for line in told.splitlines() if line.startswith("teacher 0 and teacher 1"))
+    output = capsys.readouterr().out
+    assert "60 sentences" in output and "teacher 0 and teacher 1" in output
+    row = next(line for line in output.splitlines() if line.startswith("teacher 0 and teacher 1"))
     tau, common = (float(cell) for cell in row.split()[-2:])
     assert -100 <= tau < 100 and 0 <= common <= 100
-    assert "farthest apart" in told
+    assert "disagree most" in output
     assert main([str(tmp_path / "recipe.yaml"), "--compare", "--sentences", "60"]) == 0
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out == output
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache" / "tables").exists()
 
 
@@ -52,7 +53,7 @@ class Planted:
 """
 
 
-def test_all_of_a_comparison_by_hand(
+def test_a_comparison_equals_one_by_hand(
     recipe_with: MakeRecipe,
     sentences: list[str],
     tiny_cross: Path,
@@ -60,17 +61,17 @@ def test_all_of_a_comparison_by_hand(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two teachers with planted vectors, behind one that has none: numbers are the recipe's."""
+    """Two teachers with random vectors follow a cross-encoder: the indices are those of the recipe."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: %d}}"
-    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {own % (1, 1)}, {own % (2, 2)}]")
+    custom = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: %d}}"
+    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {custom % (1, 1)}, {custom % (2, 2)}]")
     found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, lambda number, done: None)
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
     from planted import Planted
 
     vectors = [Planted(seed).encode(sentences) for seed in (1, 2)]
-    lists = [[np.delete(row, at) for at, row in enumerate(units @ units.T)] for units in vectors]
+    lists = [[np.delete(row, index) for index, row in enumerate(units @ units.T)] for units in vectors]
     nearest = [[set(np.argsort(-row)[:10]) for row in one] for one in lists]
     (pairing,) = found.pairings
     assert (pairing.first, pairing.second) == (1, 2)
@@ -78,46 +79,49 @@ def test_all_of_a_comparison_by_hand(
         100 * np.mean([kendalltau(*rows).statistic for rows in zip(*lists, strict=True)]), abs=0.05
     )
     assert pairing.overlap == pytest.approx(np.mean([10 * len(a & b) for a, b in zip(*nearest, strict=True)]), abs=0.05)
-    places = {text: at for at, text in enumerate(sentences)}
-    standard = [(np.array(one) - np.mean(one)) / np.std(one) for one in lists]
-    apart = np.abs(standard[0] - standard[1])
-    row, column = np.unravel_index(int(apart.argmax()), apart.shape)
-    worst = found.disputes[0]
-    assert {places[worst.one], places[worst.other]} == {row, column + (column >= row)}
-    for cosine, units in zip(worst.cosines, vectors, strict=True):
-        assert cosine == pytest.approx(float(units[places[worst.one]] @ units[places[worst.other]]), abs=1e-6)
-    met = [text for dispute in found.disputes for text in (dispute.one, dispute.other)]
-    assert len(found.disputes) == 5 and len(set(met)) == len(met)
+    indices = {text: index for index, text in enumerate(sentences)}
+    standardized = [(np.array(one) - np.mean(one)) / np.std(one) for one in lists]
+    difference = np.abs(standardized[0] - standardized[1])
+    row, column = np.unravel_index(int(difference.argmax()), difference.shape)
+    largest = found.disputes[0]
+    assert {indices[largest.one], indices[largest.other]} == {row, column + (column >= row)}
+    for cosine, units in zip(largest.cosines, vectors, strict=True):
+        assert cosine == pytest.approx(float(units[indices[largest.one]] @ units[indices[largest.other]]), abs=1e-6)
+    texts = [text for dispute in found.disputes for text in (dispute.one, dispute.other)]
+    assert len(found.disputes) == 5 and len(set(texts)) == len(texts)
     print_comparison(found)
-    told = capsys.readouterr().out
-    assert "teacher 1  p1" in told and "teacher 1 and teacher 2" in told and "teacher 0" not in told
+    output = capsys.readouterr().out
+    assert "teacher 1  p1" in output and "teacher 1 and teacher 2" in output and "teacher 0" not in output
 
 
-def test_a_preview_is_tried_before(
+def test_a_dry_run_of_a_comparison(
     recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Callable[..., Path]
 ) -> None:
     recipe_with()
-    asked = [str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]
-    assert main(asked) == 0
-    told = capsys.readouterr()
-    assert "nothing stands in the way of this comparison" in told.out and "to be embedded" not in told.err
+    arguments = [str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "comparison" in captured.out and "to be embedded" not in captured.err
     teacher = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
-    assert main([*asked, teacher]) == 1
-    assert "wants two teachers that give vectors" in capsys.readouterr().err
-    assert main([*asked[:2], "--sentences", "5"]) == 1
-    assert "a comparison wants 12 sentences or more, not 5" in capsys.readouterr().err
+    assert main([*arguments, teacher]) == 1
+    error = capsys.readouterr().err
+    assert ComparisonError.code in error and "teachers.encoders has 1" in error
+    assert main([*arguments[:2], "--sentences", "5"]) == 1
+    error = capsys.readouterr().err
+    assert ComparisonError.code in error and "12 sentences, not 5" in error and "--sentences" in error
 
 
-def test_one_teacher_has_nobody_to_agree_with(
+def test_a_comparison_needs_two_teachers(
     recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Callable[..., Path]
 ) -> None:
     recipe_with()
     teacher = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
     assert main([str(tmp_path / "recipe.yaml"), teacher, "--compare"]) == 1
-    assert "wants two teachers that give vectors, the recipe has 1" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert ComparisonError.code in error and "teachers.encoders has 1" in error
 
 
-def test_the_pass_alone_fills_the_tables(
+def test_the_embedding_pass_completes_the_tables(
     recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe_with()

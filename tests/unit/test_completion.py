@@ -57,6 +57,10 @@ def test_bash_completes(script: Path, tmp_path: Path) -> None:
         "minilm-mine.yaml",
     }
     assert completed(script, tmp_path, "distcse", "evaluate", "--precision", "f") == {"fp32", "fp16"}
+    assert completed(script, tmp_path, "distcse", "recipe", "sc") == {"schema"}
+    assert completed(script, tmp_path, "distcse", "recipe", "schema", "m") == {"mutual"}
+    assert completed(script, tmp_path, "distcse", "recipe", "migrate", "minilm") == {"minilm-mine.yaml"}
+    assert completed(script, tmp_path, "distcse", "recipe", "show", "minilm-m") == {"minilm-mutual", "minilm-mine.yaml"}
 
 
 def test_zsh_has_a_script_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Readers and their complaints, row ids, fingerprints, the token table, the sampler, and documentation strings."""
+"""Readers and their errors, row ids, fingerprints, the token table, the sampler, and docstrings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from distcse.data import BatchSampler, Corpus, TokenTable, collate, split_held_o
 from distcse.data import token_table as tokens_module
 from distcse.data.docstrings import docstring_sentences, held_out_documentation, split_sentences
 from distcse.data.hub import read_dataset
-from distcse.errors import CorpusError
+from distcse.errors import (
+    CorpusCacheError,
+    CorpusError,
+    CorpusFormatError,
+    CorpusNotFoundError,
+    CorpusTooSmallError,
+    EmptyCorpusError,
+    MissingColumnError,
+)
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection
+from tests.failures import fails_with
 
 LINES = ["One sentence here.", "", "  Zwei Sätze – «mit» Umlauten.  ", "   ", "Three 🙂 emoji."]
 KEPT = ["One sentence here.", "Zwei Sätze – «mit» Umlauten.", "Three 🙂 emoji."]
@@ -46,7 +55,7 @@ def prepare(folder: Path, **section: Any) -> Corpus:
 
 
 @pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet"])
-def test_every_format_gives_the_same_corpus(tmp_path: Path, kind: str) -> None:
+def test_all_formats_are_read_to_the_same_corpus(tmp_path: Path, kind: str) -> None:
     corpus = prepare(tmp_path, path=str(write(tmp_path, kind)), column="body")
     assert corpus.texts(range(len(corpus))) == KEPT
     assert corpus.blank_rows == (4 if kind.startswith(".jsonl") else 2)
@@ -54,7 +63,7 @@ def test_every_format_gives_the_same_corpus(tmp_path: Path, kind: str) -> None:
     assert corpus.texts(np.array([2, 0])) == [KEPT[2], KEPT[0]]
 
 
-def test_a_second_start_reuses_and_a_changed_file_does_not(tmp_path: Path) -> None:
+def test_an_unchanged_file_is_reused_and_a_changed_one_is_not(tmp_path: Path) -> None:
     file = write(tmp_path, ".txt")
     first = prepare(tmp_path, path=str(file))
     again = prepare(tmp_path, path=str(file))
@@ -64,7 +73,7 @@ def test_a_second_start_reuses_and_a_changed_file_does_not(tmp_path: Path) -> No
     assert prepare(tmp_path, path=str(file)).fingerprint != first.fingerprint
 
 
-def test_limit_and_several_files_and_globs(tmp_path: Path) -> None:
+def test_limit_multiple_files_and_globs(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt").write_text(f"first of {name}\nsecond of {name}\n")
     corpus = prepare(tmp_path, path=str(tmp_path / "*.txt"))
@@ -73,55 +82,56 @@ def test_limit_and_several_files_and_globs(tmp_path: Path) -> None:
     assert two.texts(range(len(two))) == ["first of b", "second of b", "first of a"]
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_prepared_again(tmp_path: Path) -> None:
     section = {"path": str(write(tmp_path, ".txt"))}
     corpus = prepare(tmp_path, **section)
     (corpus.directory / "values.bin").write_bytes(b"short")
-    with pytest.raises(CorpusError, match="no whole corpus"):
+    with fails_with(CorpusCacheError, str(corpus.directory)):
         Corpus.open(corpus.directory)
-    mended = prepare(tmp_path, **section)
-    assert not mended.reused and mended.texts(range(3)) == KEPT
+    repaired = prepare(tmp_path, **section)
+    assert not repaired.reused and repaired.texts(range(3)) == KEPT
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "kind", "named"),
     [
-        ("a.txt", b"fine\nbad \xff byte\n", "a.txt, line 2: byte 0xff at column 5 is not UTF-8"),
-        ("a.txt", b"", "a.txt holds no sentence"),
-        ("a.txt", b"\n \n", "a.txt holds no sentence"),
-        ("a.docx", b"x", "unknown kind of file; known: .txt"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl, line 2: expected a JSON object"),
-        ("a.jsonl", b"{oops\n", "a.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"txet": "x"}\n', "no column 'text'; columns there: txet; did you mean 'txet'?"),
-        ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1, key 'text': expected text, found int 5"),
-        ("a.csv", b"id,body\n1,x\n", "a.csv, line 1: no column 'text'; columns there: id, body"),
-        ("a.csv", b"text,id\nx\n", "a.csv, line 2: 1 fields, the header has 2"),
-        ("a.csv", b'text\n"open\n', "a.csv, line 2: unexpected end of data"),
-        ("a.csv", b"", "a.csv holds no sentence"),
-        ("a.txt.gz", b"not gzip", "a.txt.gz is damaged after line 0"),
-        ("a.txt.gz", gzip.compress(b"line\n" * 50_000, mtime=0)[:100], "is damaged after line"),
-        ("a.parquet", b"not parquet", "is no readable Parquet file"),
+        ("a.txt", b"fine\nbad \xff byte\n", CorpusFormatError, ["a.txt, line 2", "byte 0xff at column 5"]),
+        ("a.txt", b"", EmptyCorpusError, ["a.txt"]),
+        ("a.txt", b"\n \n", EmptyCorpusError, ["a.txt"]),
+        ("a.docx", b"x", CorpusFormatError, ["a.docx", ".txt"]),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', CorpusFormatError, ["a.jsonl, line 2", "'text'", "'[1]'"]),
+        ("a.jsonl", b"{oops\n", CorpusFormatError, ["a.jsonl, line 1", "JSON"]),
+        ("a.jsonl", b'{"txet": "x"}\n', MissingColumnError, ["a.jsonl, line 1", "'text'", "txet", "'txet'?"]),
+        ("a.jsonl", b'{"text": 5}\n', CorpusFormatError, ["a.jsonl, line 1, key 'text'", "int 5"]),
+        ("a.csv", b"id,body\n1,x\n", MissingColumnError, ["a.csv, line 1", "'text'", "id, body"]),
+        ("a.csv", b"text,id\nx\n", CorpusFormatError, ["a.csv, line 2", "1 fields", "2"]),
+        ("a.csv", b'text\n"open\n', CorpusFormatError, ["a.csv, line 2", "unexpected end of data"]),
+        ("a.csv", b"", EmptyCorpusError, ["a.csv"]),
+        ("a.txt.gz", b"not gzip", CorpusFormatError, ["a.txt.gz", "line 0"]),
+        ("a.txt.gz", gzip.compress(b"line\n" * 50_000, mtime=0)[:100], CorpusFormatError, ["a.txt.gz", "after line"]),
+        ("a.parquet", b"not parquet", CorpusFormatError, ["a.parquet", "Parquet"]),
     ],
 )
-def test_bad_files_are_named_with_their_line(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_errors_in_files_name_file_and_line(
+    tmp_path: Path, name: str, content: bytes, kind: type[CorpusError], named: list[str]
+) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError) as raised:
+    with fails_with(kind, *named):
         prepare(tmp_path, path=str(tmp_path / name))
-    assert told in str(raised.value)
     assert not list((tmp_path / "cache").rglob("values.bin"))
 
 
-def test_missing_things_are_told(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"nowhere\.txt does not exist"):
+def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
+    with fails_with(CorpusNotFoundError, "nowhere.txt"):
         prepare(tmp_path, path=str(tmp_path / "nowhere.txt"))
-    with pytest.raises(CorpusError, match="matches no file"):
+    with fails_with(CorpusNotFoundError, "corpus.path", "*.txt"):
         prepare(tmp_path, path=str(tmp_path / "*.txt"))
-    with pytest.raises(CorpusError, match=r"the corpus has no source; write corpus\.path=FILE"):
+    with fails_with(CorpusNotFoundError, "corpus.path=FILE", "corpus.dataset=NAME"):
         prepare(tmp_path)
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
-    with pytest.raises(CorpusError, match="holds int64, expected text"):
+    with fails_with(CorpusFormatError, "numbers.parquet", "'text'", "int64"):
         prepare(tmp_path, path=str(tmp_path / "numbers.parquet"))
-    with pytest.raises(CorpusError, match="package 'no_such_package' is not installed"):
+    with fails_with(CorpusNotFoundError, "corpus.docstrings", "'no_such_package'"):
         prepare(tmp_path, docstrings=["no_such_package"])
 
 
@@ -132,34 +142,35 @@ def test_data_sets(tmp_path: Path) -> None:
     DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
     corpus = prepare(tmp_path, dataset=str(tmp_path / "saved"), column="body")
     assert corpus.texts(range(len(corpus))) == KEPT and corpus.blank_rows == 2
-    for overrides, told in (
-        ({"split": "dev"}, "no split 'dev'; splits there: train"),
-        ({"column": "text"}, "no column 'text'; columns there: body, n"),
-        ({"column": "n"}, "holds int 0, expected text"),
-    ):
-        with pytest.raises(CorpusError, match=told):
+    cases: list[tuple[dict[str, str], type[CorpusError], list[str]]] = [
+        ({"split": "dev"}, CorpusNotFoundError, ["'dev'", "train"]),
+        ({"column": "text"}, MissingColumnError, ["'text'", "body, n"]),
+        ({"column": "n"}, CorpusFormatError, ["row 1", "'n'", "int 0"]),
+    ]
+    for overrides, kind, named in cases:
+        with fails_with(kind, *named):
             prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **overrides})
-    with pytest.raises(CorpusError, match=r"data set 'nobody/nothing' .* cannot be had"):
+    with fails_with(CorpusNotFoundError, "'nobody/nothing'", "'train'"):
         prepare(tmp_path, dataset="nobody/nothing")
 
 
-@pytest.mark.parametrize("away", [ConnectionError, RuntimeError])  # the first is an OSError, and no disk's
-def test_a_hub_that_gives_no_more_is_told_as_that(away: type[Exception]) -> None:
-    class Half:
-        def select_columns(self, columns: list[str]) -> Half:
+@pytest.mark.parametrize("failure", [ConnectionError, RuntimeError])  # ConnectionError is an OSError, but not of a disk
+def test_a_hub_that_fails_while_streaming_is_an_error_of_the_corpus(failure: type[Exception]) -> None:
+    class FailingStream:
+        def select_columns(self, columns: list[str]) -> FailingStream:
             return self
 
         def iter(self, batch_size: int) -> Iterator[dict[str, list[str]]]:
             yield {"text": ["one", "two"]}
-            raise away("Max retries exceeded")
+            raise failure("Max retries exceeded")
 
-    rows = read_dataset(Half(), "text")
+    rows = read_dataset(FailingStream(), "text")
     assert [next(rows), next(rows)] == ["one", "two"]
-    with pytest.raises(CorpusError, match=r"data set cannot be read on after row 2: .*Max retries exceeded"):
+    with fails_with(CorpusNotFoundError, "row 2", "Max retries exceeded"):
         next(rows)
 
 
-def test_tokens_are_those_of_the_tokenizer_and_made_once(
+def test_the_table_has_the_tokenizers_ids_and_is_written_once(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "c.txt").write_text("\n".join(sentences))
@@ -171,20 +182,20 @@ def test_tokens_are_those_of_the_tokenizer_and_made_once(
     assert not table.reused and seen == [len(sentences)] and table.pad_id == encoder.tokenizer.pad_token_id
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("tokenised again")
+        raise AssertionError("tokenized again")
 
     monkeypatch.setattr(tokens_module, "_ids", forbidden)
     again = TokenTable.prepare(corpus, encoder.tokenizer, 8, tmp_path, prompt="say ")
     assert again.reused and again.directory == table.directory
     for other in ({"max_length": 9, "prompt": "say "}, {"max_length": 8, "prompt": ""}):
-        with pytest.raises(AssertionError, match="tokenised again"):
+        with pytest.raises(AssertionError, match="tokenized again"):
             TokenTable.prepare(corpus, encoder.tokenizer, cache=tmp_path, **other)
     batch = collate(again.rows([0, 5]), again.pad_id)
     assert batch.ids.shape == batch.mask.shape
     assert batch.mask.sum(dim=1).tolist() == [len(row) for row in again.rows([0, 5])]
 
 
-def test_sampler_is_a_function_of_seed_and_step() -> None:
+def test_the_sampler_is_a_function_of_seed_and_step() -> None:
     rows = np.arange(100, 203)
     sampler, other = BatchSampler(rows, 10, seed=1), BatchSampler(rows, 10, seed=1)
     assert sampler.steps_per_epoch == 10
@@ -195,20 +206,20 @@ def test_sampler_is_a_function_of_seed_and_step() -> None:
     assert np.array_equal(other.batch(23), sampler.batch(23))
     assert np.array_equal(other.block(18, 4)[3], sampler.batch(21))
     assert not np.array_equal(BatchSampler(rows, 10, seed=2).batch(0), sampler.batch(0))
-    with pytest.raises(CorpusError, match="103 rows to learn from, one batch wants 104"):
+    with fails_with(CorpusTooSmallError, "103", "104", "training.batch_size"):
         BatchSampler(rows, 104, seed=1)
 
 
-def test_held_out_rows_are_kept_away() -> None:
-    learned, kept = split_held_out(50, 7, seed=3)
-    assert len(kept) == 7 and set(learned) | set(kept) == set(range(50)) and not set(learned) & set(kept)
-    assert np.array_equal(split_held_out(50, 7, seed=3)[1], kept)
+def test_held_out_rows_are_not_trained_on() -> None:
+    train, held_out = split_held_out(50, 7, seed=3)
+    assert len(held_out) == 7 and set(train) | set(held_out) == set(range(50)) and not set(train) & set(held_out)
+    assert np.array_equal(split_held_out(50, 7, seed=3)[1], held_out)
     assert len(split_held_out(50, 0, seed=3)[0]) == 50
-    with pytest.raises(CorpusError, match="write less than 5"):
+    with fails_with(CorpusTooSmallError, "evaluation.num_heldout is 5", "below 5"):
         split_held_out(5, 5, seed=1)
 
 
-def test_documentation_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "documented_package"
     (package / "tests").mkdir(parents=True)
     functions = "\n".join(
@@ -230,9 +241,9 @@ def test_documentation_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "documented_package" not in sys.modules
     assert 0 < len(found) < 21 and all("secret" not in sentence and "test" not in sentence for sentence in found)
     assert held_out
-    kept_away = {entry.summary for entry in held_out} | {s for e in held_out for s in split_sentences(e.description)}
-    assert not kept_away & set(found)
-    assert all("`" not in sentence and "~" not in sentence for sentence in [*found, *kept_away])
+    excluded = {entry.summary for entry in held_out} | {s for e in held_out for s in split_sentences(e.description)}
+    assert not excluded & set(found)
+    assert all("`" not in sentence and "~" not in sentence for sentence in [*found, *excluded])
     assert any("in the list." in sentence for sentence in found)
 
 
@@ -241,7 +252,7 @@ def test_sentences_do_not_end_at_abbreviations() -> None:
     assert split_sentences(text) == ["Use it, e.g. For lists.", "See Fig. 3 of the paper by A. Smith.", "It works!"]
 
 
-def test_numpy_is_documented_well() -> None:
+def test_numpy_has_a_thousand_distinct_sentences() -> None:
     found = docstring_sentences(["numpy"])
     assert len(found) > 1000
     assert len(set(found)) == len(found)

@@ -1,4 +1,4 @@
-"""What a prepared corpus is keyed by, and what happens to caches that are damaged, shared or not writable."""
+"""The cache key of a prepared corpus, and damaged, shared and read-only caches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 from distcse.data import Corpus
 from distcse.data import corpus as corpus_module
 from distcse.data import hub as hub_module
-from distcse.data.ragged import OFFSETS, VALUES, RaggedWriter, making
+from distcse.data.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
 from distcse.data.readers import Row
-from distcse.errors import CorpusError
+from distcse.errors import CorpusCacheError, CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
+from tests.failures import fails_with
 
 LINES = [f"sentence {number} of the corpus" for number in range(40)]
 
@@ -36,7 +37,7 @@ def leftovers(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache").rglob("*") if path.name.startswith(".")]
 
 
-def test_one_file_read_in_two_ways_is_two_corpora(tmp_path: Path) -> None:
+def test_equal_bytes_in_two_formats_are_two_corpora(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text('{"text": "x"}\n')
     texts = [prepare(tmp_path, path=str(tmp_path / name)).texts([0]) for name in ("a.txt", "a.jsonl")]
@@ -51,14 +52,14 @@ def test_column_and_limit_are_part_of_the_key(tmp_path: Path) -> None:
     assert not any(corpus.reused for corpus in corpora)
 
 
-def test_content_is_the_key_wherever_the_file_lies(tmp_path: Path, section: CorpusSection) -> None:
+def test_the_key_is_the_content_not_the_path(tmp_path: Path, section: CorpusSection) -> None:
     first = Corpus.prepare(section, tmp_path / "cache")
     (tmp_path / "moved.txt").write_text("\n".join(LINES))
     moved = prepare(tmp_path, path=str(tmp_path / "moved.txt"))
     assert moved.reused and moved.directory == first.directory
 
 
-def test_fingerprint_sees_order_and_where_sentences_end(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_order_and_boundaries_of_sentences(tmp_path: Path) -> None:
     prints = set()
     for content in ("ab\nc\n", "a\nbc\n", "c\nab\n", "ab c\n"):
         (tmp_path / "a.txt").write_text(content)
@@ -73,20 +74,20 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\none\n\ntwo\n\xff\n")
     corpus = prepare(tmp_path, path=str(tmp_path / "a.txt"), limit=2)
     assert corpus.texts(range(2)) == ["one", "two"] and corpus.blank_rows == 2
-    with pytest.raises(CorpusError, match="line 5"):
+    with fails_with(CorpusFormatError, "a.txt, line 5"):
         prepare(tmp_path, path=str(tmp_path / "a.txt"), limit=3)
 
 
-def test_rows_that_are_not_there_are_refused(tmp_path: Path, section: CorpusSection) -> None:
+def test_row_ids_out_of_range_are_errors(tmp_path: Path, section: CorpusSection) -> None:
     corpus = Corpus.prepare(section, tmp_path / "cache")
     for ids in ([-1], [len(LINES)], range(35, 45), np.array([0, -3])):
-        with pytest.raises(IndexError, match="there are rows 0 to 39"):
+        with pytest.raises(IndexError, match="0 to 39"):
             corpus.texts(ids)
     assert corpus.texts([]) == [] and corpus.texts(iter([3])) == [LINES[3]]
     assert corpus.sizes([0, 12]).tolist() == [len(LINES[0]), len(LINES[12])]
 
 
-def test_label_says_what_the_corpus_is(tmp_path: Path, section: CorpusSection) -> None:
+def test_the_label_describes_the_corpus(tmp_path: Path, section: CorpusSection) -> None:
     corpus = Corpus.prepare(section, tmp_path / "cache")
     label = json.loads((corpus.directory / "corpus.json").read_text())
     assert (label["rows"], label["blank_rows"], label["fingerprint"]) == (40, 0, corpus.fingerprint)
@@ -96,7 +97,7 @@ def test_label_says_what_the_corpus_is(tmp_path: Path, section: CorpusSection) -
 
 
 @pytest.mark.parametrize("damage", ["values longer", "offsets gone", "label gone", "label no object", "label cut"])
-def test_every_damage_is_seen_and_mended(tmp_path: Path, section: CorpusSection, damage: str) -> None:
+def test_every_damage_is_detected_and_repaired(tmp_path: Path, section: CorpusSection, damage: str) -> None:
     directory = Corpus.prepare(section, tmp_path / "cache").directory
     label = directory / "corpus.json"
     match damage:
@@ -111,22 +112,22 @@ def test_every_damage_is_seen_and_mended(tmp_path: Path, section: CorpusSection,
             label.write_text("[]")
         case "label cut":
             label.write_text(label.read_text()[:30])
-    with pytest.raises(CorpusError, match="no whole corpus"):
+    with fails_with(CorpusCacheError, str(directory)):
         Corpus.open(directory)
-    mended = Corpus.prepare(section, tmp_path / "cache")
-    assert not mended.reused and mended.texts(range(40)) == LINES
+    repaired = Corpus.prepare(section, tmp_path / "cache")
+    assert not repaired.reused and repaired.texts(range(40)) == LINES
     assert Corpus.prepare(section, tmp_path / "cache").reused
     assert not leftovers(tmp_path)
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\n" * 20_000 + b"\xff\n")
-    with pytest.raises(CorpusError, match="line 20001"):
+    with fails_with(CorpusFormatError, "a.txt, line 20001"):
         prepare(tmp_path, path=str(tmp_path / "a.txt"))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_who_finishes_second_takes_what_the_first_made(
+def test_of_two_concurrent_preparations_the_first_result_is_used(
     tmp_path: Path, section: CorpusSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = corpus_module.read_sentences
@@ -144,9 +145,9 @@ def test_who_finishes_second_takes_what_the_first_made(
     assert not leftovers(tmp_path)
 
 
-def test_two_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_concurrent_writers_have_separate_folders(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with making(target, "label.json") as (one, _), making(target, "label.json") as (other, _):
+    with write_cache_folder(target, "label.json") as (one, _), write_cache_folder(target, "label.json") as (other, _):
         assert one != other and one.parent == other.parent == tmp_path
         for folder, content in ((one, b"one"), (other, b"two")):
             with RaggedWriter(folder) as writer:
@@ -156,13 +157,13 @@ def test_two_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, section: CorpusSection) -> None:
+def test_a_read_only_cache_is_named(tmp_path: Path, section: CorpusSection) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(CorpusError, match=r"cache folder .* cannot be written: .*; set storage\.cache"):
+    with fails_with(CorpusCacheError, str(tmp_path / "cache"), "storage.cache"):
         Corpus.prepare(section, tmp_path / "cache")
 
 
-def test_progress_is_told_in_sentences(tmp_path: Path) -> None:
+def test_progress_counts_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\n\n" * 20_000)
     seen: list[int] = []
     Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), tmp_path / "cache", seen.append)
@@ -177,13 +178,13 @@ def test_a_folder_of_data_files_needs_no_hub(tmp_path: Path, monkeypatch: pytest
     corpus = prepare(tmp_path, dataset=str(folder))
     assert corpus.texts(range(2)) == ["one", "two"] and corpus.blank_rows == 1
     assert prepare(tmp_path, dataset=str(folder)).reused
-    with pytest.raises(CorpusError, match=r"split 'dev'.*Should be one of \['train'\]"):
+    with fails_with(CorpusNotFoundError, str(folder), "'dev'", "['train']"):
         prepare(tmp_path, dataset=str(folder), split="dev")
-    with pytest.raises(CorpusError, match=r"no column 'txet'; columns there: text; did you mean 'text'\?"):
+    with fails_with(MissingColumnError, str(folder), "'txet'", "'text'?"):
         prepare(tmp_path, dataset=str(folder), column="txet")
 
 
-def test_a_stream_is_read_as_far_as_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_read_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "set"
     folder.mkdir()
@@ -195,33 +196,36 @@ def test_a_stream_is_read_as_far_as_its_limit(tmp_path: Path, monkeypatch: pytes
     streamed = prepare(tmp_path, streaming=True, **overrides)
     assert streamed.texts([0, 3499]) == ["sentence 0", "sentence 3499"] and streamed.domains == ["a", "b"]
     assert prepare(tmp_path, streaming=True, **overrides).reused
-    assert not list((tmp_path / "hub").rglob("*.arrow")), "a stream converts nothing"
+    assert not list((tmp_path / "hub").rglob("*.arrow")), "streaming must not convert the data set"
     (tmp_path / "same.jsonl").write_text("\n".join(lines))
     same = prepare(tmp_path, path=str(tmp_path / "same.jsonl"), limit=3500, domain="source")
-    assert same.content == streamed.content, "what is resumed from is the content, however it came"
+    assert same.content == streamed.content, "the content must not depend on the source"
     (folder / "part-1.jsonl").write_text("\n".join(reversed(lines[:3000])) + "\n")
     changed = prepare(tmp_path, streaming=True, **overrides)
     assert not changed.reused and changed.texts([0]) == ["sentence 2999"]
-    for wrong, told in (
-        ({"split": "dev"}, "no split 'dev'; splits there: train"),
-        ({"column": "txet"}, "did you mean"),
-    ):
-        with pytest.raises(CorpusError, match=told):
+    cases: list[tuple[dict[str, str], type[CorpusError], list[str]]] = [
+        ({"split": "dev"}, CorpusNotFoundError, ["'dev'", "train"]),
+        ({"column": "txet"}, MissingColumnError, ["'txet'", "'text'?"]),
+    ]
+    for wrong, kind, named in cases:
+        with fails_with(kind, *named):
             prepare(tmp_path, streaming=True, **{**overrides, **wrong})
 
 
-def test_a_stream_has_a_limit_and_a_data_set() -> None:
+def test_streaming_requires_a_limit_and_a_data_set() -> None:
     for overrides in ({"dataset": "somebody/something"}, {"path": "a.txt", "limit": 5}):
         with pytest.raises(ValueError, match="write dataset: NAME and limit: N"):
             CorpusSection(streaming=True, **overrides)
 
 
-def test_no_network_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_error_names_the_keys_of_local_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unreachable(name: str, section: CorpusSection) -> Any:
         raise ConnectionError(f"Couldn't reach {name} on the Hub")
 
     monkeypatch.setattr(hub_module, "_open", unreachable)
-    with pytest.raises(CorpusError, match=r"ConnectionError: .*; without a network, write corpus\.dataset=FOLDER"):
+    with fails_with(CorpusNotFoundError, "'somebody/something'", "ConnectionError", "corpus.dataset=FOLDER"):
         prepare(tmp_path, dataset="somebody/something")
 
 

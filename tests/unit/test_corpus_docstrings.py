@@ -1,4 +1,4 @@
-"""Prose out of documentation strings, what is held out of it, and packages found without being imported."""
+"""Prose of docstrings, held-out objects, and packages that are parsed without being imported."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import pytest
 
 from distcse.data import Corpus, docstrings
 from distcse.data.docstrings import (
-    Documented,
+    DocumentedObject,
     docstring_sentences,
     held_out_documentation,
     packages_fingerprint,
 )
 from distcse.data.prose import is_sentence, paragraphs, split_sentences, without_markup
-from distcse.errors import CorpusError
+from distcse.errors import CorpusNotFoundError
 from distcse.recipe import CorpusSection
+from tests.failures import fails_with
 
 WriteFile = Callable[[str, str], Path]
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteFile:
-    """Writes a file of a package on the import path; importing any of them is an error."""
+    """Writes a file of a package on the import path; importing the package is an error."""
     monkeypatch.syspath_prepend(str(tmp_path))
     docstrings._documented.cache_clear()
 
@@ -50,17 +51,17 @@ def function(name: str, docstring: str) -> str:
 
 
 def held_out_name(package: str, module: str) -> str:
-    """A function name whose hash holds it out, as found by trial."""
+    """Return a function name whose hash holds it out, found by trial."""
     for number in range(1000):
-        if docstrings._is_held_out(Documented(f"{package}.{module}.f{number}", "", "")):
+        if docstrings._is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
             return f"f{number}"
     raise AssertionError("no name of a thousand is held out")
 
 
-def learned_name(package: str, module: str) -> str:
-    """A function name whose hash leaves it in the corpus."""
+def trained_name(package: str, module: str) -> str:
+    """Return a function name whose hash keeps it in the corpus."""
     for number in range(1000):
-        if not docstrings._is_held_out(Documented(f"{package}.{module}.g{number}", "", "")):
+        if not docstrings._is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
             return f"g{number}"
     raise AssertionError("every name of a thousand is held out")
 
@@ -77,7 +78,7 @@ def learned_name(package: str, module: str) -> str:
         ("Takes *args and **kwargs.", "Takes *args and **kwargs."),
     ],
 )
-def test_markup_is_taken_off(marked: str, plain: str) -> None:
+def test_markup_is_removed(marked: str, plain: str) -> None:
     assert without_markup(marked) == plain
 
 
@@ -85,15 +86,15 @@ def test_markup_is_taken_off(marked: str, plain: str) -> None:
     ("text", "sentences"),
     [
         ("One here. Two there! Three where?", ["One here.", "Two there!", "Three where?"]),
-        ("Use it, i.e. Now. Go on.", ["Use it, i.e. Now.", "Go on."]),
+        ("Use it, i.e. Now. Continue.", ["Use it, i.e. Now.", "Continue."]),
         ("Lists, sets, etc. And cf. Smith vs. Jones.", ["Lists, sets, etc. And cf. Smith vs. Jones."]),
         ("Between 0.5 and 1.25. Then 3.", ["Between 0.5 and 1.25.", "Then 3."]),
         ("Call np.linalg.norm here. Done.", ["Call np.linalg.norm here.", "Done."]),
-        ("It ends (in brackets.) Then goes on.", ["It ends (in brackets.)", "Then goes on."]),
+        ("It ends (in brackets.) Then it continues.", ["It ends (in brackets.)", "Then it continues."]),
         ("no capital. follows here.", ["no capital. follows here."]),
     ],
 )
-def test_sentences_end_where_they_end(text: str, sentences: list[str]) -> None:
+def test_paragraphs_are_split_into_sentences(text: str, sentences: list[str]) -> None:
     assert split_sentences(text) == sentences
 
 
@@ -145,25 +146,25 @@ def test_prose_ends_at_sections_lists_tables_and_code(rest: str) -> None:
         ("Half of a pair \ud800 is no character.", False),
     ],
 )
-def test_sentences_worth_learning(text: str, good: bool) -> None:
+def test_only_prose_is_a_sentence(text: str, good: bool) -> None:
     assert is_sentence(text) is good
 
 
-def test_held_out_text_wins_wherever_else_it_stands(write: WriteFile) -> None:
+def test_held_out_sentences_are_excluded_from_other_objects_too(write: WriteFile) -> None:
     shared = "This one sentence stands in both of the places."
-    held_out = f"Find all of the needles here.\n\n{shared} It goes on with a description of some length."
+    held_out = f"Find all of the needles here.\n\n{shared} It continues with a description of some length."
     write("pkg_held/m.py", function(held_out_name("pkg_held", "m"), held_out))
-    learned = f"Look into the whole haystack.\n\n{shared.upper()[0]}{shared[1:].replace('one', 'ONE')} Nothing else is here now."
-    write("pkg_learned/m.py", function(learned_name("pkg_learned", "m"), learned))
+    learned = f"Look into the entire haystack.\n\n{shared.upper()[0]}{shared[1:].replace('one', 'ONE')} Nothing else is here now."
+    write("pkg_learned/m.py", function(trained_name("pkg_learned", "m"), learned))
     assert docstring_sentences(["pkg_learned"]) != []
     found = docstring_sentences(["pkg_learned", "pkg_held"])
-    assert sorted(found) == ["Look into the whole haystack.", "Nothing else is here now."]
+    assert sorted(found) == ["Look into the entire haystack.", "Nothing else is here now."]
     [entry] = held_out_documentation(["pkg_learned", "pkg_held"])
     assert entry.summary == "Find all of the needles here." and entry.description.startswith(shared)
     assert entry.name.startswith("pkg_held.m.f")
 
 
-def test_retrieval_pairs_are_fit_for_retrieval(write: WriteFile) -> None:
+def test_retrieval_pairs_are_unique_and_long_enough(write: WriteFile) -> None:
     words = "a description of this very function that is of some length"
     cases = {
         "twin one": f"Return the first of them.\n\nIt is {words}.",
@@ -182,7 +183,7 @@ def test_retrieval_pairs_are_fit_for_retrieval(write: WriteFile) -> None:
 def test_methods_classes_and_nested_functions_are_documented(write: WriteFile) -> None:
     write(
         "pkg_nested/sub/m.py",
-        'class A:\n    """The class stands for many things."""\n'
+        'class A:\n    """The class represents many things."""\n'
         '    async def b(self):\n        """The method does nothing at all."""\n'
         '        def c():\n            """The inner function does even less."""\n',
     )
@@ -204,17 +205,17 @@ def test_tests_vendored_code_and_broken_files_are_skipped(write: WriteFile, capl
     assert "pkg_skips: skipped 2 files" in caplog.text
 
 
-def test_nothing_is_imported_and_collection_goes_on(write: WriteFile) -> None:
+def test_nothing_is_imported_and_garbage_collection_resumes(write: WriteFile) -> None:
     write("pkg_import/m.py", function("f", "Return a sentence of some length."))
     assert docstring_sentences(["pkg_import"]) is not None
     assert "pkg_import" not in sys.modules and gc.isenabled()
 
 
 @pytest.mark.parametrize("name", ["no_such_package", "numpy.linalg", "scikit-learn", "", "this"])
-def test_what_is_no_installed_package_is_told(name: str) -> None:
-    with pytest.raises(CorpusError, match=rf"package '{name}' is not installed; pip install {name}, or leave it out"):
+def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
+    with fails_with(CorpusNotFoundError, "corpus.docstrings", f"'{name}'", f"pip install {name}"):
         docstring_sentences([name])
-    with pytest.raises(CorpusError, match="is not installed"):
+    with fails_with(CorpusNotFoundError, "corpus.docstrings", f"'{name}'"):
         packages_fingerprint([name])
 
 
@@ -231,7 +232,7 @@ def test_versions_are_in_the_fingerprint(write: WriteFile, monkeypatch: pytest.M
     assert packages_fingerprint(["pkg_source"]) != before
 
 
-def test_a_corpus_of_documentation(write: WriteFile, tmp_path: Path) -> None:
+def test_a_corpus_of_docstrings(write: WriteFile, tmp_path: Path) -> None:
     numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     for package in ("pkg_first", "pkg_second"):
         for tens in numbers:
@@ -258,5 +259,5 @@ def test_numpy_is_prose() -> None:
     assert len({sentence.lower() for sentence in found}) == len(found)
     assert not any(mark in sentence for sentence in found for mark in ("``", ">>>", ":func:", "]_", "\\"))
     held_out = held_out_documentation(["numpy"])
-    kept_away = {entry.summary.lower() for entry in held_out}
-    assert len(held_out) > 40 and not kept_away & {sentence.lower() for sentence in found}
+    excluded = {entry.summary.lower() for entry in held_out}
+    assert len(held_out) > 40 and not excluded & {sentence.lower() for sentence in found}

@@ -1,4 +1,4 @@
-"""The sampler: every row at most once an epoch, and nothing but seed and step decides."""
+"""The sampler: each row at most once per epoch, and batches that depend on seed and step only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from distcse.data import BatchSampler, split_held_out
-from distcse.errors import CorpusError
+from distcse.errors import CorpusTooSmallError
+from tests.failures import fails_with
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(7, 2), (8, 8), (65, 16), (1000, 33)])
@@ -19,31 +20,31 @@ def test_an_epoch_uses_each_row_at_most_once_and_drops_fewer_than_a_batch(rows: 
         assert used.min() >= 0 and used.max() < rows
 
 
-def test_dropped_rows_are_others_in_the_next_epoch() -> None:
+def test_each_epoch_drops_different_rows() -> None:
     sampler = BatchSampler(105, 10, seed=0)
     dropped = [set(range(105)) - set(sampler.block(epoch * 10, 10).ravel().tolist()) for epoch in range(20)]
     assert all(len(rows) == 5 for rows in dropped)
     assert len(set().union(*dropped)) > 50
 
 
-def test_any_step_can_be_asked_first() -> None:
+def test_steps_can_be_requested_in_any_order() -> None:
     steps = [41, 3, 40, 0, 3, 17, 29]
-    in_turn = BatchSampler(np.arange(50, 250), 16, seed=9)
-    asked = {step: in_turn.batch(step) for step in range(48)}
+    sequential = BatchSampler(np.arange(50, 250), 16, seed=9)
+    expected = {step: sequential.batch(step) for step in range(48)}
     jumping = BatchSampler(np.arange(50, 250), 16, seed=9)
     for step in steps:
-        assert np.array_equal(jumping.batch(step), asked[step])
-        assert np.array_equal(BatchSampler(np.arange(50, 250), 16, seed=9).batch(step), asked[step])
+        assert np.array_equal(jumping.batch(step), expected[step])
+        assert np.array_equal(BatchSampler(np.arange(50, 250), 16, seed=9).batch(step), expected[step])
 
 
-def test_a_block_runs_over_the_end_of_an_epoch() -> None:
+def test_a_block_may_cross_the_end_of_an_epoch() -> None:
     sampler = BatchSampler(25, 10, seed=1)
     block = sampler.block(1, 4)
     assert block.shape == (4, 10)
-    assert all(np.array_equal(block[place], sampler.batch(1 + place)) for place in range(4))
+    assert all(np.array_equal(block[index], sampler.batch(1 + index)) for index in range(4))
 
 
-def test_only_the_given_rows_are_drawn() -> None:
+def test_only_the_given_rows_are_sampled() -> None:
     train, held_out = split_held_out(64, 16, seed=3)
     sampler = BatchSampler(train, 8, seed=3)
     assert set(sampler.block(0, 6).ravel().tolist()) == set(train.tolist())
@@ -51,17 +52,17 @@ def test_only_the_given_rows_are_drawn() -> None:
     assert np.array_equal(train, np.sort(train)) and np.array_equal(held_out, np.sort(held_out))
 
 
-def test_order_does_not_change_between_releases() -> None:
-    # A resumed run must go on with the order it began with, whatever version of distcse wrote the checkpoint.
+def test_the_order_is_stable_between_releases() -> None:
+    # A resumed run must continue with its order, whichever version of distcse wrote the checkpoint.
     assert BatchSampler(10, 5, seed=42).block(0, 3).tolist() == [[5, 6, 0, 7, 3], [2, 4, 9, 1, 8], [0, 8, 7, 4, 3]]
     assert split_held_out(20, 4, seed=42)[1].tolist() == [4, 12, 13, 15]
 
 
-def test_steps_before_the_first_are_refused() -> None:
+def test_negative_steps_are_errors() -> None:
     with pytest.raises(ValueError, match="non-negative"):
         BatchSampler(10, 5, seed=1).batch(-1)
 
 
-def test_too_few_rows_are_told_with_both_numbers_and_what_to_do() -> None:
-    with pytest.raises(CorpusError, match=r"9 rows to learn from, one batch wants 10; give more text, or lower"):
+def test_too_few_rows_are_an_error_that_names_both_numbers_and_the_key() -> None:
+    with fails_with(CorpusTooSmallError, "9", "10", "training.batch_size", "evaluation.num_heldout"):
         BatchSampler(9, 10, seed=1)

@@ -1,4 +1,4 @@
-"""The token table against the tokenizer's own front door, and what it is keyed by."""
+"""The token table compared with the tokenizer itself, its cache key, and `collate`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from distcse.data import Corpus, TokenTable, collate, tokenizer_fingerprint
 from distcse.data import token_table as tokens_module
 from distcse.data.ragged import VALUES
-from distcse.errors import CorpusError
+from distcse.errors import CorpusCacheError, TokenizationError
 from distcse.recipe import CorpusSection
+from tests.failures import fails_with
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,14 @@ def corpus_of(folder: Path, lines: list[str]) -> Corpus:
 
 
 def words(vocabulary: dict[str, int], **settings: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words without special tokens."""
+    """Return a word-level tokenizer without special tokens."""
     tokenizer = Tokenizer(WordLevel(vocabulary))
     tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
 @pytest.mark.parametrize("prompt", ["", "query: "])
-def test_table_holds_what_the_tokenizer_gives(
+def test_the_table_equals_the_tokenizers_output(
     tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, prompt: str
 ) -> None:
     table = TokenTable.prepare(corpus, minilm_tokenizer, 16, tmp_path, prompt=prompt)
@@ -57,7 +58,7 @@ def test_table_holds_what_the_tokenizer_gives(
     assert max(map(len, expected)) == 16 and table.rows([0])[0].dtype == np.uint16
 
 
-def test_tokenizer_is_left_as_it_was(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
+def test_the_tokenizers_settings_are_restored(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
     backend = minilm_tokenizer.backend_tokenizer
     backend.enable_truncation(77, stride=3)
     backend.enable_padding(length=11, pad_id=5, pad_token="x")
@@ -70,7 +71,7 @@ def test_tokenizer_is_left_as_it_was(tmp_path: Path, corpus: Corpus, minilm_toke
     assert backend.truncation is None and backend.padding is None
 
 
-def test_fingerprint_is_of_the_tokenizer_and_not_of_its_settings(minilm_tokenizer: Any) -> None:
+def test_the_fingerprint_ignores_truncation_and_padding(minilm_tokenizer: Any) -> None:
     backend = minilm_tokenizer.backend_tokenizer
     plain = tokenizer_fingerprint(minilm_tokenizer)
     backend.enable_truncation(5)
@@ -81,15 +82,15 @@ def test_fingerprint_is_of_the_tokenizer_and_not_of_its_settings(minilm_tokenize
     assert tokenizer_fingerprint(words({"a": 0})) != tokenizer_fingerprint(words({"b": 0})) != plain
 
 
-def test_every_setting_has_its_table_and_the_second_start_tokenises_nothing(
+def test_each_setting_has_its_table_and_a_second_start_tokenizes_nothing(
     tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    tokenise = tokens_module._ids
+    tokenize = tokens_module._ids
 
     def counted(backend: Any, texts: list[str]) -> list[list[int]]:
         calls.append(len(texts))
-        return tokenise(backend, texts)
+        return tokenize(backend, texts)
 
     monkeypatch.setattr(tokens_module, "_ids", counted)
     settings: list[dict[str, Any]] = [{"max_length": 8}, {"max_length": 9}, {"max_length": 8, "prompt": "x "}]
@@ -112,7 +113,7 @@ def test_left_truncation_keeps_the_end(tmp_path: Path) -> None:
         assert table.rows([0])[0].tolist() == kept
 
 
-def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
+def test_ids_above_sixteen_bits_are_preserved(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["a b"])
     for largest, dtype in ((65_535, np.uint16), (65_536, np.int32)):
         row = TokenTable.prepare(corpus, words({"a": 0, "b": largest}), 4, tmp_path).rows([0])[0]
@@ -121,8 +122,8 @@ def test_ids_beyond_sixteen_bits_are_kept(tmp_path: Path) -> None:
 
 def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["aa", "xyz"])
-    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops what it does not know
-    with pytest.raises(CorpusError, match=r"corpus row 1, 'xyz': the tokenizer makes no token of it; remove it"):
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops unknown characters
+    with fails_with(TokenizationError, "row 1", "'xyz'"):
         TokenTable.prepare(corpus, letters, 4, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
 
@@ -131,18 +132,18 @@ def test_a_slow_tokenizer_is_refused(tmp_path: Path, corpus: Corpus) -> None:
     class Slow:
         pass
 
-    with pytest.raises(CorpusError, match=r"tokenizer Slow is not a fast one; save it with a tokenizer\.json"):
+    with fails_with(TokenizationError, "tokenizer Slow", "tokenizer.json"):
         TokenTable.prepare(corpus, Slow(), 4, tmp_path)
 
 
-def test_a_damaged_table_is_made_again(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
+def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
     table = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
     expected = [row.tolist() for row in table.rows(range(len(table)))]
     (table.directory / VALUES).write_bytes(b"")
-    with pytest.raises(CorpusError, match="no whole token table"):
+    with fails_with(CorpusCacheError, str(table.directory)):
         TokenTable.open(table.directory)
-    mended = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
-    assert not mended.reused and [row.tolist() for row in mended.rows(range(len(mended)))] == expected
+    repaired = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    assert not repaired.reused and [row.tolist() for row in repaired.rows(range(len(repaired)))] == expected
 
 
 def test_collate_pads_on_the_right_with_the_given_id() -> None:
@@ -151,23 +152,23 @@ def test_collate_pads_on_the_right_with_the_given_id() -> None:
     assert tokens.ids.dtype == tokens.mask.dtype == torch.int64
 
 
-def test_places_are_all_tokens_and_a_little_padding_so_that_batches_share_shapes() -> None:
+def test_the_token_index_has_all_tokens_and_little_padding_so_that_batches_share_shapes() -> None:
     generator = np.random.default_rng(0)
     shapes = set()
     for _ in range(50):
         rows = [np.arange(1, generator.integers(5, 33), dtype=np.int64) for _ in range(128)]
-        batch = collate(rows, 0, placed=True)
+        batch = collate(rows, 0, with_token_index=True)
         assert batch.token_index is not None
-        places = batch.token_index.numpy()
+        index = batch.token_index.numpy()
         tokens = batch.mask.numpy().ravel().nonzero()[0]
-        assert (np.diff(places) > 0).all()
-        assert set(tokens) <= set(places)
-        assert len(places) <= len(tokens) * 17 / 16
-        shapes.add(len(places))
+        assert (np.diff(index) > 0).all()
+        assert set(tokens) <= set(index)
+        assert len(index) <= len(tokens) * 17 / 16
+        shapes.add(len(index))
     assert len(shapes) <= 5
 
 
-def test_places_end_where_a_batch_has_no_more_padding() -> None:
-    full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, placed=True)
+def test_the_token_index_of_a_full_batch_has_no_padding() -> None:
+    full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, with_token_index=True)
     assert full.token_index is not None
     assert full.token_index.tolist() == list(range(51))

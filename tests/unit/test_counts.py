@@ -1,4 +1,4 @@
-"""What is counted and exact: forwards, tokens, bytes, questions to teachers, numbers read (benchmarks/targets.py)."""
+"""Exact counts: forward passes, tokens, bytes, requests to teachers, values read from tensors (benchmarks/targets.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.jobs import make_spec
 QUIET = ("evaluation.dev=none", "evaluation.num_heldout=0", "evaluation.final_suites=[]")
 
 
-def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
+def test_each_teacher_embeds_each_row_once_for_all_epochs_and_trials(
     recipe_with: Callable[..., Recipe], sentences: list[str]
 ) -> None:
     recipe = recipe_with(*QUIET, "training.epochs=2", "training.batch_size=64")
@@ -44,28 +44,28 @@ def test_each_teacher_reads_each_row_once_for_all_epochs_and_trials(
     with passes_of() as training:
         fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
     steps = 2 * (len(sentences) // 64)
-    assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # the student's two views, and nobody else
+    assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # only the student's two views
     with passes_of() as other_trial:
         make_spec(recipe_with(*QUIET, "seed=7", "training.lr=2e-3"))
     assert other_trial.rows == 0
 
 
-def test_a_teacher_is_asked_once_a_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+def test_a_teacher_is_queried_once_per_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
     recipe = recipe_with(*QUIET, "teachers.prefetch_steps=4", "training.batch_size=64", "training.epochs=3")
     spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    sources = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
-    fit(spec, sources, Reporter())
+    clients = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
+    fit(spec, clients, Reporter())
     steps = 3 * (len(sentences) // 64)
-    for source in sources:
-        assert len(source.requests) == math.ceil(steps / 4)
-        assert sum(source.requests) == steps
+    for client in clients:
+        assert len(client.requests) == math.ceil(steps / 4)
+        assert sum(client.requests) == steps
 
 
-def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
+def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
     recipe_with: Callable[..., Recipe], tiny: Callable[..., Path]
 ) -> None:
-    """Whatever its width; with dropout, clipping, [CLS] and rows of unlike lengths."""
+    """For any width; with dropout, gradient clipping, [CLS] pooling and rows of different lengths."""
     model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
     spec, tables = make_spec(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
@@ -75,18 +75,18 @@ def test_a_step_of_twelve_layers_hands_over_at_most_8000_operations(
     assert 7000 < dispatched(step) <= 8000
 
 
-def test_a_step_reads_no_number(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe]) -> None:
     spec, tables = make_spec(recipe_with(*QUIET))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step()
-    with NumbersRead() as read:
+    with NumbersRead() as values:
         for _ in range(3):
             step()
-    assert read.names == []
+    assert values.names == []
 
 
-def test_the_cache_takes_two_bytes_a_number(tmp_path: Path) -> None:
+def test_a_cached_table_takes_two_bytes_per_value(tmp_path: Path) -> None:
     rows, width = 2000, 384
     identity = TableIdentity("model", "text", rows, None, None, "", "fp32", TeachersSection().shard_rows)
     table = EmbeddingTable.locate(tmp_path, identity)
@@ -95,71 +95,75 @@ def test_the_cache_takes_two_bytes_a_number(tmp_path: Path) -> None:
     assert 1 <= size / (2 * rows * width) <= 1.01
 
 
-def test_losses_hold_no_tensor_of_every_pair_and_every_number() -> None:
+def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:
     n, width = 96, 40
-    with LargestTensor() as seen:
+    with LargestTensor() as counted:
         terms_of(n, width)()
-    assert n**2 <= seen.numbers <= 2 * n**2
+    assert n**2 <= counted.numbers <= 2 * n**2
 
 
-def test_a_corpus_is_tokenised_once(
+def test_a_corpus_is_tokenized_once(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
     corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
     tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
-    counting, calls = counted_calls(distcse.data.token_table._ids)
-    monkeypatch.setattr(distcse.data.token_table, "_ids", counting)
+    counting_ids, calls = counted_calls(distcse.data.token_table._ids)
+    monkeypatch.setattr(distcse.data.token_table, "_ids", counting_ids)
     assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
     assert len(calls) == 1  # chunks of 8,192 rows
     assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
     assert len(calls) == 1
 
 
-def test_a_dev_score_reads_the_sentences_of_stsb_dev_once(data: Path, tiny: Callable[..., Path]) -> None:
+def test_a_dev_score_encodes_each_sentence_of_stsb_dev_once(data: Path, tiny: Callable[..., Path]) -> None:
     encoder, pairs = Encoder.load(tiny("bert", layers=1), pooling="mean", max_length=8), labelled_dev(data)
-    with passes_of(encoder) as seen:
+    with passes_of(encoder) as counted:
         sts_score(VectorModel(encoder.encode), pairs)
-    different = {tuple(row) for row in encoder.token_ids([*pairs.first, *pairs.second])}
-    assert seen.rows == len(different) <= 3000
+    distinct = {tuple(row) for row in encoder.token_ids([*pairs.first, *pairs.second])}
+    assert counted.rows == len(distinct) <= 3000
 
 
-def test_a_frozen_pass_processes_next_to_no_padding(data: Path, minilm: str) -> None:
+def test_an_embedding_pass_processes_little_padding(data: Path, minilm: str) -> None:
     from transformers import AutoTokenizer
 
     from distcse.models import resolve_model
 
     tokenizer, budget = AutoTokenizer.from_pretrained(resolve_model(minilm)), TeachersSection().tokens_per_batch
-    read = tokenizer(wiki_sentences(data, 2000), truncation=True, max_length=32)["input_ids"]
-    batches = by_length(read, budget)
-    assert sorted(place for batch in batches for place in batch) == list(range(2000))
-    processed = sum(len(batch) * max(len(read[place]) for place in batch) for batch in batches)
-    assert sum(map(len, read)) / processed >= 0.965
+    token_ids = tokenizer(wiki_sentences(data, 2000), truncation=True, max_length=32)["input_ids"]
+    batches = by_length(token_ids, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(2000))
+    processed = sum(len(batch) * max(len(token_ids[index]) for index in batch) for batch in batches)
+    assert sum(map(len, token_ids)) / processed >= 0.965
 
 
-def test_a_scorer_and_a_pair_step_process_little_padding(tiny: Callable[..., Path], sentences: list[str]) -> None:
-    longer = [" ".join(sentences[at : at + 1 + at % 3]) for at in range(0, 200)]
+def test_a_cross_encoder_and_a_pair_step_process_little_padding(
+    tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    longer = [" ".join(sentences[start : start + 1 + start % 3]) for start in range(0, 200)]
     pairs = Pairs(longer[:100], longer[100:])
     bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
     for tokens in (BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)):
         parts = tokens.batch(np.arange(64), 0, torch.device("cpu")).parts
-        gone_through = [len(part.places) for part in parts if part.places is not None]
-        assert len(gone_through) == len(parts)
-        assert sum(int(part.mask.sum()) for part in parts) / sum(gone_through) >= 0.94  # with what rounds the number up
-    with passes_of(cross) as seen:
+        processed = [len(part.token_index) for part in parts if part.token_index is not None]
+        assert len(processed) == len(parts)
+        assert (
+            sum(int(part.mask.sum()) for part in parts) / sum(processed) >= 0.94
+        )  # including the rounding up to a multiple of a power of two
+    with passes_of(cross) as counted:
         cross.score(list(pairs.both()), batch_tokens=512)
-    assert seen.rows == 100 and seen.filled > 0.9
+    assert counted.rows == 100 and counted.filled > 0.9
 
 
-def test_each_sentence_is_ranked_once_however_many_pairs_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sentence_is_ranked_once_for_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)
     space, ranked = RankSpace(vectors), []
-    whole = RankSpace.ranks
+    compute_ranks = RankSpace.ranks
 
     def ranks(self: RankSpace, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         ranked.append(len(rows))
-        return whole(self, rows, out)
+        return compute_ranks(self, rows, out)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
     monkeypatch.setattr("distcse.rank_space.pairs._BYTES", 8 * len(vectors) * 2)

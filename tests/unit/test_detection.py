@@ -14,12 +14,14 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from distcse.data.collate import Tokens, collate
 from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
+from distcse.detection.detector import _likeliest, _sample
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.model import build_encoder
 from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.recipe import DetectionSection
+from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from tests.jobs import make_recipe, make_spec, train
 from tests.models import make_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
@@ -145,6 +147,35 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     assert "forward" not in generator.base_model.__dict__
 
 
+def test_sampled_tokens_have_the_generators_probabilities() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    logits = probabilities.log().repeat(40_000, 1)
+    torch.manual_seed(0)
+    shares = _sample(logits).bincount(minlength=5) / len(logits)
+    assert (shares - probabilities).abs().max() < 0.01  # 4 standard deviations
+    assert shares[1] == 0  # impossible tokens are never drawn
+    assert torch.equal(_likeliest(logits), torch.zeros(len(logits), dtype=torch.long))
+    certain = torch.full((100, 30_000), -100.0)
+    certain[:, -1] = 100.0
+    assert (_sample(certain) == 29_999).all()
+
+
+def test_sampling_is_a_function_of_seed_step_and_stream(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
+    section = DetectionSection(generator=str(generator), sampling="sample")
+    encoder = Encoder.load(tiny("bert"), pooling="cls")
+    detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls")).train()
+    ids = encoder.tokenizer(["A man is playing a guitar."] * 4, return_tensors="pt")
+    tokens = Tokens(ids["input_ids"], ids["attention_mask"])
+
+    def edited(step: int, stream: int) -> Tensor:
+        with dropout_rng(dropout_seed(42, step, stream), tokens.ids.device):
+            return detector._edited(tokens).ids
+
+    assert torch.equal(edited(3, 0), edited(3, 0))
+    assert not torch.equal(edited(3, 0), edited(4, 0)) and not torch.equal(edited(3, 0), edited(3, 1))
+
+
 @pytest.mark.parametrize("reduction", ["all", "nonpad"])
 @pytest.mark.parametrize("operation", ["replacement", "insertion"])
 def test_without_padding_it_finds_the_same(
@@ -154,7 +185,7 @@ def test_without_padding_it_finds_the_same(
     section = DetectionSection(generator=str(generator), operation=operation, reduction=reduction)
     encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
     detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls", max_length=24)).eval()
-    tokens = collate([np.asarray(row) for row in encoder.token_ids(sentences[:16])], pad_id=0, placed=True)
+    tokens = collate([np.asarray(row) for row in encoder.token_ids(sentences[:16])], pad_id=0, with_token_index=True)
     assert tokens.token_index is not None and len(tokens.token_index) < tokens.ids.numel()
     told = []
     for given in (tokens, Tokens(tokens.ids, tokens.mask)):
@@ -225,13 +256,20 @@ def _in_worker(spec: Any, tables: Any) -> Any:
     return train(spec, tables)
 
 
-def test_two_workers_learn_what_one_does(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+@pytest.mark.parametrize("sampling", ["argmax", "sample"])
+def test_two_workers_learn_what_one_does(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], sampling: str
+) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
     weights = []
     for workers in (1, 2):
         folder = tmp_path / str(workers)
         folder.mkdir()
-        overrides = ("training.dropout_rng_streams=2", "training.max_steps=6")
+        overrides = (
+            f"objective.detection.sampling={sampling}",
+            "training.dropout_rng_streams=2",
+            "training.max_steps=6",
+        )
         spec, tables = make_spec(diffcse(folder, tiny, sentences, *overrides, generator=generator))
         if workers == 1:
             train(spec, tables)

@@ -1,4 +1,4 @@
-"""Bits that turned, files that were cut, disks that are full or read-only: named, made again, never taken for good."""
+"""Flipped bits, truncated files, full and read-only disks: damage is named, repaired if possible, and never used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ import torch
 
 from distcse import train
 from distcse.data import Corpus, TokenTable
-from distcse.errors import DistcseError, EncoderError, RunError, TeacherError
+from distcse.errors import (
+    CheckpointError,
+    CorpusCacheError,
+    DistcseError,
+    EmbeddingTableError,
+    EncoderError,
+    ModelFormatError,
+    RunDirectoryError,
+    RunRecordError,
+    StorageWriteError,
+)
 from distcse.events import Event, LogMessage, Reporter
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.run import run
@@ -31,6 +41,7 @@ from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.disks import KINDS, Disk, disk
+from tests.failures import fails_with
 from tests.jobs import make_spec
 from tests.weights import assert_equal_weights, weights_of
 
@@ -38,17 +49,17 @@ MakeRecipe = Callable[..., Recipe]
 LINES = [f"Sentence number {number} of the corpus." for number in range(400)]
 
 
-def flip(file: Path, place: float = 0.7) -> None:
-    """Turn one bit, as far into the file as the share says."""
+def flip(file: Path, position: float = 0.7) -> None:
+    """Flip one bit at a relative position of the file."""
     content = bytearray(file.read_bytes())
-    content[int(place * len(content))] ^= 1
+    content[int(position * len(content))] ^= 1
     file.write_bytes(bytes(content))
 
 
-def cut(file: Path, place: float = 0.7) -> None:
-    """Keep that share of a file."""
+def cut(file: Path, position: float = 0.7) -> None:
+    """Truncate a file to this share of its size."""
     content = file.read_bytes()
-    file.write_bytes(content[: int(place * len(content))])
+    file.write_bytes(content[: int(position * len(content))])
 
 
 def empty(file: Path) -> None:
@@ -56,7 +67,7 @@ def empty(file: Path) -> None:
 
 
 def zeros(file: Path) -> None:
-    """What a power cut leaves of a file that was renamed before it was flushed."""
+    """Write zeros: the result of a power failure after renaming a file that was not flushed."""
     file.write_bytes(bytes(file.stat().st_size))
 
 
@@ -70,10 +81,10 @@ def damage(request: pytest.FixtureRequest) -> Damage:
     return chosen
 
 
-# -- what can be made again is made again ---------------------------------------------------------------------------------
+# -- damaged caches are rebuilt -------------------------------------------------------------------------------------------
 
 
-def corpus_of(folder: Path) -> Corpus:
+def make_corpus(folder: Path) -> Corpus:
     file = folder / "corpus.jsonl"
     rows = ({"text": text, "of": str(number % 3)} for number, text in enumerate(LINES))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,20 +92,22 @@ def corpus_of(folder: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("name", ["values.bin", "offsets.npy", "domains.npy", "corpus.json"])
-def test_a_damaged_corpus_is_read_again(tmp_path: Path, damage: Damage, name: str) -> None:
-    before = corpus_of(tmp_path)
-    assert corpus_of(tmp_path).reused
+def test_a_damaged_corpus_is_prepared_again(tmp_path: Path, damage: Damage, name: str) -> None:
+    before = make_corpus(tmp_path)
+    assert make_corpus(tmp_path).reused
     damage(before.directory / name)
-    after = corpus_of(tmp_path)
+    after = make_corpus(tmp_path)
     assert not after.reused and after.directory == before.directory
     assert after.texts(range(len(LINES))) == LINES and after.fingerprint == before.fingerprint
-    assert corpus_of(tmp_path).reused
+    assert make_corpus(tmp_path).reused
     assert [path.name for path in (tmp_path / "cache" / "corpora").iterdir()] == [after.directory.name]
 
 
 @pytest.mark.parametrize("name", ["values.bin", "offsets.npy", "tokens.json"])
-def test_damaged_tokens_are_made_again(tmp_path: Path, tiny: Callable[..., Path], damage: Damage, name: str) -> None:
-    corpus = corpus_of(tmp_path)
+def test_a_damaged_token_table_is_prepared_again(
+    tmp_path: Path, tiny: Callable[..., Path], damage: Damage, name: str
+) -> None:
+    corpus = make_corpus(tmp_path)
     tokenizer = Encoder.load(tiny("bert"), pooling="mean").tokenizer
     before = TokenTable.prepare(corpus, tokenizer, 16, tmp_path / "cache")
     rows = [row.tolist() for row in before.rows(range(len(LINES)))]
@@ -103,7 +116,7 @@ def test_damaged_tokens_are_made_again(tmp_path: Path, tiny: Callable[..., Path]
     assert not after.reused and [row.tolist() for row in after.rows(range(len(LINES)))] == rows
 
 
-def table_of(folder: Path) -> EmbeddingTable:
+def locate_table(folder: Path) -> EmbeddingTable:
     identity = TableIdentity("m", "c", 250, None, None, "", "fp32", 100)
     return EmbeddingTable.locate(folder, identity)
 
@@ -113,92 +126,92 @@ def vectors(rows: range) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["shard-00001.npy", "shard-00001.json"])
-def test_a_damaged_shard_is_named_and_embedded_again(tmp_path: Path, damage: Damage, name: str) -> None:
-    table = table_of(tmp_path)
+def test_a_damaged_shard_is_embedded_again(tmp_path: Path, damage: Damage, name: str) -> None:
+    table = locate_table(tmp_path)
     for shard in range(3):
         table.write_shard(shard, vectors(table.shard_range(shard)))
-    expected = table_of(tmp_path).vectors(np.arange(250))
+    expected = locate_table(tmp_path).vectors(np.arange(250))
     damage(table.directory / name)
-    again = table_of(tmp_path)
-    assert again.missing_shards() == [1]
-    again.write_shard(1, vectors(again.shard_range(1)))
-    assert again.missing_shards() == []
-    np.testing.assert_array_equal(table_of(tmp_path).vectors(np.arange(250)), expected)
+    reopened = locate_table(tmp_path)
+    assert reopened.missing_shards() == [1]
+    reopened.write_shard(1, vectors(reopened.shard_range(1)))
+    assert reopened.missing_shards() == []
+    np.testing.assert_array_equal(locate_table(tmp_path).vectors(np.arange(250)), expected)
 
 
-def test_a_choice_of_layers_that_was_damaged_is_made_again(recipe_with: MakeRecipe, damage: Damage) -> None:
+def test_a_damaged_layer_selection_is_computed_again(recipe_with: MakeRecipe, damage: Damage) -> None:
     recipe = recipe_with("student.layers=auto", "student.num_layers=1")
     corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
     chosen = with_chosen_layers(recipe, corpus, Reporter())
-    (kept,) = (Path(recipe.storage.cache) / "layers").iterdir()
-    damage(kept)
+    (file,) = (Path(recipe.storage.cache) / "layers").iterdir()
+    damage(file)
     assert with_chosen_layers(recipe, corpus, Reporter()) == chosen
-    assert load_checked_json(kept)["layers"] == chosen.student.layers
+    assert load_checked_json(file)["layers"] == chosen.student.layers
 
 
-# -- what cannot is refused, and the one before is taken ------------------------------------------------------------------
+# -- other damaged files are refused, and the previous checkpoint is used --------------------------------------------------
 
 
-def state_of(value: float) -> ModelState:
+def make_state(value: float) -> ModelState:
     return ModelState({"w": torch.full((500,), value)}, {"w": {"exp_avg": torch.ones(500)}}, int(value))
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "position.json"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: Damage, name: str) -> None:
+def test_the_previous_checkpoint_is_used_if_the_latest_is_damaged(tmp_path: Path, damage: Damage, name: str) -> None:
     checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        checkpoints.save(state_of(step), TrainerState(step, [(s, float(s)) for s in range(1, step + 1)]))
+        checkpoints.save(make_state(step), TrainerState(step, [(s, float(s)) for s in range(1, step + 1)]))
     latest = checkpoints.latest()
     assert latest is not None and latest == checkpoints.best()
     damage(latest / name)
-    with pytest.raises(RunError, match=rf"checkpoint {latest} cannot be read"):
+    with fails_with(CheckpointError, str(latest)):
         load_model_state(latest)
         load_trainer_state(latest)
     events: list[Event] = []
     restored = CheckpointStore(tmp_path).restore(events.append)
     assert restored is not None and restored[0].step == 2 and restored[1].weights["w"][0] == 2.0
-    (told,) = events
-    assert isinstance(told, LogMessage) and told.warning and f"{latest} cannot be read" in told.text
-    assert told.text.endswith("going on from step-000002")
+    (warning,) = events
+    assert isinstance(warning, LogMessage) and warning.warning
+    assert str(latest) in warning.text and "step-000002" in warning.text
     damage(tmp_path / "checkpoints" / "step-000002" / name)
-    with pytest.raises(RunError, match=r"no other is whole\. Remove .* to start from the beginning"):
+    with fails_with(CheckpointError, str(tmp_path / "checkpoints")):
         CheckpointStore(tmp_path).restore()
 
 
 @pytest.mark.parametrize("pointer", ["latest", "best"])
-def test_a_damaged_pointer_costs_nothing(tmp_path: Path, damage: Damage, pointer: str) -> None:
+def test_a_damaged_pointer_is_replaced_by_the_latest_step(tmp_path: Path, damage: Damage, pointer: str) -> None:
     checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2):
-        checkpoints.save(state_of(step), TrainerState(step, [(step, 1.0)]))
+        checkpoints.save(make_state(step), TrainerState(step, [(step, 1.0)]))
     damage(tmp_path / "checkpoints" / pointer)
     restored = CheckpointStore(tmp_path).restore()
     assert restored is not None and restored[0].step in (1, 2)
-    assert restored[0].step == 2 or damage is flip  # one bit makes 2 of 3 and of 1: a name may still be one
+    assert restored[0].step == 2 or damage is flip  # a flipped bit may name another existing step
 
 
-def test_a_run_whose_checkpoint_was_damaged_ends_at_the_same_weights(recipe_with: MakeRecipe) -> None:
-    from tests.jobs import train as learn
+def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_weights(recipe_with: MakeRecipe) -> None:
+    from tests.jobs import train as train_job
 
     recipe = recipe_with("training.max_steps=18", "evaluation.eval_steps=3")
-    undisturbed, tables = make_spec(recipe)
-    learn(undisturbed, tables)
+    reference, tables = make_spec(recipe)
+    train_job(reference, tables)
     spec, tables = make_spec(recipe)
-    assert learn(spec, tables, stop_after=8).interrupted
+    assert train_job(spec, tables, stop_after=8).interrupted
     latest = CheckpointStore(spec.run).latest()
     assert latest is not None and load_trainer_state(latest).step > 3
     flip(latest / "state.safetensors")
     events: list[Event] = []
-    learn(spec, tables, events)
-    assert any(isinstance(event, LogMessage) and "going on from" in event.text for event in events)
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
+    train_job(spec, tables, events)
+    assert any(isinstance(event, LogMessage) and event.warning and str(latest) in event.text for event in events)
+    assert_equal_weights(weights_of(reference.run), weights_of(spec.run))
 
 
-def test_a_model_that_was_damaged_after_its_export_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_damaged_after_its_export_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
     Encoder.load(tiny("bert"), pooling="mean").save(tmp_path / "good")
     for damage in (flip, cut, empty, zeros):
         folder = shutil.copytree(tmp_path / "good", tmp_path / damage.__name__)
         damage(folder / "model.safetensors")
-        with pytest.raises(EncoderError, match=r"model\.safetensors is not what was written: its checksum differs"):
+        with fails_with(ModelFormatError, str(folder / "model.safetensors"), "distcse/checksums.json"):
             Encoder.load(folder)
     for name in (
         "config.json",
@@ -217,80 +230,83 @@ def test_a_model_that_was_damaged_after_its_export_is_refused(tiny: Callable[...
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A small file of a run: how it is written, and read."""
+class Record:
+    """A small file of a run, with the functions that write and read it."""
 
     name: str
     write: Callable[[Path], Any]
     read: Callable[[Path], Any]
+    error: type[DistcseError] = RunRecordError
 
 
-def write_ledger(folder: Path) -> None:
-    ledger = PhaseStore(folder)
-    ledger.begin("pairs")
-    ledger.post("bert", Phase(0), np.zeros(4, dtype=np.float32), None)
+def write_phase_store(folder: Path) -> None:
+    store = PhaseStore(folder)
+    store.record_pairs("pairs")
+    store.post("bert", Phase(0), np.zeros(4, dtype=np.float32), None)
 
 
-KEPT = (
-    Kept("ledger.json", write_ledger, lambda folder: PhaseStore(folder).dropped),
-    Kept("labels/start-bert.npy", write_ledger, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
-    Kept("trial.json", Trial("t", {"lr": 1.0}, reported=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
-    Kept(
+RECORDS = (
+    Record("ledger.json", write_phase_store, lambda folder: PhaseStore(folder).dropped),
+    Record("labels/start-bert.npy", write_phase_store, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
+    Record("trial.json", Trial("t", {"lr": 1.0}, reported=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
+    Record(
         "run.json",
         lambda folder: RunDirectory(folder).record(1, {"corpus": "c"}),
         lambda folder: RunDirectory(folder).record(1, {"corpus": "c"}),
     ),
-    Kept(
+    Record(
         "pairs.parquet",
         lambda folder: Pairs(["a"] * 99, ["b"] * 99).write(folder / "pairs.parquet"),
         lambda folder: Pairs.read(folder / "pairs.parquet"),
+        CorpusCacheError,
     ),
-    Kept(
+    Record(
         "projection.safetensors",
         lambda folder: write_projection(np.ones((4, 2), dtype=np.float32), "key", folder / "projection.safetensors"),
         lambda folder: read_projection(folder / "projection.safetensors"),
+        EmbeddingTableError,
     ),
 )
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 @pytest.mark.parametrize("damage", [cut, empty, zeros, flip], ids=lambda damage: damage.__name__)
-def test_records_of_a_run_are_whole_or_refused_by_name(tmp_path: Path, kept: Kept, damage: Damage) -> None:
-    kept.write(tmp_path)
-    kept.read(tmp_path)
-    if (kept.name, damage) == ("pairs.parquet", flip):
-        pytest.skip("a bit of text in Parquet is still text: the ledger's fingerprint of the pairs refuses it")
-    damage(tmp_path / kept.name)
-    with pytest.raises(DistcseError, match=kept.name.replace(".", r"\.")):
-        kept.read(tmp_path)
+def test_damaged_records_of_a_run_are_refused_by_name(tmp_path: Path, record: Record, damage: Damage) -> None:
+    record.write(tmp_path)
+    record.read(tmp_path)
+    if (record.name, damage) == ("pairs.parquet", flip):
+        pytest.skip("a flipped bit of text in Parquet is valid text; the fingerprint in ledger.json detects it")
+    damage(tmp_path / record.name)
+    with fails_with(record.error, record.name):
+        record.read(tmp_path)
 
 
-def test_no_flipped_bit_of_a_record_goes_unseen(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_record_is_detected(tmp_path: Path) -> None:
     file, content = tmp_path / "record.json", {"step": 12, "scores": [[1, 0.5], [2, 0.25]], "finished": False}
     file.write_text(dump_checked_json(content))
-    whole = file.read_bytes()
-    for place in range(len(whole)):
+    original = file.read_bytes()
+    for position in range(len(original)):
         for bit in range(8):
-            turned = bytearray(whole)
-            turned[place] ^= 1 << bit
-            file.write_bytes(bytes(turned))
+            flipped = bytearray(original)
+            flipped[position] ^= 1 << bit
+            file.write_bytes(bytes(flipped))
             try:
                 assert load_checked_json(file) == content
             except ValueError:
                 continue
 
 
-# -- storage that refuses -------------------------------------------------------------------------------------------------
+# -- storage that refuses writing -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=KINDS)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
-    with disk(tmp_path / "disk", request.param) as made:
-        yield made
+    with disk(tmp_path / "disk", request.param) as opened:
+        yield opened
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder, hidden files too."""
+    """Read all files of a folder, including hidden ones."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b""
         for path in sorted(folder.rglob("*"))
@@ -304,7 +320,7 @@ def save_checkpoint(folder: Path, step: int) -> None:
 
 
 def write_shards(folder: Path, step: int) -> None:
-    table = table_of(folder)
+    table = locate_table(folder)
     table.write_shard(step, vectors(table.shard_range(step)).repeat(16, axis=1))
 
 
@@ -316,8 +332,8 @@ def write_corpus(folder: Path, step: int) -> None:
 
 
 def write_labels(folder: Path, step: int) -> None:
-    ledger = PhaseStore(folder)
-    ledger.post(f"group-{step}", Phase(0), np.zeros(5000, dtype=np.float32), None)
+    store = PhaseStore(folder)
+    store.post(f"group-{step}", Phase(0), np.zeros(5000, dtype=np.float32), None)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +349,7 @@ def write_labels(folder: Path, step: int) -> None:
     ],
     ids=["checkpoint", "table", "corpus", "labels", "report", "pairs", "projection"],
 )
-def test_storage_that_refuses_is_one_error_and_leaves_what_was_there(
+def test_a_refused_write_is_one_error_and_changes_nothing(
     storage: Disk, tmp_path: Path, write: Callable[[Path, int], None]
 ) -> None:
     (tmp_path / "source-1.txt").write_text("\n".join(f"1 {line}" for line in LINES))
@@ -341,7 +357,7 @@ def test_storage_that_refuses_is_one_error_and_leaves_what_was_there(
     before = content_of(storage.path)
     with (
         storage.refusing(),
-        pytest.raises(DistcseError, match="cannot be written: "),
+        fails_with(CorpusCacheError if write is write_corpus else StorageWriteError, str(storage.path)),
     ):
         write(storage.path, 1)
     assert content_of(storage.path) == before
@@ -349,19 +365,19 @@ def test_storage_that_refuses_is_one_error_and_leaves_what_was_there(
     assert content_of(storage.path) != before
 
 
-def test_an_export_that_storage_refuses_leaves_the_model_before(storage: Disk, tiny: Callable[..., Path]) -> None:
+def test_a_refused_export_keeps_the_previous_model(storage: Disk, tiny: Callable[..., Path]) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="mean")
     encoder.save(storage.path / "model")
     before = content_of(storage.path)
     with torch.no_grad():
         next(encoder.parameters()).mul_(2)
-    with storage.refusing(), pytest.raises(DistcseError, match=r"model cannot be written: "):
+    with storage.refusing(), fails_with(StorageWriteError, str(storage.path / "model")):
         encoder.save(storage.path / "model")
     assert content_of(storage.path) == before
     assert Encoder.load(storage.path / "model").encode(["One."]).shape == (1, 32)
 
 
-def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_is_room(
+def test_a_run_whose_storage_refuses_ends_with_one_line_and_can_be_continued(
     storage: Disk, recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [
@@ -370,28 +386,30 @@ def test_a_run_on_storage_that_refuses_ends_in_one_line_and_goes_on_when_there_i
         "evaluation.final_suites=[]",
         f"storage.runs={storage.path}",
     ]
-    run(recipe_with(*overrides, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # the cache is filled
+    run(recipe_with(*overrides, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # fills the cache
     with storage.refusing():
         assert train.main([str(tmp_path / "recipe.yaml"), *overrides]) in (1, 2)
-    told = capsys.readouterr().err
-    assert told.count("distcse: ") == 1 and told.splitlines()[-1].startswith("distcse: ") and "Traceback" not in told
-    begun = [folder for folder in storage.path.iterdir() if (folder / "recipe.yaml").is_file()]
-    again = ["--resume", str(begun[0])] if begun else [str(tmp_path / "recipe.yaml"), *overrides]
-    assert train.main(again) == 0
+    shown = capsys.readouterr().err
+    assert shown.count("distcse: ") == 1 and shown.splitlines()[-1].startswith("distcse: ")
+    assert "Traceback" not in shown
+    started = [folder for folder in storage.path.iterdir() if (folder / "recipe.yaml").is_file()]
+    arguments = ["--resume", str(started[0])] if started else [str(tmp_path / "recipe.yaml"), *overrides]
+    assert train.main(arguments) == 0
 
 
-def test_a_teacher_that_cannot_store_is_told_once(storage: Disk, recipe_with: MakeRecipe) -> None:
+def test_a_teacher_that_cannot_store_its_table_is_one_error(storage: Disk, recipe_with: MakeRecipe) -> None:
     recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final_suites=[]", "training.max_steps=1")
     Corpus.prepare(recipe.corpus, storage.path)
-    with storage.refusing(), pytest.raises(DistcseError, match=r"cannot be written|cannot write in"):
+    error = RunDirectoryError if storage.kind == "read-only" else CorpusCacheError
+    with storage.refusing(), fails_with(error, str(storage.path), "storage.cache"):
         run(recipe, Reporter())
     assert not [path for path in storage.path.rglob("*") if path.name.startswith(".")]
-    assert run(recipe, Reporter()).outcome.state.finished
+    assert run(recipe, Reporter()).train_result.state.finished
 
 
-def test_a_damaged_table_is_told_by_whoever_opens_it(tmp_path: Path) -> None:
-    table = table_of(tmp_path)
+def test_reading_a_damaged_table_names_the_file(tmp_path: Path) -> None:
+    table = locate_table(tmp_path)
     table.write_shard(0, vectors(table.shard_range(0)))
     cut(table.directory / "shard-00000.npy", 0.2)
-    with pytest.raises(TeacherError, match=r"shard-00000\.npy cannot be read .*; start the run again"):
-        table_of(tmp_path).vectors([1])
+    with fails_with(EmbeddingTableError, "shard-00000.npy"):
+        locate_table(tmp_path).vectors([1])

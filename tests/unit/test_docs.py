@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import distcse
 from tests.conftest import ROOT
 
 LINK = re.compile(r"(?<!\\)!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
@@ -103,15 +104,15 @@ def navigation() -> list[str]:
 def test_every_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
     there = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
-    there |= {f"notebooks/{notebook.stem}.md" for notebook in (docs / "notebooks").glob("*.ipynb")}
+    there |= {f"tutorials/{notebook.stem}.md" for notebook in (docs / "tutorials").glob("*.ipynb")}
     named = navigation()
     assert sorted(named) == sorted(there)
 
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("mkdocs-material is not installed")
+    if any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
+        pytest.skip("the extra docs is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
@@ -121,15 +122,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for page in ("index.html", "methods/rankcse.html", "notebooks/a-run.html", "recipe-reference.html"):
+    for page in ("index.html", "methods/rankcse.html", "tutorials/a-run.html", "reference/recipe.html"):
         assert (tmp_path / "site" / page).is_file()
-    assert "repository:" not in (tmp_path / "site" / "architecture.html").read_text()
+    assert "repository:" not in (tmp_path / "site" / "explanation" / "architecture.html").read_text()
+
+
+def test_the_python_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    named = {name.removeprefix("distcse.") for name in re.findall(r"^::: (\S+)$", page, re.M)}
+    assert named == {*distcse.__all__} - {"__version__"} and "`distcse.__version__`" in page
 
 
 def test_troubleshooting_quotes_messages_that_there_are() -> None:
     sources = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "distcse").rglob("*.py")))
     joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # a message over several lines of code
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = [
         message for message in re.findall(r"\*\*`([^`]+)`\*\*", page) if message != "CUDA out of memory"
     ]  # torch's own

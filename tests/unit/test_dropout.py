@@ -1,4 +1,4 @@
-"""Dropout with noise drawn four numbers at a time: the same law as PyTorch's, from the same seeds."""
+"""Fast dropout: the same distribution as PyTorch's, and reproducible by seed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from distcse.models import Encoder
 from distcse.models.fast.dropout import Dropout, dropout, fast_dropout
 
 MakeModel = Callable[..., Path]
-KINDS = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_share_is_zero_and_the_mean_stays(share: float, kind: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_a_fraction_p_is_zero_and_the_mean_is_kept(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    values = torch.ones(1001, 999, dtype=kind)
-    found = dropout(values, share, True)
-    assert found.dtype == kind and found.shape == values.shape
+    values = torch.ones(1001, 999, dtype=dtype)
+    found = dropout(values, p, True)
+    assert found.dtype == dtype and found.shape == values.shape
     (scale,) = found[found != 0].unique().tolist()
-    assert abs(1 - share - (found != 0).float().mean().item()) < 2e-3  # four standard deviations
-    assert scale == pytest.approx(1 / (1 - share), rel=1e-4 if kind == torch.float32 else 4e-3)
+    assert abs(1 - p - (found != 0).float().mean().item()) < 2e-3  # four standard deviations
+    assert scale == pytest.approx(1 / (1 - p), rel=1e-4 if dtype == torch.float32 else 4e-3)
 
 
-def test_zeros_lie_anywhere() -> None:
-    """Neighbours, rows and columns are no more alike than chance makes them: numbers that share a draw are independent."""
+def test_dropped_values_are_independent() -> None:
+    """Also those of neighbors, rows and columns, and those whose random numbers share a draw."""
     torch.manual_seed(0)
-    lost = (dropout(torch.ones(1000, 1000), 0.5, True) == 0).float() - 0.5
-    for apart in (1, 2, 3, 4, 5, 1000):
-        flat = lost.flatten()
-        assert abs((flat[apart:] * flat[:-apart]).mean().item()) < 1.2e-3, apart  # 1/4 · 1/√n, five times
+    dropped = (dropout(torch.ones(1000, 1000), 0.5, True) == 0).float() - 0.5
+    for lag in (1, 2, 3, 4, 5, 1000):
+        flat = dropped.flatten()
+        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 1.2e-3, lag  # five standard deviations, 5 · 1/4 · 1/√n
 
 
-def test_a_seed_gives_its_noise_again_and_the_gradient_goes_where_values_went() -> None:
+def test_dropout_is_reproducible_by_seed_and_masks_the_gradient() -> None:
     values = torch.randn(7, 5, requires_grad=True)
     torch.manual_seed(3)
     first = dropout(values, 0.3, True)
@@ -49,13 +49,13 @@ def test_a_seed_gives_its_noise_again_and_the_gradient_goes_where_values_went() 
     torch.testing.assert_close(values.grad * values.detach(), first.detach())
 
 
-def test_nothing_is_lost_where_nothing_is_to_be() -> None:
+def test_without_training_or_with_p_0_nothing_is_dropped() -> None:
     values = torch.randn(4, 3)
     assert torch.equal(dropout(values, 0.5, False), values) and torch.equal(dropout(values, 0.0, True), values)
     assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 3)
 
 
-def test_dropout_layers_of_a_model_are_replaced_and_nothing_else_of_it(tiny: MakeModel) -> None:
+def test_only_the_dropout_layers_of_a_model_are_replaced(tiny: MakeModel) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Sequential(nn.AlphaDropout(0.5)))
     names = list(model.state_dict())
     fast_dropout(model)

@@ -81,7 +81,7 @@ def test_every_class_crosses_processes(kind: type[DistcseError], pickler: Any) -
 
 def rows_of_the_page() -> Iterator[tuple[str, str, str]]:
     """(code, class, meaning) of each row of the page's table."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(encoding="utf-8")
     for line in page.partition("\n## Error codes\n")[2].splitlines():
         if line.startswith("| `"):
             code, name, meaning, fix = (cell.strip() for cell in line.strip("|").split(" | "))
@@ -94,7 +94,7 @@ def test_the_page_lists_every_class_and_nothing_else() -> None:
 
 
 def test_the_page_names_no_code_that_does_not_exist() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(encoding="utf-8")
     assert not {*re.findall(r"DCSE-[A-Z]\d\d", page)} - {kind.code for kind in CLASSES}
 
 

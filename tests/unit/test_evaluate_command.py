@@ -1,4 +1,4 @@
-"""`python -m distcse.evaluate`, as a user types it."""
+"""`python -m distcse.evaluate`, called as on the command line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import pytest
 
 from distcse import measuring
 from distcse.device import DeviceSpeed
-from distcse.errors import EvaluationError
+from distcse.errors import (
+    DistcseError,
+    EncoderSettingError,
+    EvaluationDataError,
+    EvaluationOptionError,
+    EvaluationResultError,
+    ModelNotFoundError,
+)
 from distcse.evaluate import main
 from distcse.models import Encoder
+from tests.failures import fails_with
 
 
-def test_one_command_measures_and_writes(
+def test_one_command_evaluates_and_writes(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "report"
@@ -30,11 +38,11 @@ def test_one_command_measures_and_writes(
     assert {file.name for file in out.iterdir()} == {"report.html", "report.md", "evaluation.json"}
     stored = json.loads((out / "evaluation.json").read_text())
     assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
-    assert [about["pooling"] for about in stored["models"]] == ["mean", "mean"]
+    assert [info["pooling"] for info in stored["models"]] == ["mean", "mean"]
 
 
 @pytest.mark.parametrize("speedup", [0.02, 2.5])
-def test_the_precision_is_what_the_device_is_fast_at_and_is_stored(
+def test_auto_precision_follows_the_devices_speed_and_is_stored(
     labelled: Path,
     tiny: Callable[..., Path],
     tmp_path: Path,
@@ -43,22 +51,22 @@ def test_the_precision_is_what_the_device_is_fast_at_and_is_stored(
     speedup: float,
 ) -> None:
     device = DeviceSpeed("a CPU", "cpu", frozenset({"bf16"}), {"bf16": speedup})
-    for where in ("distcse.measuring", "distcse.evaluation.candidates"):
-        monkeypatch.setattr(f"{where}.speed_of", lambda name: device)
+    for module in ("distcse.measuring", "distcse.evaluation.candidates"):
+        monkeypatch.setattr(f"{module}.speed_of", lambda name: device)
     chosen = "bf16" if speedup > 1 else "fp32"
     assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "evaluation.json").read_text())["settings"]["precision"] == chosen
     assert f"{chosen}: models (a CPU: bf16 products {speedup:g}x as fast as fp32)" in capsys.readouterr().err
     assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--precision", "bf16", "--dry-run"]) == 0
-    assert ("precision: bf16 is no gain on this device" in capsys.readouterr().err) == (chosen == "fp32")
+    assert ("precision: bf16" in capsys.readouterr().err) == (chosen == "fp32")  # the warning names the key
 
 
-def test_several_runs_of_one_name_are_joined(
+def test_runs_with_one_name_are_averaged(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [f"row={Path(shutil.copytree(tiny(), tmp_path / f'seed-{seed}'))}" for seed in (0, 1)]
-    more = ["--data", str(labelled), "--pooling", "mean", "--suite", "sts", "--quiet"]
-    assert main([*runs, f"other={tiny('minilm')}", *more, "--out", str(tmp_path / "out")]) == 0
+    options = ["--data", str(labelled), "--pooling", "mean", "--suite", "sts", "--quiet"]
+    assert main([*runs, f"other={tiny('minilm')}", *options, "--out", str(tmp_path / "out")]) == 0
     means = capsys.readouterr().out.partition("STS, mean ± standard deviation over runs")[2]
     stored = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"][0]["values"]
     assert stored["row, run 1"] == stored["row, run 2"]
@@ -69,47 +77,51 @@ def test_several_runs_of_one_name_are_joined(
         assert "mean ± standard deviation over runs" in (tmp_path / "out" / page).read_text()
 
 
-def test_tables_are_shown_where_they_cannot_be_written(
+def test_tables_are_printed_if_the_report_cannot_be_written(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "report.html").mkdir()  # stands in the way of the file
+    (tmp_path / "report.html").mkdir()  # so that the file cannot be written
     assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert "average of 2 of 7" in shown.out and "report.html" in shown.err
 
 
-def test_what_is_no_choice_is_refused(labelled: Path, tiny: Callable[..., Path]) -> None:
-    for wrong in ({"aggregate": "weighted"}, {"transfer": "Strict"}):
-        with pytest.raises(EvaluationError, match="it is one of"):
-            measuring.measure([str(tiny())], labelled, **wrong)
-    with pytest.raises(EvaluationError, match="no model is named"):
+def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callable[..., Path]) -> None:
+    for option, value, choices in (
+        ("aggregate", "weighted", "all, mean, wmean"),
+        ("transfer", "Strict", "strict, fast"),
+    ):
+        with fails_with(EvaluationOptionError, option, f"{value!r}", choices):
+            measuring.measure([str(tiny())], labelled, **{option: value})
+    with fails_with(EvaluationOptionError, "model"):
         measuring.measure({}, labelled)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error", "named"),
     [
-        (["nowhere", "--add", "sts={labelled}/sts/stsb/test.tsv.gz"], "nowhere"),
-        (["{tiny}", "--data", "{labelled}", "--suite", "stss"], "no suite 'stss'"),
-        (["{tiny}", "--data", "{labelled}/nowhere"], "is no folder"),
-        (["{tiny}"], "nothing to measure: give --data"),
-        (["{tiny}", "--data", "{labelled}"], "does not say how it pools"),
-        (["a={tiny}", "a={tiny}", "--data", "{labelled}"], "two models are called a"),
-        (["{tiny}", "--data", "{labelled}", "--out", "/proc/no"], "cannot write to /proc/no"),
-        (["{tiny}", "--mteb", "{labelled}", "--add", "sts=x.tsv"], "give --data DIR"),
-        (["{tiny}", "--mteb", "{labelled}", "--data", "{tiny}"], "holds no set of MTEB's STS tasks"),
+        (["nowhere", "--add", "sts={labelled}/sts/stsb/test.tsv.gz"], ModelNotFoundError, "nowhere"),
+        (["{tiny}", "--data", "{labelled}", "--suite", "stss"], EvaluationOptionError, "'stss'"),
+        (["{tiny}", "--data", "{labelled}/nowhere"], EvaluationDataError, "{labelled}/nowhere"),
+        (["{tiny}"], EvaluationOptionError, "--data"),
+        (["{tiny}", "--data", "{labelled}"], EncoderSettingError, "pooling"),
+        (["a={tiny}", "a={tiny}", "--data", "{labelled}"], EvaluationOptionError, "name a"),
+        (["{tiny}", "--data", "{labelled}", "--out", "/proc/no"], EvaluationResultError, "/proc/no"),
+        (["{tiny}", "--mteb", "{labelled}", "--add", "sts=x.tsv"], EvaluationOptionError, "--data DIR"),
+        (["{tiny}", "--mteb", "{labelled}", "--data", "{tiny}"], EvaluationDataError, "MTEB"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_errors_are_one_line_with_a_code(
     arguments: list[str],
-    told: str,
+    error: type[DistcseError],
+    named: str,
     labelled: Path,
     tiny: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([argument.format(labelled=labelled, tiny=tiny()) for argument in arguments]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
-    assert len(lines) == 1 and told in lines[0]
+    assert len(lines) == 1 and f"[{error.code}]" in lines[0] and named.format(labelled=labelled) in lines[0]
 
 
 def test_documents_by_another_model(
@@ -121,45 +133,57 @@ def test_documents_by_another_model(
     (folder / "corpus.tsv").write_text("id\ttext\na\tA man plays a guitar.\nb\tA dog is running.\nc\tShe sings.\n")
     (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n1\ta\n2\tb\n")
     same, wide = f"same={tiny('bert')}", f"wide={tiny('bert', width=64)}"
-    asked = [same, "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
-    assert main([*asked, "--documents", same]) == 0
+    arguments = [same, "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--documents", same]) == 0
     scores = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
     found = {(score["set"], score["measure"]): score["values"] for score in scores}
     for measure in ("recall@1", "mrr@10"):
         assert found["find", measure] == found["find, documents by same", measure]
     assert "find, documents by same" in capsys.readouterr().out
-    assert main([*asked, "--documents", wide]) == 1
-    assert "same has 32 numbers a vector, wide has 64: they share no space" in capsys.readouterr().err
+    assert main([*arguments, "--documents", wide]) == 1
+    shown = capsys.readouterr().err
+    assert f"[{EvaluationOptionError.code}]" in shown and "same has 32" in shown and "wide has 64" in shown
 
 
-def test_documents_by_another_model_are_found_by_its_vectors(
+def test_documents_are_ranked_by_the_document_models_vectors(
     tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
 ) -> None:
-    """Queries by the one, documents by the other, never the other way round: held to ranks by hand."""
+    """Queries by one model, documents by the other, not swapped: compared with ranks by hand."""
     folder = tmp_path / "find"
     folder.mkdir()
     queries, documents = sentences[:40], [f"{line[:-1]}, they say." for line in sentences[:200]]
     (folder / "queries.tsv").write_text("id\ttext\n" + "".join(f"q{n}\t{line}\n" for n, line in enumerate(queries)))
     (folder / "corpus.tsv").write_text("id\ttext\n" + "".join(f"d{n}\t{line}\n" for n, line in enumerate(documents)))
     (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(f"q{n}\td{n}\n" for n in range(40)))
-    one, other = tiny("bert"), tiny("bert", layers=2)
-    asked = [f"one={one}", "--pooling", "mean", "--add", f"retrieval:find={folder}", "--out", str(tmp_path / "out")]
-    assert main([*asked, "--precision", "fp32", "--documents", f"other={other}"]) == 0
+    query_model, document_model = tiny("bert"), tiny("bert", layers=2)
+    arguments = [
+        f"one={query_model}",
+        "--pooling",
+        "mean",
+        "--add",
+        f"retrieval:find={folder}",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*arguments, "--precision", "fp32", "--documents", f"other={document_model}"]) == 0
     scores = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
     found = {(score["set"], score["measure"]): score["values"]["one"] for score in scores}
-    models = [Encoder.load(model, pooling="mean") for model in (one, other)]
-    asks, asks_by_other = (model.encode(queries, normalize=True) for model in models)
-    holds_by_one, holds = (model.encode(documents, normalize=True) for model in models)
+    models = [Encoder.load(model, pooling="mean") for model in (query_model, document_model)]
+    queries_by_first, queries_by_second = (model.encode(queries, normalize=True) for model in models)
+    documents_by_first, documents_by_second = (model.encode(documents, normalize=True) for model in models)
 
     def reciprocal(query_units: np.ndarray, document_units: np.ndarray) -> float:
         cosines = query_units @ document_units.T
         ranks = 1 + (cosines > np.diagonal(cosines)[:, None]).sum(axis=1)
         return float(100 * np.mean(np.where(ranks <= 10, 1 / ranks, 0)))
 
-    right, swapped = reciprocal(asks, holds), reciprocal(asks_by_other, holds_by_one)
-    assert found["find, documents by other", "mrr@10"] == pytest.approx(right, abs=1e-3)
-    assert found["find", "mrr@10"] == pytest.approx(reciprocal(asks, holds_by_one), abs=1e-3)
-    assert abs(right - swapped) > 0.1 and abs(right - found["find", "mrr@10"]) > 0.1
+    expected, swapped = (
+        reciprocal(queries_by_first, documents_by_second),
+        reciprocal(queries_by_second, documents_by_first),
+    )
+    assert found["find, documents by other", "mrr@10"] == pytest.approx(expected, abs=1e-3)
+    assert found["find", "mrr@10"] == pytest.approx(reciprocal(queries_by_first, documents_by_first), abs=1e-3)
+    assert abs(expected - swapped) > 0.1 and abs(expected - found["find", "mrr@10"]) > 0.1
 
 
 def test_documents_without_retrieval(
@@ -167,4 +191,5 @@ def test_documents_without_retrieval(
 ) -> None:
     model = f"m={tiny()}"
     assert main([model, "--pooling", "mean", "--data", str(labelled), "--documents", model]) == 1
-    assert "--documents is about retrieval" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"[{EvaluationOptionError.code}]" in shown and "--documents" in shown and "--add retrieval=FOLDER" in shown

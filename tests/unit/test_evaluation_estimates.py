@@ -1,4 +1,4 @@
-"""The paired bootstrap against resampling by hand, with scipy and scikit-learn on every resample."""
+"""The paired bootstrap, compared with explicit resampling by scipy and scikit-learn."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ BAD = GOLD + 4 * generator.normal(size=60)
 
 
 def drawn(items: str, count: int, number: int) -> np.ndarray:
-    """Indices that a row of weights stands for."""
+    """Return the indices that a row of weights represents."""
     weights: list[np.ndarray] = []
-    resample(items, count, lambda some: (weights.append(some), np.zeros(len(some)))[1])
+    resample(items, count, lambda block: (weights.append(block), np.zeros(len(block)))[1])
     return np.repeat(np.arange(count), np.concatenate(weights)[number].astype(int))
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=20), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_weighted_ranks_are_scipys_on_the_copies(values: list[int], seed: int) -> None:
+def test_weighted_ranks_equal_scipys_ranks_of_copies(values: list[int], seed: int) -> None:
     weights = np.random.default_rng(seed).integers(0, 3, (1, len(values))).astype(float)
     ranks = weighted_ranks(np.array(values, dtype=float), weights)[0]
     copies = np.repeat(np.arange(len(values)), weights[0].astype(int))
     np.testing.assert_allclose(ranks[copies], rankdata(np.array(values)[copies]))
 
 
-def test_resampled_figures_are_those_of_the_libraries() -> None:
+def test_resampled_scores_equal_scipy_and_scikit_learn() -> None:
     labels = (GOLD > 2).astype(np.int64)
     spearman, auc, mean = SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x", scale=1)
     assert spearman.value == pytest.approx(100 * spearmanr(GOOD, GOLD).statistic)
@@ -56,46 +56,45 @@ def test_resampled_figures_are_those_of_the_libraries() -> None:
         assert mean.resampled[number] == pytest.approx(GOOD[rows].mean())
 
 
-def test_many_items_are_resampled_a_few_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike, and in the memory of a few."""
-    labels, seen = (GOLD > 2).astype(np.int64), []
+def test_resampling_in_blocks_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, block_sizes = (GOLD > 2).astype(np.int64), []
 
-    def figures() -> list[np.ndarray]:
-        return [one.resampled for one in (SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x"))]
+    def scores() -> list[np.ndarray]:
+        return [each.resampled for each in (SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x"))]
 
-    whole = figures()
-    monkeypatch.setattr(estimates, "_WEIGHTS_AT_A_TIME", 7 * 60 + 1)
-    resample("x", 60, lambda some: (seen.append(len(some)), np.zeros(len(some)))[1])
-    assert set(seen) == {7, 1000 % 7} and sum(seen) == 1000
-    for one, other in zip(whole, figures(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
+    in_one_block = scores()
+    monkeypatch.setattr(estimates, "_WEIGHTS_PER_BLOCK", 7 * 60 + 1)
+    resample("x", 60, lambda block: (block_sizes.append(len(block)), np.zeros(len(block)))[1])
+    assert set(block_sizes) == {7, 1000 % 7} and sum(block_sizes) == 1000
+    for expected, found in zip(in_one_block, scores(), strict=True):
+        np.testing.assert_allclose(expected, found, rtol=1e-12)
 
 
-def test_difference_is_paired_and_the_same_every_time() -> None:
+def test_difference_is_paired_and_deterministic() -> None:
     good, bad = SpearmanOf(GOOD, GOLD, "x"), SpearmanOf(BAD, GOLD, "x")
-    apart, back = difference(good, bad), difference(bad, good)
-    assert apart is not None and back is not None
-    assert apart.value == pytest.approx(good.value - bad.value)
-    assert apart.low < apart.value < apart.high and apart.clear
-    assert (back.low, back.high) == pytest.approx((-apart.high, -apart.low))
-    assert difference(SpearmanOf(GOOD, GOLD, "x"), SpearmanOf(BAD, GOLD, "x")) == apart
+    gap, reverse = difference(good, bad), difference(bad, good)
+    assert gap is not None and reverse is not None
+    assert gap.value == pytest.approx(good.value - bad.value)
+    assert gap.low < gap.value < gap.high and gap.is_significant
+    assert (reverse.low, reverse.high) == pytest.approx((-gap.high, -gap.low))
+    assert difference(SpearmanOf(GOOD, GOLD, "x"), SpearmanOf(BAD, GOLD, "x")) == gap
     same = difference(good, SpearmanOf(3 * GOOD + 1, GOLD, "x"))
-    assert same is not None and (same.value, same.low, same.high) == (0, 0, 0) and not same.clear
+    assert same is not None and (same.value, same.low, same.high) == (0, 0, 0) and not same.is_significant
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    # Two raters that differ by exactly 5 points of accuracy in truth; 95 % intervals should hold it in most of 60 worlds.
-    held = 0
-    for world in range(60):
-        random = np.random.default_rng(world)
+def test_interval_covers_the_true_difference() -> None:
+    # The true accuracies differ by exactly 5 points; 95 % intervals should contain it in most of 60 samples.
+    covered = 0
+    for sample in range(60):
+        random = np.random.default_rng(sample)
         ours, theirs = (random.random(400) < 0.8).astype(float), (random.random(400) < 0.75).astype(float)
-        apart = difference(MeanOf(ours, f"{world}"), MeanOf(theirs, f"{world}"))
-        assert apart is not None
-        held += apart.low <= 5 <= apart.high
-    assert 52 <= held <= 60
+        gap = difference(MeanOf(ours, f"{sample}"), MeanOf(theirs, f"{sample}"))
+        assert gap is not None
+        covered += gap.low <= 5 <= gap.high
+    assert 52 <= covered <= 60
 
 
-def test_averages_round_first_and_resample_together() -> None:
+def test_averages_round_their_parts_and_resample_them_together() -> None:
     parts = [Fixed(1.005), Fixed(2.006)]
     assert AverageOf(parts).value == pytest.approx((round(1.005, 2) + 2.01) / 2)
     assert AverageOf(parts).resampled is None and difference(AverageOf(parts), AverageOf(parts)) is None

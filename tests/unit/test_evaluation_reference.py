@@ -1,4 +1,4 @@
-"""The real teacher on the real sets: known figures, and the same through other people's libraries."""
+"""A real model on the published sets: known scores, and the same scores computed by other libraries."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from distcse.evaluation import (
     StsTask,
     VectorModel,
     collect,
+    parse_suites,
     sts_score,
-    suites_named,
 )
 from distcse.evaluation.geometry import GeometryTask
 from distcse.evaluation.pairs import PairClassificationTask
@@ -32,14 +32,14 @@ from distcse.evaluation.ranking import RankingTask
 from distcse.evaluation.tables import Table, read_table
 from distcse.models import Encoder, resolve_model
 
-FIGURES = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}
+EXPECTED = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads() -> Iterator[None]:
-    """A real encoder on real data is worth all cores that no other process of the tests has."""
+    """Use all cores that other test processes don't use."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     yield
@@ -48,17 +48,17 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(minilm: str, data: Path) -> VectorModel:
-    """all-MiniLM-L6-v2, mean pooling, every STS sentence encoded."""
+    """all-MiniLM-L6-v2 with mean pooling, with every STS sentence encoded."""
     model = VectorModel.of(Encoder.load(minilm))
     model.prepare(
-        text for task in collect(data, suites_named(["sts"]), [], EvalConfig()).tasks for text in task.sentences()
+        text for task in collect(data, parse_suites(["sts"]), [], EvalConfig()).tasks for text in task.sentences()
     )
     return model
 
 
 @pytest.fixture(scope="module")
 def sets(data: Path) -> dict[str, ScoredPairs]:
-    tasks = collect(data, suites_named(["sts"]), [], EvalConfig()).tasks
+    tasks = collect(data, parse_suites(["sts"]), [], EvalConfig()).tasks
     return {task.name: task.pairs for task in tasks if isinstance(task, StsTask)}
 
 
@@ -69,17 +69,17 @@ def dev(data: Path) -> ScoredPairs:
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
 
-def test_the_known_figures(model: VectorModel, sets: dict[str, ScoredPairs], dev: ScoredPairs) -> None:
+def test_known_scores(model: VectorModel, sets: dict[str, ScoredPairs], dev: ScoredPairs) -> None:
     assert {name: sts_score(model, pairs) for name, pairs in sets.items()} == {
-        name: pytest.approx(figure, abs=0.02) for name, figure in FIGURES.items()
+        name: pytest.approx(score, abs=0.02) for name, score in EXPECTED.items()
     }
     assert sts_score(model, dev) == pytest.approx(86.72, abs=0.02)
 
 
 def test_sts_through_sentence_transformers(model: VectorModel, sets: dict[str, ScoredPairs], minilm: str) -> None:
-    """On pairs of different sentences: where both are equal, its cosines are 1 give or take a bit, and tie or not by chance.
+    """Compare on pairs of different sentences: the library's cosines of equal sentences are 1 up to rounding, so ties are random.
 
-    On two of the five sets, one with subsets and one without: it encodes each side anew.
+    Two of the five sets suffice, one with subsets and one without, because the library encodes each side again.
     """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
@@ -109,42 +109,42 @@ def test_sts_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[str, 
 def test_ranking_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[str, ScoredPairs]) -> None:
     for name, pairs in sets.items():
         task = RankingTask(pairs)
-        figures = task.measure(model).figures
+        scores = task.measure(model).scores
         kcc, ndcg = [], []
         for entry in task.lists:
             query = np.repeat(model.vectors([entry.query]).astype(float), len(entry.candidates), axis=0)
             cosines = np.float32(1 - paired_cosine_distances(query, model.vectors(entry.candidates).astype(float)))
             kcc.append(kendalltau(cosines, entry.gold).statistic)
             ndcg.append(ndcg_score([entry.gold], [cosines]))
-        assert figures["kcc"].value == pytest.approx(100 * np.mean(kcc), abs=1e-6), name
-        assert figures["ndcg"].value == pytest.approx(100 * np.mean(ndcg), abs=1e-6), name
+        assert scores["kcc"].value == pytest.approx(100 * np.mean(kcc), abs=1e-6), name
+        assert scores["ndcg"].value == pytest.approx(100 * np.mean(ndcg), abs=1e-6), name
 
 
 def test_pairs_through_scikit_learn(model: VectorModel, data: Path) -> None:
-    (task,) = (task for task in collect(data, suites_named(["pairs"]), [], EvalConfig()).tasks if task.name == "MRPC")
+    (task,) = (task for task in collect(data, parse_suites(["pairs"]), [], EvalConfig()).tasks if task.name == "MRPC")
     assert isinstance(task, PairClassificationTask)
     cosines = (model.unit_vectors(task.first).astype(np.float64) * model.unit_vectors(task.second)).sum(axis=1)
-    value = task.measure(model).figures["auc"].value
+    value = task.measure(model).scores["auc"].value
     assert value == pytest.approx(100 * roc_auc_score(task.labels, cosines), abs=1e-6)
 
 
 def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, ScoredPairs], data: Path) -> None:
     pairs = sets["STS-B"]
-    figures = GeometryTask(pairs).measure(model).figures
+    scores = GeometryTask(pairs).measure(model).scores
     vectors = model.unit_vectors(pairs.unique).astype(np.float64)
     squares = np.maximum(2 - 2 * (vectors @ vectors.T), 0)[np.triu_indices(len(vectors), 1)]
-    assert figures["uniformity"].value == pytest.approx(np.log(np.exp(-2 * squares).mean()), abs=1e-6)
+    assert scores["uniformity"].value == pytest.approx(np.log(np.exp(-2 * squares).mean()), abs=1e-6)
     close = pairs.gold > 4
     first, second = (model.unit_vectors(np.array(side)[close].tolist()) for side in (pairs.first, pairs.second))
-    assert figures["alignment"].value == pytest.approx(((first - second) ** 2).sum(axis=1).mean(), abs=1e-6)
-    (task,) = collect(data, suites_named(["retrieval"]), [], EvalConfig()).tasks
+    assert scores["alignment"].value == pytest.approx(((first - second) ** 2).sum(axis=1).mean(), abs=1e-6)
+    (task,) = collect(data, parse_suites(["retrieval"]), [], EvalConfig()).tasks
     assert isinstance(task, RetrievalTask)
-    outcome = task.measure(model)
-    assert outcome.details == {
+    result = task.measure(model)
+    assert result.details == {
         "queries": 194,
         "documents": len(pairs.unique),
-    }  # 97 pairs, both ways, as DiffCSE's 77.84
-    assert outcome.figures["recall@1"].value < outcome.figures["recall@5"].value <= 100
+    }  # 97 pairs in both directions, as for DiffCSE's 77.84
+    assert result.scores["recall@1"].value < result.scores["recall@5"].value <= 100
 
 
 def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Path, tmp_path: Path) -> None:
@@ -152,18 +152,18 @@ def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Pat
     from distcse.evaluation import Candidate, ModelInfo
     from distcse.evaluation.mteb import write_results
 
-    about = ModelInfo("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
-    folder = write_results([Candidate(about, model)], data, tmp_path)
+    info = ModelInfo("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
+    folder = write_results([Candidate(info, model)], data, tmp_path)
     files = {file.stem: file for file in folder.rglob("*.json") if file.stem != "model_meta"}
     assert set(files) == {"STS12", "STS13", "STS14", "STSBenchmark", "SICK-R"}
     for name, file in files.items():
         result = mteb.results.TaskResult.from_disk(file)
         ours = "STS-B" if name == "STSBenchmark" else name
-        if ours != "SICK-R":  # MTEB's is all of SICK, the papers' its test split
+        if ours != "SICK-R":  # MTEB's is all of SICK, the papers' is its test split
             assert 100 * result.get_score() == pytest.approx(sts_score(model, sets[ours]), abs=0.01), name
-    whole = ScoredPairs.of("SICK", _all_of_sick(data))
+    sick = ScoredPairs.of("SICK", _all_of_sick(data))
     result = mteb.results.TaskResult.from_disk(files["SICK-R"])
-    assert len(whole.gold) == 9927 and 100 * result.get_score() == pytest.approx(sts_score(model, whole), abs=0.01)
+    assert len(sick.gold) == 9927 and 100 * result.get_score() == pytest.approx(sts_score(model, sick), abs=0.01)
 
 
 def _all_of_sick(data: Path) -> Table:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from distcse import embed, evaluate, train, tune
 from distcse.data import Corpus
 from distcse.data.readers import read_sentences
-from distcse.errors import DistcseError, EvaluationError
+from distcse.errors import CorpusFormatError, DistcseError, EmptyCorpusError, EvaluationError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.models.st_format import check_weights, read_layout
@@ -34,6 +34,7 @@ from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import read_trial
+from tests.failures import fails_with
 
 TIMES = int(os.environ.get("DISTCSE_FUZZ", "1"))
 CASES = {
@@ -548,21 +549,23 @@ def test_a_hundred_thousand_doubles_are_rows_like_any(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "kind", "named"),
     [
-        ("a.txt", "one\ntwo\n".encode("utf-16"), "line 1: byte 0xff at column 1 is not UTF-8"),
-        ("a.txt", b"", "holds no sentence: it is empty, or every row is blank"),
-        ("a.txt", b"\0\0\n\r\n  \n", "holds no sentence"),
-        ("a.jsonl", b'{"text": "\\ud83d"}', "half of a surrogate pair"),
-        ("a.txt", b"ab\xed\xa0\x80", "is not UTF-8"),
-        ("a.txt.gz", gzip.compress(b"one\n" * 9999, mtime=0)[:-12], "is damaged after line"),
-        ("a.txt.gz", b"no gzip at all", "is damaged after line 0"),
-        ("a.parquet", b"PAR1 and nothing", "is no readable Parquet file"),
+        ("a.txt", "one\ntwo\n".encode("utf-16"), CorpusFormatError, ["line 1", "byte 0xff at column 1"]),
+        ("a.txt", b"", EmptyCorpusError, []),
+        ("a.txt", b"\0\0\n\r\n  \n", EmptyCorpusError, []),
+        ("a.jsonl", b'{"text": "\\ud83d"}', CorpusFormatError, ["line 1, key 'text'", r"'\ud83d'"]),
+        ("a.txt", b"ab\xed\xa0\x80", CorpusFormatError, ["line 1", "UTF-8"]),
+        ("a.txt.gz", gzip.compress(b"one\n" * 9999, mtime=0)[:-12], CorpusFormatError, ["after line"]),
+        ("a.txt.gz", b"no gzip at all", CorpusFormatError, ["after line 0"]),
+        ("a.parquet", b"PAR1 and nothing", CorpusFormatError, ["Parquet"]),
     ],
 )
-def test_files_that_are_none_are_told_with_their_place(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_malformed_files_are_errors_that_name_them(
+    tmp_path: Path, name: str, content: bytes, kind: type[DistcseError], named: list[str]
+) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DistcseError, match=told):
+    with fails_with(kind, name, *named):
         Corpus.prepare(CorpusSection(path=str(tmp_path / name)), tmp_path / "cache")
     assert files(tmp_path) == files(tmp_path) and not list((tmp_path / "cache").rglob("*.bin"))
 

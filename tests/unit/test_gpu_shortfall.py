@@ -80,7 +80,7 @@ def about(warning: str) -> str:
 WORKERS, SERVERS, SCORES = (
     "the training workers",
     "the servers of live or rank-space teachers",
-    "the process of the dev scores",
+    "the dev-score evaluator",
 )
 
 

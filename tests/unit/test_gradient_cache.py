@@ -132,7 +132,7 @@ def test_two_workers_of_the_plain_engine_learn_what_one_does(recipe_with: MakeRe
 
 
 @pytest.mark.parametrize(
-    ("knobs", "told"),
+    ("overrides", "told"),
     [
         (
             ("training.grad_cache_chunk=5",),

@@ -1,4 +1,4 @@
-"""Batches with neighbours in them: near sentences side by side, every row still once an epoch."""
+"""Neighbor batching: similar sentences share a batch, and each row still occurs once per epoch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from distcse.data import BatchSampler, Grouping
-from distcse.errors import CorpusError, RecipeError, RunError, TeacherError
+from distcse.errors import CorpusTooSmallError, EmbeddingTableError, InvalidValueError, ResumeMismatchError
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.preparation import require_vectors
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.knn_graph import open_knn_graph, prepare_knn_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from tests.jobs import make_spec, trained_in_one_go_and_in_two
+from tests.failures import fails_with
+from tests.jobs import make_spec, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -26,7 +26,7 @@ PINNED = [34, 37, 35, 22, 25, 23, 7, 10]
 
 
 def ring(rows: int, width: int) -> np.ndarray:
-    """Each row's neighbours are the next ones."""
+    """Return a graph in which each row's neighbors are the next rows."""
     return ((np.arange(rows)[:, None] + np.arange(1, width + 1)) % rows).astype(np.int32)
 
 
@@ -37,8 +37,8 @@ def table_of(folder: Path, name: str, vectors: np.ndarray) -> EmbeddingTable:
     return table
 
 
-def test_every_row_comes_once_an_epoch_and_companions_are_neighbours() -> None:
-    grouping = Grouping(ring(1000, 6), companions=2)
+def test_each_row_occurs_once_per_epoch_next_to_its_neighbors() -> None:
+    grouping = Grouping(ring(1000, 6), per_anchor=2)
     rows = np.delete(np.arange(1000), slice(100, 130))
     sampler = BatchSampler(rows, 97, seed=3, grouping=grouping)
     for epoch in range(3):
@@ -50,29 +50,29 @@ def test_every_row_comes_once_an_epoch_and_companions_are_neighbours() -> None:
         assert follows > 0.35 > 0.05 > chance
 
 
-def test_a_share_of_the_anchors_comes_alone() -> None:
+def test_only_a_fraction_of_the_anchors_brings_neighbors() -> None:
     rows = np.random.default_rng(0).permutation(900)
     together = {
-        share: np.mean(np.diff(Grouping(ring(900, 4), 1, share).order(rows, np.random.default_rng(1))) % 900 <= 4)
-        for share in (0.25, 1.0)
+        fraction: np.mean(np.diff(Grouping(ring(900, 4), 1, fraction).order(rows, np.random.default_rng(1))) % 900 <= 4)
+        for fraction in (0.25, 1.0)
     }
     assert together[1.0] > 0.35 and 0.05 < together[0.25] < 0.6 * together[1.0]
 
 
-def test_any_step_can_be_asked_first_and_the_order_stays_between_releases() -> None:
+def test_steps_can_be_requested_in_any_order_and_the_order_is_stable_between_releases() -> None:
     make = lambda: BatchSampler(40, 8, seed=9, grouping=Grouping(ring(40, 3), 2))  # noqa: E731
-    in_turn = make()
-    asked = {step: in_turn.batch(step) for step in range(20)}
+    sequential = make()
+    expected = {step: sequential.batch(step) for step in range(20)}
     jumping = make()
     for step in (17, 2, 4, 5, 4, 5, 0, 19):
-        assert np.array_equal(jumping.batch(step), asked[step])
+        assert np.array_equal(jumping.batch(step), expected[step])
     assert make().batch(0).tolist() == PINNED
 
 
-def test_the_graph_is_that_of_the_weighted_mean_and_is_kept(tmp_path: Path) -> None:
+def test_the_graph_uses_the_weighted_mean_of_the_teachers_and_is_cached(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     vectors = [random.normal(size=(60, width)).astype(np.float32) for width in (5, 9)]
-    vectors[0][7] = vectors[0][3]  # doubles tie: the row itself is left out all the same
+    vectors[0][7] = vectors[0][3]  # duplicates tie; the row itself is still excluded
     vectors[1][7] = vectors[1][3]
     tables = [table_of(tmp_path, name, found) for name, found in zip("ab", vectors, strict=True)]
     folder = prepare_knn_graph(tables, [1, 3], 10, tmp_path)
@@ -88,12 +88,12 @@ def test_the_graph_is_that_of_the_weighted_mean_and_is_kept(tmp_path: Path) -> N
     assert (folder / "neighbours.npy").stat().st_mtime_ns == written
     assert prepare_knn_graph(tables, [1, 1], 10, tmp_path) != folder
     (folder / "neighbours.npy").write_bytes(b"torn")
-    with pytest.raises(TeacherError, match="no neighbour graph"):
+    with fails_with(EmbeddingTableError, str(folder)):
         open_knn_graph(folder)
     assert np.array_equal(open_knn_graph(prepare_knn_graph(tables, [1, 3], 10, tmp_path)), graph)
 
 
-def test_few_rows_have_fewer_neighbours(tmp_path: Path) -> None:
+def test_a_small_corpus_has_fewer_neighbors(tmp_path: Path) -> None:
     table = table_of(tmp_path, "a", np.eye(4, dtype=np.float32) + 0.1)
     graph = open_knn_graph(prepare_knn_graph([table], [1], 10, tmp_path))
     assert graph.shape == (4, 4) and (graph[:, 3] == -1).all()
@@ -101,30 +101,30 @@ def test_few_rows_have_fewer_neighbours(tmp_path: Path) -> None:
     assert sorted(order.tolist()) == [0, 1, 2, 3]
 
 
-def test_a_run_with_neighbours_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
+def test_a_resumed_run_with_neighbors_has_the_same_weights(recipe_with: MakeRecipe) -> None:
     overrides = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
-    undisturbed, spec = trained_in_one_go_and_in_two(recipe_with(*overrides))
+    undisturbed, spec = train_with_and_without_interruption(recipe_with(*overrides))
     assert undisturbed.neighbors is not None and open_knn_graph(undisturbed.neighbors).shape[1] == 9
     assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
-def test_a_run_does_not_go_on_with_other_neighbours(recipe_with: MakeRecipe) -> None:
+def test_a_run_does_not_resume_with_other_neighbors(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.neighbor_batching={per_anchor: 3}")
     spec, _ = make_spec(recipe)
     assert spec.neighbors is not None
     label = spec.neighbors / "neighbours.json"
-    label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # not intact: made again
+    label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # damaged: computed again
     make_spec(recipe, RunDirectory(spec.run))
     (spec.run / "neighbours.begun").write_text("1" * 32)
-    with pytest.raises(RunError, match="the neighbours have changed since"):
+    with fails_with(ResumeMismatchError, "neighbours", "was " + "1" * 12):
         make_spec(recipe, RunDirectory(spec.run))
-    with pytest.raises(CorpusError, match="nearest is 9000, but the corpus has 384 rows"):
+    with fails_with(CorpusTooSmallError, "training.neighbor_batching.min_rank is 9000", "384 rows"):
         require_vectors(
             recipe_with("training.neighbor_batching={per_anchor: 1, min_rank: 9000, max_rank: 9000}"), rows=384
         )
 
 
-def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> None:
+def test_neighbors_raise_the_similarities_in_a_batch(recipe_with: MakeRecipe) -> None:
     means = []
     for overrides in ((), ("training.neighbor_batching={per_anchor: 3}",)):
         spec, tables = make_spec(recipe_with(*overrides))
@@ -139,8 +139,8 @@ def test_neighbours_make_lists_of_graded_similarity(recipe_with: MakeRecipe) -> 
     assert means[1] > means[0]
 
 
-def test_what_cannot_be_is_refused(recipe_with: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match="nearest is 5 and farthest 4"):
+def test_contradictory_settings_are_refused(recipe_with: MakeRecipe) -> None:
+    with fails_with(InvalidValueError, "min_rank is 5", "max_rank", "4"):
         recipe_with("training.neighbor_batching={min_rank: 5, max_rank: 4}")
-    with pytest.raises(RecipeError, match=r"training.neighbor_batching needs teachers"):
+    with fails_with(InvalidValueError, "training.neighbor_batching"):
         recipe_with("training.neighbor_batching={per_anchor: 1}", "teachers.encoders=[]", "objective.rank=null")

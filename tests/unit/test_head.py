@@ -1,4 +1,4 @@
-"""Linear maps after pooling: read, learned and written as sentence-transformers does it, and nothing else taken for one."""
+"""Dense modules after pooling: loaded, trained and saved as in sentence-transformers; other modules are refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distcse.detection import build_detector
-from distcse.errors import EncoderError
+from distcse.errors import (
+    EncoderError,
+    EncoderSettingError,
+    MissingWeightsError,
+    ModelFormatError,
+    NotFiniteError,
+    PickledWeightsError,
+    UnsupportedModelError,
+)
 from distcse.events import Reporter
 from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import their_vectors
 
@@ -30,7 +39,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def with_head(tiny: Make, tmp_path: Path) -> Make:
-    """Makes a folder as sentence-transformers writes it: an encoder 32 wide, mean pooling and these modules."""
+    """Writes a folder with sentence-transformers: an encoder of hidden size 32, mean pooling, and the given modules."""
 
     def make(*modules: nn.Module, kind: str = "bert") -> Path:
         from sentence_transformers import SentenceTransformer
@@ -45,11 +54,11 @@ def with_head(tiny: Make, tmp_path: Path) -> Make:
     return make
 
 
-def dense(inputs: int, outputs: int, **how: Any) -> nn.Module:
+def dense(inputs: int, outputs: int, **settings: Any) -> nn.Module:
     from sentence_transformers.sentence_transformer.modules import Dense
 
     torch.manual_seed(inputs * outputs)
-    module: nn.Module = Dense(inputs, outputs, **how)
+    module: nn.Module = Dense(inputs, outputs, **settings)
     return module
 
 
@@ -76,7 +85,7 @@ def theirs(folder: Path) -> np.ndarray:
         ),
     ],
 )
-def test_vectors_are_the_models_own(
+def test_vectors_equal_those_of_sentence_transformers(
     modules: list[Callable[[], nn.Module]], dimension: int, normalize: bool, with_head: Make, tmp_path: Path
 ) -> None:
     folder = with_head(*(module() for module in modules))
@@ -92,23 +101,23 @@ def test_vectors_are_the_models_own(
     assert shape.parameters + shape.frozen_parameters == sum(weight.numel() for weight in encoder.parameters())
 
 
-def test_the_encoder_half_of_t5_is_a_teacher(with_head: Make) -> None:
+def test_the_encoder_of_t5_is_loaded(with_head: Make) -> None:
     folder = with_head(dense(32, 8, bias=False, activation_function=nn.Identity()), norm(), kind="t5")
     np.testing.assert_allclose(Encoder.load(folder).encode(TEXTS), theirs(folder), atol=1e-5)
 
 
-def test_layers_of_t5_keep_the_one_that_knows_positions(tiny: Make) -> None:
-    with pytest.raises(EncoderError, match="layers must begin with 0: layer 0 of t5 has other weights than the rest"):
+def test_layers_of_t5_must_include_the_first_with_its_position_biases(tiny: Make) -> None:
+    with fails_with(EncoderSettingError, "layers must begin with 0", "layer 0 of t5"):
         Encoder.from_section(StudentSection(backbone=str(tiny("t5")), pooling="mean", max_length=8, layers=[1, 2]))
 
 
-def test_layers_of_modernbert_keep_the_one_without_a_norm(tiny: Make) -> None:
-    """A saved folder would be read without the norm of whichever layer is first."""
-    with pytest.raises(EncoderError, match="layer 0 of modernbert has other weights than the rest"):
+def test_layers_of_modernbert_must_include_the_first_without_a_norm(tiny: Make) -> None:
+    """Otherwise, the saved folder would be loaded without the norm of its first layer."""
+    with fails_with(EncoderSettingError, "layers must begin with 0", "layer 0 of modernbert"):
         Encoder.from_section(StudentSection(backbone=str(tiny("modernbert")), pooling="mean", layers=[1, 2]))
 
 
-def test_a_head_learns_with_its_encoder_and_is_saved(
+def test_a_head_is_trained_with_its_encoder_and_saved(
     with_head: Make, tiny: Make, tmp_path: Path, sentences: list[str]
 ) -> None:
     student = with_head(dense(32, 16))
@@ -122,56 +131,66 @@ def test_a_head_learns_with_its_encoder_and_is_saved(
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "kind", "named"),
     [
-        ({"activation_function": "os.system"}, r"activation 'os\.system' is not supported; supported: Identity, Tanh"),
-        ({"activation_function": ["torch.nn.modules.activation.Tanh"]}, "is not supported"),
-        ({"module_input_name": "token_embeddings"}, "module_input_name is 'token_embeddings'; distcse maps sentence"),
-        ({"in_features": 16}, "takes 16 numbers, and is given 32"),
-        ({"in_features": "32"}, "in_features and out_features are '32' and 8, no widths"),
-        ({"out_features": 9}, r"is not what its config\.json says: .*size mismatch"),
-        ({"use_residual": True}, r"lacks residual\.weight; it would be random"),
+        ({"activation_function": "os.system"}, UnsupportedModelError, ["'os.system'", "Identity, Tanh"]),
+        (
+            {"activation_function": ["torch.nn.modules.activation.Tanh"]},
+            UnsupportedModelError,
+            ["['torch.nn.modules.activation.Tanh']"],
+        ),
+        (
+            {"module_input_name": "token_embeddings"},
+            UnsupportedModelError,
+            ["module_input_name", "'token_embeddings'", "sentence_embedding"],
+        ),
+        ({"in_features": 16}, ModelFormatError, ["in_features is 16", "32"]),
+        ({"in_features": "32"}, ModelFormatError, ["in_features and out_features", "'32' and 8"]),
+        ({"out_features": 9}, ModelFormatError, ["config.json", "size mismatch"]),
+        ({"use_residual": True}, MissingWeightsError, ["residual.weight"]),
     ],
 )
-def test_other_maps_are_refused(changed: dict[str, Any], told: str, with_head: Make) -> None:
+def test_other_modules_are_refused(
+    changed: dict[str, Any], kind: type[EncoderError], named: list[str], with_head: Make
+) -> None:
     folder = with_head(dense(32, 8))
     file = folder / "2_Dense" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
-    with pytest.raises(EncoderError, match=told):
+    with fails_with(kind, "2_Dense", *named):
         Encoder.load(folder)
 
 
-def test_weights_that_are_not_there_or_no_numbers_are_refused(with_head: Make) -> None:
+def test_missing_pickled_and_nan_weights_are_refused(with_head: Make) -> None:
     file = with_head(dense(32, 8)) / "2_Dense" / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "linear.bias": torch.full((8,), float("nan"))}, file)
-    with pytest.raises(EncoderError, match="holds NaN or infinity"):
+    with fails_with(NotFiniteError, str(file.parent.parent), "linear.bias"):
         Encoder.load(file.parent.parent)
     file.unlink()
     (file.parent / "pytorch_model.bin").write_bytes(pickle.dumps(print))
-    with pytest.raises(EncoderError, match=r"2_Dense holds no model\.safetensors, and distcse opens no pickles"):
+    with fails_with(PickledWeightsError, "2_Dense", "model.safetensors"):
         Encoder.load(file.parent.parent)
 
 
-def test_a_map_before_pooling_is_refused(with_head: Make) -> None:
+def test_a_dense_module_before_pooling_is_refused(with_head: Make) -> None:
     file = with_head(dense(32, 8)) / "modules.json"
-    transformer, pooling, map_ = json.loads(file.read_text())
-    file.write_text(json.dumps([transformer, map_, pooling]))
-    with pytest.raises(EncoderError, match="has a Dense module"):
+    transformer, pooling, module = json.loads(file.read_text())
+    file.write_text(json.dumps([transformer, module, pooling]))
+    with fails_with(UnsupportedModelError, str(file.parent), "Dense"):
         Encoder.load(file.parent)
 
 
-def test_a_map_that_was_damaged_after_its_export_is_refused(with_head: Make, tmp_path: Path) -> None:
+def test_a_head_damaged_after_its_export_is_refused(with_head: Make, tmp_path: Path) -> None:
     Encoder.load(with_head(dense(32, 8))).save(tmp_path / "ours")
     file = tmp_path / "ours" / "2_Dense" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(EncoderError, match=r"2_Dense/model\.safetensors is not what was written: its checksum differs"):
+    with fails_with(ModelFormatError, "2_Dense/model.safetensors", "distcse/checksums.json"):
         Encoder.load(tmp_path / "ours")
 
 
-def test_a_discriminator_wants_vectors_as_wide_as_its_words(with_head: Make) -> None:
+def test_a_discriminator_needs_vectors_of_the_hidden_size(with_head: Make) -> None:
     narrow = Encoder.load(with_head(dense(32, 8)))
-    with pytest.raises(EncoderError, match="8 and 32 numbers; take a student without a Dense module"):
+    with fails_with(UnsupportedModelError, "objective.detection", "8 and 32"):
         build_detector(DetectionSection(operation="deletion"), narrow, narrow)

@@ -1,4 +1,4 @@
-"""In Ray's copy of a job's working directory, which Ray deletes, no command writes what is to stay."""
+"""No command writes permanent files into Ray's temporary copy of a job's working directory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import pytest
 import distcse
 from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
-from distcse.errors import RecipeError
+from distcse.errors import TemporaryPathError
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, resolve_path
 from distcse.tracking import require_mlflow_server, require_packages
+from tests.failures import fails_with
 
-SPACE = "name: mine\nknobs: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
+SPACE = "name: mine\nparameters: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
 
 
 @pytest.fixture
 def job(tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job's current directory, with `mine.yaml` and `space.yaml` in it."""
+    """The current directory of a job, with `mine.yaml` and `space.yaml`."""
     folder = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0123456789abcdef"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(recipe_yaml(recipe_with()))
@@ -34,8 +35,8 @@ def job(tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.
     return folder
 
 
-def refused(main: Callable[[list[str]], int], *words: str | Path) -> bool:
-    """Whether a command ends with status 2."""
+def is_refused(main: Callable[[list[str]], int], *words: str | Path) -> bool:
+    """Return whether a command exits with status 2."""
     return main([*map(str, words), "--json"]) == 2
 
 
@@ -46,21 +47,21 @@ SWEEP = ["--space", "space.yaml"]
 @pytest.mark.parametrize(
     ("main", "words", "setting", "fix"),
     [
-        (train.main, RUNS, "storage.runs", "write storage.runs=/shared/runs, or storage.runs=s3://BUCKET/runs"),
-        (train.main, [*RUNS, "--dry-run"], "storage.runs", "write storage.runs=/shared/runs"),
-        (train.main, CACHE, "storage.cache", "write storage.cache=/shared/cache, or storage.cache=s3://BUCKET/cache"),
-        (train.main, [*CACHE, "--dry-run"], "storage.cache", "write storage.cache=/shared/cache"),
-        (train.main, ["--resume", "runs/mine-1"], "--resume", "write --resume /shared/runs/mine-1"),
-        (tune.main, [*RUNS, *SWEEP], "storage.runs", "write storage.runs=/shared/runs"),
-        (tune.main, [*RUNS, *SWEEP, "--dry-run"], "storage.runs", "write storage.runs=/shared/runs"),
-        (tune.main, ["--resume", "runs/mine-1"], "--resume", "write --resume /shared/runs/mine-1"),
-        (embed.main, CACHE, "storage.cache", "write storage.cache=/shared/cache"),
-        (embed.main, [*CACHE, "--compare"], "storage.cache", "write storage.cache=/shared/cache"),
-        (embed.main, [*CACHE, "--dry-run"], "storage.cache", "write storage.cache=/shared/cache"),
-        (plan.main, [*CACHE, "--calibrate"], "storage.cache", "write storage.cache=/shared/cache"),
-        (evaluate.main, ["model", "--out", "report"], "--out", "write --out /shared/report"),
-        (evaluate.main, ["model", "--mteb", "report"], "--mteb", "write --mteb /shared/report"),
-        (export.main, ["me/model", "--onnx", "--out", "report"], "--out", "write --out /shared/FOLDER"),
+        (train.main, RUNS, "storage.runs", "storage.runs=s3://BUCKET/runs"),
+        (train.main, [*RUNS, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
+        (train.main, CACHE, "storage.cache", "storage.cache=s3://BUCKET/cache"),
+        (train.main, [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
+        (train.main, ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
+        (tune.main, [*RUNS, *SWEEP], "storage.runs", "storage.runs=/shared/runs"),
+        (tune.main, [*RUNS, *SWEEP, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
+        (tune.main, ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
+        (embed.main, CACHE, "storage.cache", "storage.cache=/shared/cache"),
+        (embed.main, [*CACHE, "--compare"], "storage.cache", "storage.cache=/shared/cache"),
+        (embed.main, [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
+        (plan.main, [*CACHE, "--calibrate"], "storage.cache", "storage.cache=/shared/cache"),
+        (evaluate.main, ["model", "--out", "report"], "--out", "--out /shared/report"),
+        (evaluate.main, ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
+        (export.main, ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
     ],
 )
 def test_output_in_the_copy_is_refused(
@@ -73,19 +74,20 @@ def test_output_in_the_copy_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distcse.tune.start_ray", lambda **options: None)
-    assert refused(main, *words)
-    told = capsys.readouterr().err
-    assert told.startswith(f"distcse: [DCSE-R11] {setting} is {job}/") and "which Ray deletes; " in told and fix in told
-    assert told.count("\n") == 1
+    assert is_refused(main, *words)
+    error = capsys.readouterr().err
+    assert error.startswith(f"distcse: [{TemporaryPathError.code}] {setting} ")
+    assert f"{job}/" in error and fix in error and error.count("\n") == 1
     assert not [file for file in job.iterdir() if file.suffix != ".yaml" and any(file.rglob("*"))]
 
 
-def test_the_default_folder_of_runs_is_refused_and_only_where_runs_are_written(
+def test_the_default_folder_of_runs_is_refused_only_by_commands_that_write_runs(
     job: Path, tmp_path: Path, recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (job / "mine.yaml").write_text(recipe_yaml(recipe_with()).partition("storage:")[0])
-    assert refused(train.main, "mine.yaml")
-    assert f"storage.runs is {job}/runs, " in capsys.readouterr().err
+    assert is_refused(train.main, "mine.yaml")
+    error = capsys.readouterr().err
+    assert f"[{TemporaryPathError.code}] storage.runs " in error and f"{job}/runs" in error
     assert train.main(["mine.yaml", "--print-recipe"]) == 0
     assert embed.main(["mine.yaml", f"storage.cache={tmp_path}/shared", "--quiet"]) == 0
     assert plan.main(["mine.yaml", "--json"]) == 0
@@ -93,16 +95,17 @@ def test_the_default_folder_of_runs_is_refused_and_only_where_runs_are_written(
     assert doctor.main(["mine.yaml", "--json"]) == 1
     checks: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     (runs,) = [check for check in checks if check["name"] == "storage.runs"]
-    assert runs["verdict"] == "fail" and "Ray's temporary copy" in runs["found"]
+    assert runs["verdict"] == "fail" and f"{job}/runs" in runs["found"]
 
 
-def test_a_model_in_the_copy_gets_its_onnx_file_elsewhere(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_onnx_export_next_to_a_model_in_the_copy_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (job / "model").mkdir()
-    assert refused(export.main, "model", "--onnx")
-    assert f"MODEL is {job}/model, in Ray's temporary copy" in capsys.readouterr().err
+    assert is_refused(export.main, "model", "--onnx")
+    error = capsys.readouterr().err
+    assert f"[{TemporaryPathError.code}] MODEL " in error and f"{job}/model" in error
 
 
-def test_what_lies_elsewhere_is_taken(job: Path, tmp_path: Path) -> None:
+def test_paths_outside_the_copy_are_accepted(job: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     (job / "link").symlink_to(shared)
@@ -113,8 +116,8 @@ def test_what_lies_elsewhere_is_taken(job: Path, tmp_path: Path) -> None:
     assert run.directory.parent == shared and run.model.is_dir()
 
 
-def test_a_run_is_resumed_where_it_was_copied_to(job: Path, tmp_path: Path) -> None:
-    """The recipe in the run's folder still names the folder that Ray deleted."""
+def test_a_copied_run_can_be_resumed(job: Path, tmp_path: Path) -> None:
+    """The recipe in the run's folder still names the folder that Ray has deleted."""
     stored = distcse.run("mine.yaml", "training.max_steps=1", listen=lambda event: None)
     recipe = stored.directory / "recipe.yaml"
     write_recipe(recipe, distcse.with_values(distcse.read_recipe(str(recipe)), {"storage.runs": str(job / "runs")}))
@@ -124,28 +127,31 @@ def test_a_run_is_resumed_where_it_was_copied_to(job: Path, tmp_path: Path) -> N
 def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    track = distcse.read_recipe("mine.yaml", ["loggers.mlflow={}"]).loggers
-    with pytest.raises(RecipeError, match=r"which Ray deletes; write loggers.mlflow.uri=http://HOST"):
-        require_packages(track)
+    loggers = distcse.read_recipe("mine.yaml", ["loggers.mlflow={}"]).loggers
+    with fails_with(TemporaryPathError, "loggers.mlflow.uri"):
+        require_packages(loggers)
     require_packages(distcse.read_recipe("mine.yaml", ["loggers.mlflow.uri=http://mlflow:5000"]).loggers)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
     require_mlflow_server("")
-    require_packages(track)
+    require_packages(loggers)
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "named"),
     [
-        ({}, "press Ctrl-C again to stop at once"),
-        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, "Ray kills a stopped job after 3 s (RAY_JOB_STOP_WAIT_TIME_S)"),
+        ({}, ("Ctrl-C",)),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, (" 3 s ", "RAY_JOB_STOP_WAIT_TIME_S")),
         (
             {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "60"},
-            "Ray kills a stopped job after 60 s (RAY_JOB_STOP_WAIT_TIME_S): without a new checkpoint by then, the last one stays",
+            (" 60 s ", "RAY_JOB_STOP_WAIT_TIME_S"),
         ),
     ],
 )
-def test_a_stopped_job_says_when_ray_kills_it(
-    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_stopped_job_reports_when_ray_kills_it(
+    variables: dict[str, str],
+    named: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S"):
         monkeypatch.delenv(name, raising=False)
@@ -155,4 +161,6 @@ def test_a_stopped_job_says_when_ray_kills_it(
     with stop:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.stop_requested()
-    assert f"with a checkpoint; {told}" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "checkpoint" in message and all(text in message for text in named)
+    assert ("RAY_JOB_STOP_WAIT_TIME_S" in message) == bool(variables)

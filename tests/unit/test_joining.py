@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from distcse.errors import RunError
-from distcse.ray_backend.cluster import cluster, coming_up, start_ray
+from distcse.ray_backend.cluster import cluster, starting_ray, start_ray
 from tests.ports import free_port
 
 
@@ -45,10 +45,10 @@ def test_what_went_wrong_ahead_is_told_where_the_cluster_is_wanted(monkeypatch: 
 
 def test_a_run_that_fails_before_its_cluster_is_entered_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    with pytest.raises(KeyError), coming_up(wanted=True):
+    with pytest.raises(KeyError), starting_ray(enabled=True):
         raise KeyError("something else")
     assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
-    with coming_up(wanted=False):
+    with starting_ray(enabled=False):
         assert start_ray() is True
         monkeypatch.setenv("RAY_ADDRESS", "nowhere")
         with pytest.raises(RunError, match="at nowhere"), cluster():

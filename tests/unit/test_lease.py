@@ -17,7 +17,7 @@ import pytest
 from distcse.errors import RunError, RunInUseError
 from distcse.events import Event, LogMessage, Reporter
 from distcse.runs import lease as leases
-from distcse.runs.lease import Lease, who_works_in
+from distcse.runs.lease import Lease, find_owner
 from tests.conftest import ROOT
 
 HOLDS = """
@@ -75,14 +75,14 @@ def test_a_folder_in_use_is_refused_until_its_holder_is_killed(tmp_path: Path, s
             Lease._when_free(tmp_path, Reporter(), None)
     first.kill()
     began = time.monotonic()
-    while who_works_in(tmp_path, Reporter()) is not None:  # until the kernel has ended it
+    while find_owner(tmp_path, Reporter()) is not None:  # until the kernel has ended it
         assert time.monotonic() - began < 10
     with Lease.held(
         tmp_path, Reporter()
     ) as ours:  # its parent has not even asked for its end: what is left of it is nobody
         ours.check()
-        assert who_works_in(tmp_path, Reporter()) is not None
-    assert who_works_in(tmp_path, Reporter()) is None
+        assert find_owner(tmp_path, Reporter()) is not None
+    assert find_owner(tmp_path, Reporter()) is None
 
 
 def test_of_several_starts_at_once_one_is_let_in(tmp_path: Path, start: Start) -> None:
@@ -103,9 +103,9 @@ def test_who_waits_goes_on_when_the_holder_ends(tmp_path: Path, start: Start) ->
 
 def test_a_number_that_was_given_again_is_no_holder(tmp_path: Path) -> None:
     lease = Lease.acquire(tmp_path)
-    assert who_works_in(tmp_path, Reporter()) is not None
+    assert find_owner(tmp_path, Reporter()) is not None
     change(tmp_path, began="1")
-    assert who_works_in(tmp_path, Reporter()) is None
+    assert find_owner(tmp_path, Reporter()) is None
     lease.check()
 
 
@@ -114,7 +114,7 @@ def test_elsewhere_only_silence_tells(tmp_path: Path, monkeypatch: pytest.Monkey
     """A process of another kernel has any number, one that is free here too."""
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.8)
-    monkeypatch.setattr(leases, "_LOOK", 0.1)
+    monkeypatch.setattr(leases, "_POLL_S", 0.1)
     heard: list[Event] = []
     with Lease.held(tmp_path, Reporter()):
         change(tmp_path, kernel=kernel, host="far", pid=2**22 + 1)
@@ -122,7 +122,7 @@ def test_elsewhere_only_silence_tells(tmp_path: Path, monkeypatch: pytest.Monkey
             Lease._when_free(tmp_path, Reporter(heard.append), None)
     (note,) = heard
     assert isinstance(note, LogMessage) and "looking for up to" in note.text
-    assert who_works_in(tmp_path, Reporter()) is None  # given back
+    assert find_owner(tmp_path, Reporter()) is None  # given back
     lost = Lease.acquire(tmp_path)
     change(tmp_path, kernel=kernel)
     with Lease.held(tmp_path, Reporter()) as ours:

@@ -1,4 +1,4 @@
-"""Pairs out of raw text: bands of cosine, neighbours by words, strangers; each pair once."""
+"""Pairs mined from raw text: bands of cosine similarity, BM25 neighbours, random pairs; no duplicates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import CorpusError, RecipeError, RunError
+from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
 from distcse.events import Event, StageProgress
 from distcse.experiments.mutual.mining import mine_pairs
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.teachers.knn import knn
+from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
 Mine = Callable[..., tuple[Pairs, MutualRecipe, list[Event]]]
@@ -41,55 +42,55 @@ def cosines(pairs: Pairs, recipe: MutualRecipe) -> np.ndarray:
     return np.einsum("nd,nd->n", one, other)
 
 
-def test_pairs_are_different_and_as_many_as_asked(mine: Mine) -> None:
+def test_the_requested_number_of_different_pairs_is_mined(mine: Mine) -> None:
     pairs, _, events = mine()
     assert len(pairs) == 300 == len({frozenset(pair) for pair in pairs.both()})
     assert all(one != other for one, other in pairs.both())
     assert mine()[0] == pairs
     assert mine("seed=3")[0] != pairs
     notes = [event.note for event in events if isinstance(event, StageProgress) and event.finished]
-    assert len(notes) == 4 and "neighbours by BM25" in notes[-1]
+    assert len(notes) == 4 and "BM25" in notes[-1]
 
 
 @pytest.mark.parametrize("package", ["faiss", "bm25s"])
-def test_what_is_not_installed_is_told_before_anything_is_encoded(
+def test_a_missing_package_is_reported_before_anything_is_encoded(
     mine: Mine, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(Encoder, "encode", lambda *_, **__: pytest.fail("encoded"))
-    with pytest.raises(RunError, match=package):
+    with fails_with(MissingDependencyError, package):
         mine()
 
 
-def test_a_band_holds_its_cosines_alone(mine: Mine) -> None:
-    alone = ("pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
-    everything, recipe, _ = mine("pairs.mine.bands=[{low: -1, high: 2}]", *alone, pairs=600)
-    low, high = np.quantile(cosines(everything, recipe), [0.4, 0.8]).tolist()
-    pairs, recipe, _ = mine(f"pairs.mine.bands=[{{low: {low}, high: {high}}}]", *alone, pairs=100)
+def test_a_band_contains_only_its_cosines(mine: Mine) -> None:
+    only_bands = ("pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
+    all_pairs, recipe, _ = mine("pairs.mine.bands=[{low: -1, high: 2}]", *only_bands, pairs=600)
+    low, high = np.quantile(cosines(all_pairs, recipe), [0.4, 0.8]).tolist()
+    pairs, recipe, _ = mine(f"pairs.mine.bands=[{{low: {low}, high: {high}}}]", *only_bands, pairs=100)
     found = cosines(pairs, recipe)
     assert found.min() >= low - 1e-5 and found.max() < high + 1e-5
 
 
-def test_words_alone_find_sentences_that_share_them(mine: Mine) -> None:
+def test_bm25_finds_sentences_that_share_words(mine: Mine) -> None:
     pairs, _, _ = mine("pairs.mine.bands=[]", "pairs.mine.random_share=0", pairs=100)
     shared = [len(set(one.lower().split()) & set(other.lower().split())) for one, other in pairs.both()]
-    strangers, _, _ = mine("pairs.mine.bands=[]", "pairs.mine.bm25_share=0", pairs=100)
-    by_chance = [len(set(one.lower().split()) & set(other.lower().split())) for one, other in strangers.both()]
+    random_pairs, _, _ = mine("pairs.mine.bands=[]", "pairs.mine.bm25_share=0", pairs=100)
+    by_chance = [len(set(one.lower().split()) & set(other.lower().split())) for one, other in random_pairs.both()]
     assert min(shared) >= 1 and np.mean(shared) > 2 * np.mean(by_chance)
 
 
-def test_what_one_kind_lacks_the_others_give(mine: Mine) -> None:
-    band = "pairs.mine.bands=[{low: -1.0, high: -0.99}]"  # holds nothing
+def test_other_sources_make_up_for_one_with_too_few_pairs(mine: Mine) -> None:
+    band = "pairs.mine.bands=[{low: -1.0, high: -0.99}]"  # an empty band
     pairs, _, _ = mine(band, "pairs.mine.bm25_share=0")
     assert len(pairs) == 300
-    with pytest.raises(CorpusError, match="there are 0 different pairs"):
+    with fails_with(CorpusTooSmallError, "0 different pairs", "batch_size"):
         mine(band, "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
-    with pytest.raises(RecipeError, match="all shares are 0"):
+    with fails_with(InvalidValueError, "pairs.mine", "share"):
         mine("pairs.mine.bands=[]", "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
 
 
 @pytest.mark.slow
-def test_beyond_200_000_sentences_an_inverted_file_finds_nearly_all() -> None:
+def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighbours() -> None:
     random = np.random.default_rng(0)
     centres = random.normal(size=(3000, 16))
     vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
@@ -103,9 +104,9 @@ def test_beyond_200_000_sentences_an_inverted_file_finds_nearly_all() -> None:
     assert found / (51 * 11) > 0.95
 
 
-def test_bm25_asks_for_as_many_neighbours_as_the_pairs_call_for(mine: Mine) -> None:
-    alone = ("pairs.mine.bands=[{low: -1, high: 2, share: 0}]", "pairs.mine.random_share=0", "bi.batch_size=4")
-    pairs, _, events = mine(*alone, "cross.batch_size=4", pairs=12)
+def test_the_number_of_bm25_queries_depends_on_the_number_of_pairs(mine: Mine) -> None:
+    only_bm25 = ("pairs.mine.bands=[{low: -1, high: 2, share: 0}]", "pairs.mine.random_share=0", "bi.batch_size=4")
+    pairs, _, events = mine(*only_bm25, "cross.batch_size=4", pairs=12)
     assert len(pairs) == 12
-    compared = [e for e in events if isinstance(e, StageProgress) and e.unit == "sentences compared by words"]
-    assert compared[-1].total == 120  # ten a pair, of 384
+    queries = [event for event in events if isinstance(event, StageProgress) and event.unit == "BM25 queries"]
+    assert queries[-1].total == 120  # ten per pair, of 384 sentences

@@ -43,7 +43,7 @@ class Place:
         self.adapter = folder / "adapter"
         self.adapter.mkdir()
         (self.adapter / "adapter_config.json").write_text("{}")
-        (folder / "space.yaml").write_text("knobs: {objective.rank.tua2: {values: [0.1]}}\n")
+        (folder / "space.yaml").write_text("parameters: {objective.rank.tua2: {values: [0.1]}}\n")
         self.run = folder / "runs" / "begun"
         self.run.mkdir(parents=True)
         write_recipe(self.run / "recipe.yaml", recipe)
@@ -82,27 +82,27 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "evaluation.dev=stsb"], 2, ["evaluation.data is not set; write evaluation.data: FOLDER"]),
     # the text
     ("train", [R, "corpus.path=/nowhere/text.txt"], 1, ["corpus file /nowhere/text.txt does not exist"]),
-    ("train", [R, "corpus.path=null"], 1, ["the corpus has no source; write corpus.path=FILE"]),
+    ("train", [R, "corpus.path=null"], 1, ["DCSE-C01", "corpus.path=FILE"]),
     ("train", [R, "corpus.path={p.folder}/empty"], 1, ["is a folder; write corpus.path=", "/*.txt"]),
     ("train", [R, "corpus.path={p.folder}/text.jsonl"], 1, ["text.jsonl, line 1", "'text'", "body", "corpus.column"]),
     ("train", [R, "corpus.path={p.folder}/few.txt"], 1, ["the corpus has 3 rows", "evaluation.num_heldout"]),
-    ("train", [R, "evaluation.data={p.folder}/empty"], 1, ["sts/stsb/dev.tsv.gz", "the dev score needs it"]),
+    ("train", [R, "evaluation.data={p.folder}/empty"], 1, ["DCSE-E01", "sts/stsb/dev.tsv.gz"]),
     # models
     ("train", [R, "student.backbone=./no-such-model"], 1, ["no model folder", "no-such-model"]),
     (
         "train",
         [R, "teachers.encoders.0.backbone=BAAI/bge-base-en-v1.5"],
         1,
-        ["'BAAI/bge-base-en-v1.5' is no folder here", "HF_HUB_OFFLINE", "give a local folder"],
+        ["DCSE-M01", "'BAAI/bge-base-en-v1.5'", "HF_HUB_OFFLINE", "local folder"],
     ),
-    ("train", [R, "teachers.encoders.0.pooling=null"], 1, ["does not say how it pools", "set pooling: cls, mean"]),
-    ("train", [R, "student.backbone={p.pickled}"], 1, ["pytorch_model.bin but no safetensors", "convert it where you trust it"]),
+    ("train", [R, "teachers.encoders.0.pooling=null"], 1, ["DCSE-M09", "set pooling: cls, mean"]),
+    ("train", [R, "student.backbone={p.pickled}"], 1, ["DCSE-M04", "pytorch_model.bin but no safetensors"]),
     ("train", [R, "student.backbone=package:no_such/model"], 1, ["package 'no_such' is not installed", "pip install no_such"]),
-    ("train", [R, "student.layers=[0, 7]"], 1, ["layers asks for layer 7", "has 3 layers; allowed: 0 to 2"]),
+    ("train", [R, "student.layers=[0, 7]"], 1, ["DCSE-M09", "layers", "7", "has 3 layers; allowed: 0 to 2"]),
     ("train", [R, "student.max_length=4096"], 1, ["max_length is 4096", "at most"]),
-    ("train", [R, "student.backbone={p.run}"], 1, ["is a run's folder; its model is", "/model"]),
+    ("train", [R, "student.backbone={p.run}"], 1, ["DCSE-M01", "/model"]),
     ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
-    ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["is a file; name the folder it lies in"]),
+    ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["DCSE-M01", "model.safetensors"]),
     # places, and going on
     ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder you may write"]),
     ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder you may write"]),
@@ -112,9 +112,9 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     # the other doors
     ("tune", [R], 2, ["name a recipe and a space: python -m distcse.tune RECIPE --space FILE"]),
     ("tune", [R, "--space", "{p.folder}/space.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
-    ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["no suite 'stss'; there are sts"]),
-    ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["nothing to measure: give --data a folder"]),
-    ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["empty holds no weights: expected model.safetensors"]),
+    ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
+    ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),
+    ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["DCSE-M03", "empty", "model.safetensors"]),
     ("embed", [R, "--compare"], 1, ["two teachers"]),
 ]  # fmt: skip
 

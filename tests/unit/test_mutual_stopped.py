@@ -1,4 +1,4 @@
-"""A mutual distillation that is asked to stop: no group waits on, and the run resumes to the same labels."""
+"""Stopping a mutual distillation: no group keeps waiting, and the run resumes to the same labels."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext, PairScorer
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.run import _side_by_side
+from distcse.experiments.mutual.run import _run_groups
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., MutualRecipe]
-SOON = 10.0
-"""Seconds in which a stopped run ends; for ever was what it took."""
+TIMEOUT_S = 10.0
+"""Seconds within which a stopped run must end."""
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mak
 
 
 class FakeGroup:
-    """Scores at once, or as a function says.
+    """A group that scores at once.
 
     Args:
         name: The group's name.
-        scores: Called instead of scoring.
+        scores: Replaces the scoring.
     """
 
     def __init__(self, name: str, scores: Callable[[], Any] | None = None) -> None:
@@ -52,7 +52,7 @@ class FakeGroup:
         pass
 
     def train(self, phase: Phase, labels: Any) -> None:
-        raise AssertionError("labels that nobody made")
+        raise AssertionError("trained without labels")
 
     def score(self, phase: Phase) -> Any:
         return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
@@ -62,101 +62,101 @@ class FakeGroup:
 
 
 class Stop:
-    """A wish to stop, set when one group waits for labels."""
+    """A stop request, set when a group waits for labels."""
 
     def __init__(self) -> None:
-        self.wished = threading.Event()
+        self.requested = threading.Event()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if (
             isinstance(event, GroupEvent)
             and isinstance(event.event, GroupActivity)
             and event.event.activity == "waiting"
         ):
-            self.wished.set()
+            self.requested.set()
 
     @property
     def reporter(self) -> Reporter:
-        return Reporter(self.hear, self.wished.is_set)
+        return Reporter(self.on_event, self.requested.is_set)
 
 
-def side_by_side(recipe: MutualRecipe, run: Path, groups: list[Any], reporter: Reporter) -> list[bool]:
-    """What `_side_by_side` returns, in a list, on a thread: where it hangs the list is empty."""
-    ledger, ending = PhaseStore(run, Lease.acquire(run)), threading.Event()
-    exchange = LabelExchange(recipe, ledger, ending, reporter.stop_requested)
-    heard = Reporter(reporter.emit, lambda: ending.is_set() or reporter.stop_requested())
+def run_in_thread(recipe: MutualRecipe, run: Path, groups: list[Any], reporter: Reporter) -> list[bool]:
+    """Call `_run_groups` in a thread, and return its result in a list; the list is empty if it hangs."""
+    store, ending = PhaseStore(run, Lease.acquire(run)), threading.Event()
+    exchange = LabelExchange(recipe, store, ending, reporter.stop_requested)
+    group_reporter = Reporter(reporter.emit, lambda: ending.is_set() or reporter.stop_requested())
     returned: list[bool] = []
     thread = threading.Thread(
-        target=lambda: returned.append(_side_by_side(recipe, groups, ledger, exchange, heard)), daemon=True
+        target=lambda: returned.append(_run_groups(recipe, groups, store, exchange, group_reporter)), daemon=True
     )
     thread.start()
-    thread.join(SOON)
+    thread.join(TIMEOUT_S)
     return returned
 
 
-def test_a_group_that_ends_by_itself_wakes_the_one_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
-    """As one does that waits for room on the cluster."""
+def test_a_group_that_ends_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
+    """A group that waits for cluster resources ends in this way."""
 
     def ends() -> None:
         time.sleep(0.3)
         raise RunEnded
 
-    assert side_by_side(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
+    assert run_in_thread(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
 
 
-def test_a_stop_wish_wakes_a_group_that_waits_for_one_that_does_not_hear_it(both: MakeRecipe, tmp_path: Path) -> None:
+def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(both: MakeRecipe, tmp_path: Path) -> None:
     exchange = LabelExchange(
-        both(), PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event(), (stop := Stop()).wished.is_set
+        both(), PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event(), (stop := Stop()).requested.is_set
     )
     exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
-    threading.Timer(0.3, stop.wished.set).start()
+    threading.Timer(0.3, stop.requested.set).start()
     with pytest.raises(RunEnded):
         exchange.labels(Phase(0))
 
 
-def test_a_group_that_waits_for_its_turn_does_not_begin(both: MakeRecipe) -> None:
+def test_a_group_that_waits_for_the_lock_does_not_start(both: MakeRecipe) -> None:
     done: list[str] = []
-    stop, turn = Stop(), threading.Lock()
-    group = SerializedGroup(FakeGroup("bert", lambda: done.append("scored")), turn, stop.wished.is_set)
+    stop, lock = Stop(), threading.Lock()
+    group = SerializedGroup(FakeGroup("bert", lambda: done.append("scored")), lock, stop.requested.is_set)
 
     def score() -> None:
         with pytest.raises(RunEnded):
             group.score(Phase(0))
         done.append("ended")
 
-    with turn:
+    with lock:
         waits = threading.Thread(target=score, daemon=True)
         waits.start()
-        stop.wished.set()
-    waits.join(SOON)
+        stop.requested.set()
+    waits.join(TIMEOUT_S)
     assert done == ["ended"]
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Python's handler of SIGINT: a shell that starts the tests in the background has it ignored."""
+    """Set Python's SIGINT handler, because background processes of a shell ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Path) -> None:
-    """It ends the run without the group that hangs; the one that waited has ended too."""
+def test_a_second_ctrl_c_ends_waiting_groups(both: MakeRecipe, tmp_path: Path) -> None:
+    """It ends the run without waiting for the group that hangs; the waiting group ends too."""
     hangs, recipe, stop = threading.Event(), both(), Stop()
-    ledger, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
-    exchange = LabelExchange(recipe, ledger, ending)  # nobody heard the first one
+    store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
+    exchange = LabelExchange(recipe, store, ending)  # without a stop request, as if nothing reacted to the first Ctrl-C
 
     def second() -> None:
-        stop.wished.wait(SOON)
+        stop.requested.wait(TIMEOUT_S)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", hangs.wait)]
     threading.Thread(target=second, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        _side_by_side(recipe, groups, ledger, exchange, Reporter(stop.hear))
+        _run_groups(recipe, groups, store, exchange, Reporter(stop.on_event))
     assert ending.is_set()
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + TIMEOUT_S
     while sum(thread.name.startswith("group") for thread in threading.enumerate()) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -164,8 +164,8 @@ def test_a_second_ctrl_c_leaves_no_group_waiting(both: MakeRecipe, tmp_path: Pat
 
 
 def labels_of(result: MutualResult) -> list[np.ndarray]:
-    ledger = PhaseStore(result.directory.path)
-    found = [ledger.labels(Phase(number)) for number in range(3)]
+    store = PhaseStore(result.directory.path)
+    found = [store.labels(Phase(number)) for number in range(3)]
     assert all(labels is not None for labels in found)
     return [labels for labels in found if labels is not None]
 
@@ -177,46 +177,46 @@ def resumed(first: MutualResult) -> MutualResult:
 
 
 @pytest.mark.parametrize(("activity", "phase"), [("waiting", 2), ("scoring", 0), ("scoring", 1)])
-def test_a_run_that_is_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
+def test_a_run_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
     both: MakeRecipe, activity: str, phase: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiny models in this process. Scores of a group that was stopped are made again."""
-    undisturbed = labels_of(run_mutual(both("mutual.cycles=1"), Reporter()))
-    wished: list[float] = []
+    """With tiny models in this process. A stopped group scores again after the resume."""
+    uninterrupted = labels_of(run_mutual(both("mutual.cycles=1"), Reporter()))
+    stopped_at: list[float] = []
     waits, score = threading.Event(), SerializedGroup.score
 
     def score_late(self: SerializedGroup, scored: Phase) -> Any:
-        """So that the other group waits for these scores, whichever group's turn came first."""
+        """Delay these scores, so that the other group waits for them regardless of the order of the groups."""
         if (activity, self.name, scored.number) == ("waiting", "roberta", phase - 1):
             assert waits.wait(30)
         return score(self, scored)
 
     monkeypatch.setattr(SerializedGroup, "score", score_late)
 
-    def hear(event: Event) -> None:
-        doing = event.event if isinstance(event, GroupEvent) else event
-        if isinstance(doing, GroupActivity) and (doing.activity, doing.number) == (activity, phase) and not wished:
-            wished.append(time.monotonic())
+    def on_event(event: Event) -> None:
+        inner = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(inner, GroupActivity) and (inner.activity, inner.phase_index) == (activity, phase) and not stopped_at:
+            stopped_at.append(time.monotonic())
             waits.set()
 
-    first = run_mutual(both("mutual.cycles=1"), Reporter(hear, lambda: bool(wished)))
-    assert first.interrupted and time.monotonic() - wished[0] < SOON
+    first = run_mutual(both("mutual.cycles=1"), Reporter(on_event, lambda: bool(stopped_at)))
+    assert first.interrupted and time.monotonic() - stopped_at[0] < TIMEOUT_S
     monkeypatch.undo()
     second = resumed(first)
     assert not second.interrupted
-    for ours, theirs in zip(labels_of(second), undisturbed, strict=True):
+    for ours, theirs in zip(labels_of(second), uninterrupted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of pairs takes minutes with a large model, a forward pass less than a second."""
+def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring a slice of pairs takes minutes with a large model; a forward pass takes less than a second."""
     recipe = both()
     directory = RunDirectory.create(recipe)
     with directory.leased(Reporter()) as lease:
-        from distcse.experiments.mutual.run import _pairs
+        from distcse.experiments.mutual.run import _load_pairs
 
-        _pairs(recipe, directory.path, Reporter())
-        bench = GroupContext(recipe, 0, directory.path, lease)
+        _load_pairs(recipe, directory.path, Reporter())
+        context = GroupContext(recipe, 0, directory.path, lease)
         passes: list[tuple[int, int]] = []
         original = PairScorer.score
 
@@ -230,5 +230,5 @@ def test_scoring_stops_after_the_forward_pass_under_way(both: MakeRecipe, monkey
         monkeypatch.setattr(PairScorer, "score", score)
         monkeypatch.setattr("distcse.models.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
         with pytest.raises(RunEnded):
-            LocalGroup(bench, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
+            LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

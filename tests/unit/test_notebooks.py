@@ -1,4 +1,4 @@
-"""The notebooks of the documentation: run as they stand, committed with small outputs and nobody's paths."""
+"""The documentation's notebooks: they run, and are committed with small outputs and without local paths."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 
 from tests.conftest import ROOT
 
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_its_outputs_are_there_small_and_clean(file: Path) -> None:
+def test_outputs_are_committed_small_and_without_paths(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     cells = json.loads(text)["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] == number for number, cell in enumerate(code, start=1)), (
-        "run it from top to bottom"
+        "run all cells from top to bottom"
     )
     assert any(cell["outputs"] for cell in code) and len(text) < 20_000
     shown = json.dumps([cell["outputs"] for cell in code])
-    for place in ("/tmp/", "/home/", "/root/", "/opt/", "/Users/", "Traceback"):
-        assert place not in shown
+    for path in ("/tmp/", "/home/", "/root/", "/opt/", "/Users/", "Traceback"):
+        assert path not in shown
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_it_runs(file: Path, tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs(file: Path, tmp_path: Path, minilm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")

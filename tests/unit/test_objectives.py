@@ -1,4 +1,4 @@
-"""Finite differences, extreme inputs, and what each term must not care about."""
+"""Loss terms: gradients by finite differences, extreme inputs, and invariances."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distcse.losses import (
     mix_lists,
     negative_entropy,
 )
-from distcse.losses.list_mle import _exact_suffixes, _SuffixesInDouble
+from distcse.losses.list_mle import _exact_suffix_terms, _SuffixTermsInDouble
 from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -35,7 +35,7 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
     "jensen_shannon": lambda s: jensen_shannon(s / 0.05, s.flip(1) / 0.05),
     "negative_entropy": lambda s: negative_entropy(s / 0.05, s.flip(1) / 0.05),
     "list_net": lambda s: list_net(s, LISTS.to(s), 0.05, 0.025, offset=2),
-    "list_net whole": lambda s: list_net(s, LISTS.to(s), 0.05, 0.025, exclude_positive=False),
+    "list_net with positive": lambda s: list_net(s, LISTS.to(s), 0.05, 0.025, exclude_positive=False),
     "list_mle": lambda s: list_mle(s, LISTS.to(s), 0.05),
     "list_mle mean": lambda s: list_mle(s, LISTS.to(s), 0.05, list_reduction="mean"),
     "list_mle without positive": lambda s: list_mle(s, LISTS.to(s), 0.05, exclude_positive=True, offset=2),
@@ -49,7 +49,7 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 RANKS: dict[str, dict[str, Any]] = {
     "list_net": {"form": "list_net"},
-    "list_net whole": {"form": "list_net", "exclude_positive": False},
+    "list_net with positive": {"form": "list_net", "exclude_positive": False},
     "list_mle": {"form": "list_mle"},
     "list_mle without positive": {"form": "list_mle", "exclude_positive": True, "list_reduction": "mean"},
     "list_mle eps": {"form": "list_mle", "eps": 1e-7},
@@ -62,7 +62,7 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_gradients_equal_finite_differences(name: str) -> None:
     torch.manual_seed(0)
     similarities = (torch.rand(3, 6, dtype=torch.float64) * 0.4).requires_grad_()
     assert torch.autograd.gradcheck(TERMS[name], (similarities,), atol=1e-6)
@@ -70,8 +70,8 @@ def test_gradient_is_that_of_finite_differences(name: str) -> None:
 
 @pytest.mark.parametrize("consistency", ["js", "neg_entropy"])
 @pytest.mark.parametrize("rank", RANKS)
-def test_gradient_of_an_objective_reaches_every_view(rank: str, consistency: str) -> None:
-    """Two of four rows, so that own and other workers' views are told apart."""
+def test_gradients_of_all_views_equal_finite_differences(rank: str, consistency: str) -> None:
+    """With two of four rows, so that the worker's own views differ from the global batch."""
     section = ObjectiveSection.model_validate({"consistency": {"form": consistency}, "rank": RANKS[rank]})
     objective, lists = build_objective(section), seeded(2, 4, seed=9).tanh()
 
@@ -88,7 +88,7 @@ def test_gradient_of_an_objective_reaches_every_view(rank: str, consistency: str
 @pytest.mark.parametrize("tau", [1e-4, 1e-2, 1.0, 10.0])
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("kind", ["random", "identical", "opposite", "zero"])
-def test_extreme_inputs_give_finite_losses_and_gradients(dtype: torch.dtype, tau: float, rank: str, kind: str) -> None:
+def test_extreme_inputs_have_finite_losses_and_gradients(dtype: torch.dtype, tau: float, rank: str, kind: str) -> None:
     z = seeded(8, 5, dtype=torch.float32)
     if kind == "identical":
         z = z[:1].repeat(8, 1)
@@ -115,7 +115,7 @@ def test_extreme_inputs_give_finite_losses_and_gradients(dtype: torch.dtype, tau
         assert z2.grad is not None and z2.grad.isfinite().all()
 
 
-def test_a_zero_row_leaves_the_others_their_gradient() -> None:
+def test_a_zero_row_does_not_reduce_the_other_rows_gradient() -> None:
     z1 = seeded(6, 5, dtype=torch.float32)
     z1[2] = 0
     z1.requires_grad_()
@@ -126,7 +126,7 @@ def test_a_zero_row_leaves_the_others_their_gradient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_cosines_are_of_unit_range_in_full_precision(dtype: torch.dtype) -> None:
+def test_cosines_have_full_precision(dtype: torch.dtype) -> None:
     z1, z2 = (100 * seeded(4, 7, seed=seed).to(dtype) for seed in (0, 1))
     views = gather_views(z1, z2)
     assert views.similarities.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -135,14 +135,14 @@ def test_cosines_are_of_unit_range_in_full_precision(dtype: torch.dtype) -> None
     torch.testing.assert_close(views.reverse, views.similarities.T, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("touched_before", [False, True])
-def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
+@pytest.mark.parametrize("computed_before", [False, True])
+def test_autocast_does_not_change_losses(computed_before: bool) -> None:
     z1, z2, lists = (seeded(6, width, seed=width, dtype=torch.float32) for width in (5, 5, 6))
     objective = build_objective(ObjectiveSection())
     plain, _ = objective(gather_views(z1, z2), TeacherOutputs(lists))
     with torch.autocast("cpu", torch.bfloat16):
         views = gather_views(z1, z2)
-        if touched_before:
+        if computed_before:
             assert views.similarities.dtype == views.reverse.dtype == torch.float32
         cast, _ = objective(views, TeacherOutputs(lists))
         mixed = mix_lists(torch.stack([lists, -lists]), [1, 2])
@@ -151,9 +151,9 @@ def test_autocast_leaves_losses_alone(touched_before: bool) -> None:
 
 
 class Projected(nn.Module):
-    """A term with a matrix product of its own, which autocast would round."""
+    """A custom term with a matrix product, which autocast would round."""
 
-    def forward(self, views: Views, taught: TeacherOutputs) -> Tensor:
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
         return (views.z1 @ views.z2.T).sum()
 
 
@@ -167,7 +167,7 @@ def test_no_term_runs_under_autocast() -> None:
 
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("rank", [{"form": "list_net"}, RANKS["list_mle without positive"]])
-def test_lists_without_a_choice_cost_nothing(length: int, rank: dict[str, Any]) -> None:
+def test_lists_of_one_sentence_have_no_loss(length: int, rank: dict[str, Any]) -> None:
     z1, z2 = seeded(length, 4).requires_grad_(), seeded(length, 4, seed=1)
     section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": rank})
     loss, parts = build_objective(section)(gather_views(z1, z2), TeacherOutputs(torch.ones(length, length)))
@@ -176,21 +176,21 @@ def test_lists_without_a_choice_cost_nothing(length: int, rank: dict[str, Any]) 
     assert z1.grad is not None and z1.grad.abs().max() < 1e-14
 
 
-def test_two_sentences_whole_lists() -> None:
+def test_lists_of_two_sentences_including_the_positive() -> None:
     similarities = torch.tensor([[0.9, 0.4], [0.1, 0.8]], dtype=torch.float64)
     lists = torch.tensor([[1.0, 0.2], [0.2, 1.0]], dtype=torch.float64)
-    # Of two items, the likelihood of an order is the softmax of the first.
-    wanted = torch.log1p(torch.exp(-torch.tensor([0.5, 0.7], dtype=torch.float64) / 0.1))
-    torch.testing.assert_close(list_mle(similarities, lists, 0.1), wanted)
-    torch.testing.assert_close(info_nce(similarities, 0.1), wanted)
+    # The likelihood of an order of two items is the softmax of the first.
+    expected = torch.log1p(torch.exp(-torch.tensor([0.5, 0.7], dtype=torch.float64) / 0.1))
+    torch.testing.assert_close(list_mle(similarities, lists, 0.1), expected)
+    torch.testing.assert_close(info_nce(similarities, 0.1), expected)
 
 
-def test_without_positive_drops_the_own_column() -> None:
+def test_drop_positive_drops_each_rows_own_column() -> None:
     matrix = torch.arange(8).reshape(2, 4)
     assert drop_positive(matrix, 1).tolist() == [[0, 2, 3], [4, 5, 7]]
 
 
-def test_list_net_is_least_at_the_teachers_distribution() -> None:
+def test_list_net_is_minimal_at_the_teachers_distribution() -> None:
     lists = LISTS[:, :4]
     at_teacher = list_net(lists, lists, 0.1, 0.1, exclude_positive=False)
     elsewhere = list_net(lists.flip(1), lists, 0.1, 0.1, exclude_positive=False)
@@ -198,12 +198,14 @@ def test_list_net_is_least_at_the_teachers_distribution() -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_order_of_the_batch_does_not_matter(rank: str) -> None:
+def test_losses_are_invariant_to_the_batch_order(rank: str) -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection.model_validate({"rank": RANKS[rank]}))
-    moved = torch.tensor([3, 0, 5, 1, 4, 2])
+    permutation = torch.tensor([3, 0, 5, 1, 4, 2])
     _, parts = objective(gather_views(z1, z2), TeacherOutputs(lists))
-    _, others = objective(gather_views(z1[moved], z2[moved]), TeacherOutputs(lists[moved][:, moved]))
+    _, others = objective(
+        gather_views(z1[permutation], z2[permutation]), TeacherOutputs(lists[permutation][:, permutation])
+    )
     for name, part in parts.items():
         torch.testing.assert_close(others[name], part, atol=1e-12, rtol=1e-12)
 
@@ -218,27 +220,27 @@ def test_list_mle_is_a_distribution_over_orders() -> None:
 
 
 @pytest.mark.parametrize("spread", [1.0, 40.0, 599.0])
-def test_list_mle_in_double_is_the_likelihood_at_any_spread_it_is_used_at(spread: float) -> None:
+def test_list_mle_in_double_is_exact_over_its_range(spread: float) -> None:
     logits = ((torch.rand(8, 300, generator=torch.Generator().manual_seed(0)) - 0.5) * spread).requires_grad_()
     weights = torch.rand(8, 300, generator=torch.Generator().manual_seed(1))
-    found, exact = _SuffixesInDouble.apply(logits), _exact_suffixes(logits.double())
+    found, exact = _SuffixTermsInDouble.apply(logits), _exact_suffix_terms(logits.double())
     torch.testing.assert_close(found, exact.float(), atol=1e-4, rtol=1e-6)
-    (to_found,), (to_exact,) = (torch.autograd.grad((losses * weights).sum(), logits) for losses in (found, exact))
-    torch.testing.assert_close(to_found, to_exact, atol=1e-4, rtol=1e-5)
+    (gradient,), (expected,) = (torch.autograd.grad((losses * weights).sum(), logits) for losses in (found, exact))
+    torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_list_mle_sees_only_the_order_of_the_teachers() -> None:
+def test_list_mle_depends_only_on_the_teachers_order() -> None:
     similarities, lists = seeded(3, 6).tanh(), LISTS
     torch.testing.assert_close(list_mle(similarities, lists.exp() * 7, 0.05), list_mle(similarities, lists, 0.05))
     assert not torch.allclose(list_mle(similarities, -lists, 0.05), list_mle(similarities, lists, 0.05))
 
 
 def test_list_mle_ties_keep_the_order_of_the_batch() -> None:
-    """Long lists: torch sorts short ones stably whether asked or not."""
+    """With long lists, because torch's unstable sort is stable for short ones."""
     similarities = seeded(3, 64).tanh()
-    falling = -torch.arange(64.0).expand(3, 64)
+    descending = -torch.arange(64.0).expand(3, 64)
     torch.testing.assert_close(
-        list_mle(similarities, torch.zeros(3, 64), 0.05), list_mle(similarities, falling, 0.05), atol=0, rtol=0
+        list_mle(similarities, torch.zeros(3, 64), 0.05), list_mle(similarities, descending, 0.05), atol=0, rtol=0
     )
 
 
@@ -248,14 +250,14 @@ def test_divergence_is_symmetric_and_bounded() -> None:
     assert (jensen_shannon(p, q) > 0).all() and (jensen_shannon(1e4 * p, 1e4 * q) <= 0.693147181).all()
 
 
-def test_shares_of_workers_add_up() -> None:
+def test_the_workers_shares_sum_to_the_loss() -> None:
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     objective = build_objective(ObjectiveSection())
-    _, whole = objective(gather_views(z1, z2), TeacherOutputs(lists))
+    _, total = objective(gather_views(z1, z2), TeacherOutputs(lists))
     own = [slice(0, 2), slice(2, 4), slice(4, 6)]
     shares = [objective(Views(z1[rows], z2[rows], z1, z2, rows.start), TeacherOutputs(lists[rows]))[1] for rows in own]
-    assert set(whole) == {"loss", "info_nce", "consistency", "rank", "pos_cos", "neg_cos"}
-    for name, value in whole.items():
+    assert set(total) == {"loss", "info_nce", "consistency", "rank", "pos_cos", "neg_cos"}
+    for name, value in total.items():
         assert not value.requires_grad
         torch.testing.assert_close(torch.stack([share[name] for share in shares]).sum(), value)
 
@@ -268,7 +270,7 @@ def test_mean_cosines_of_positives_and_of_others() -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_recipe_reaches_the_rank_term(rank: str) -> None:
+def test_the_recipes_settings_reach_the_rank_term(rank: str) -> None:
     views, lists = gather_views(seeded(6, 5), seeded(6, 5, seed=1)), seeded(6, 6, seed=2).tanh()
     options = {key: value for key, value in RANKS[rank].items() if key != "form"}
     if RANKS[rank]["form"] == "list_net":
@@ -284,24 +286,24 @@ def test_terms_are_weighted() -> None:
     section = {"info_nce": {"weight": 2.0}, "consistency": {"beta": 0.5}, "rank": {"gamma": 3.0}}
     z1, z2, lists = seeded(6, 5), seeded(6, 5, seed=1), seeded(6, 6, seed=2).tanh()
     loss, parts = build_objective(ObjectiveSection.model_validate(section))(gather_views(z1, z2), TeacherOutputs(lists))
-    wanted = 2 * parts["info_nce"] + 0.5 * parts["consistency"] + 3 * parts["rank"]
-    torch.testing.assert_close(loss, wanted)
-    torch.testing.assert_close(parts["loss"], wanted)
+    expected = 2 * parts["info_nce"] + 0.5 * parts["consistency"] + 3 * parts["rank"]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(parts["loss"], expected)
 
 
 def test_mix_is_weighted_and_scale_free() -> None:
     lists = torch.stack([torch.zeros(2, 3), torch.ones(2, 3)])
     torch.testing.assert_close(mix_lists(lists, [1, 3]), torch.full((2, 3), 0.75))
     torch.testing.assert_close(mix_lists(lists, [10, 30]), mix_lists(lists, [1, 3]))
-    with pytest.raises(ValueError, match="2 lists and 1 weights"):
+    with pytest.raises(ValueError, match=r"2 lists .* 1 weights"):
         mix_lists(lists, [1])
 
 
-def test_rank_term_wants_lists_of_its_shape() -> None:
+def test_rank_terms_require_lists_of_the_views_shape() -> None:
     objective, batch = build_objective(ObjectiveSection()), gather_views(torch.randn(3, 4), torch.randn(3, 4))
-    with pytest.raises(ValueError, match=r"\(3, 3\), got none"):
+    with pytest.raises(ValueError, match=r"lists of shape \(3, 3\)"):
         objective(batch, None)
-    with pytest.raises(ValueError, match=r"\(3, 4\); this worker's views want \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"\(3, 4\).*\(3, 3\)"):
         objective(batch, TeacherOutputs(torch.zeros(3, 4)))
 
 

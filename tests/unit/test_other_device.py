@@ -1,7 +1,7 @@
-"""Training steps where tensors lie on a device that is not the CPU: PyTorch's `meta` device, whose tensors hold no numbers.
+"""Training steps on another device than the CPU: PyTorch's `meta` device, whose tensors have no values.
 
-It stands in for a GPU where there is none. What was left on the CPU cannot be combined with what lies there, and no number can
-be asked of it, which on a GPU would make the host wait.
+It simulates a GPU. An operation on a CPU tensor and a meta tensor is an error, and so is reading a value, for which the host
+would wait on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = [np.arange(2, 2 + length, dtype=np.int32) for length in (4, 7, 3, 5)]
 
 @pytest.fixture(autouse=True)
 def _other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where engines put their model. Autocast does not know the device; float32 is what is computed here."""
+    """Set the device of the engines. Autocast does not support it, so steps run in float32."""
     monkeypatch.setattr("distcse.trainer.engines.torch_engine.default_device", lambda: "meta")
     known = torch.autocast
     monkeypatch.setattr(
@@ -44,29 +44,29 @@ def _other_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens() -> Tokens:
-    return collate(ROWS, 0, placed=True).to(META)
+    return collate(ROWS, 0, with_token_index=True).to(META)
 
 
 def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[str, Tensor]]:
-    """Two streams of four sentences, forward, backward and the update."""
+    """Run forward, backward and update for two streams of four sentences."""
     model, objective = build_student(recipe).train(), build_objective(recipe.objective)
     engine = TorchEngine(model, recipe.training, None)
-    remembered = len(model.memory.vectors) if model.memory else 0
-    landmarks = [tokens()] * 2 if model.memory and len(model.memory.landmarks) else []
-    passed = engine.forward(Batch([(tokens(), 1), (tokens(), 2)], landmarks))
-    views = gather_views(passed.z1, passed.z2, model.memory.vectors if model.memory else None, None)
-    lists = torch.empty(8, 8 + remembered, device=lists_on)
-    loss, parts = objective(views, TeacherOutputs(lists, lists, torch.empty(8, 32, device=META)), passed.found)
+    queue_size = len(model.queue.vectors) if model.queue else 0
+    anchors = [tokens()] * 2 if model.queue and len(model.queue.anchors) else []
+    output = engine.forward(Batch([(tokens(), 1), (tokens(), 2)], anchors))
+    views = gather_views(output.z1, output.z2, model.queue.vectors if model.queue else None, None)
+    lists = torch.empty(8, 8 + queue_size, device=lists_on)
+    loss, parts = objective(views, TeacherOutputs(lists, lists, torch.empty(8, 32, device=META)), output.detection)
     engine.backward(loss)
     assert all(weight.grad is not None for weight in model.encoder.backbone.encoder.parameters())  # type: ignore[union-attr]
     engine.step(1e-3)
-    if model.memory:
-        model.memory.push(views.all_z1)
+    if model.queue:
+        model.queue.push(views.all_z1)
     return loss, parts
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "overrides",
     [
         (),
         ("student.pooling=cls",),
@@ -83,29 +83,30 @@ def step(recipe: Recipe, lists_on: torch.device = META) -> tuple[Tensor, dict[st
     ],
     ids=lambda overrides: " ".join(overrides).replace("objective.", "") or "RankCSE",
 )
-def test_a_step_lies_on_its_device_and_asks_nothing_of_it(
+def test_a_step_stays_on_its_device_and_reads_no_value(
     overrides: tuple[str, ...], recipe_with: Callable[..., Recipe]
 ) -> None:
     loss, parts = step(recipe_with(*overrides))
     assert {part.device for part in (loss, *parts.values())} == {META}
 
 
-def test_what_was_left_on_the_cpu_is_found(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_tensor_on_the_cpu_is_an_error(recipe_with: Callable[..., Recipe]) -> None:
     with pytest.raises(RuntimeError, match="on device cpu is not on the expected device meta"):
         step(recipe_with(), lists_on=torch.device("cpu"))
 
 
-def test_of_diffcse_only_the_number_of_edits_is_asked_for(
+def test_diffcse_reads_only_the_number_of_edits(
     recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They decide on sizes; all else of the discriminator is on the device."""
-    monkeypatch.setattr(EditDetector, "_edited", lambda self, told: Edited(told.ids, told.mask, told.mask))
+    """The number decides sizes; everything else of the discriminator is on the device."""
+    monkeypatch.setattr(EditDetector, "edited_length", lambda self, tokens: tokens.ids.shape[1])
+    monkeypatch.setattr(EditDetector, "_edited", lambda self, tokens: Edited(tokens.ids, tokens.mask, tokens.mask))
     loss, parts = step(recipe_with("objective.detection={operation: deletion}"))
     assert {part.device for part in (loss, *parts.values())} == {META}
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_steps_of_pairs_lie_on_their_device(
+def test_steps_of_pairs_stay_on_their_device(
     kind: str, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     pairs = Pairs(sentences[:8], sentences[8:16])
@@ -119,9 +120,9 @@ def test_steps_of_pairs_lie_on_their_device(
     assert first.device == logits.device == META
 
 
-def test_losses_that_the_gpu_benchmark_compares_lie_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes them on the GPU before it times either step, and stops at the first part that fails."""
-    # transformers asks the device whether a mask is all ones.
+def test_losses_of_the_gpu_benchmark_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark computes them on the GPU before it times a step, and stops at the first failure."""
+    # transformers would read from the device whether a mask is all ones.
     monkeypatch.setattr("transformers.masking_utils._ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
     bench = gpu.Bench(META, tiny=True)
     ours = gpu.Student(bench, "base", gpu.RANKCSE, "fp32")
@@ -131,7 +132,7 @@ def test_losses_that_the_gpu_benchmark_compares_lie_on_their_device(monkeypatch:
     assert {loss.device for loss in (ours.loss_of_next(), theirs.loss(), ranks.loss())} == {META}
 
 
-def test_other_parts_of_the_reference_style_lie_on_their_device() -> None:
+def test_other_parts_of_the_reference_style_stay_on_their_device() -> None:
     cosines, mask = torch.empty(8, 8, device=META), torch.ones(8, 7, dtype=torch.long, device=META)
     model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
     hidden = _through_layers(model.to(META), torch.empty(8, 7, 8, device=META), mask)

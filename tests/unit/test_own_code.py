@@ -1,4 +1,4 @@
-"""docs/extending.md: the code of the page, written out, named in a recipe and run."""
+"""docs/how-to/extend.md: the code of the page, written to files, named in a recipe and run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import pytest
 import torch
 import yaml
 
-from distcse.errors import RecipeError
-from distcse.events import Event, Reporter, StepReport
+from distcse.errors import CustomClassError, InvalidValueError
+from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.preparation import embed_corpus
 from distcse.experiments.distillation.run import run
 from distcse.losses import build_objective, gather_views
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from tests.conftest import ROOT
+from tests.failures import fails_with
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 TERM = "objective={tau1: 0.05, info_nce: null, consistency: null, rank: null, custom: {mine: {class_path: '%s', kwargs: %s}}}"
 
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the page's modules in it, on the path."""
-    folder = tmp_path / "own"
+    """A folder on the import path with the page's modules."""
+    folder = tmp_path / "custom"
     folder.mkdir()
     for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.S):
         (folder / name).write_text(code)
@@ -38,7 +39,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *overrides: str) -> Recipe:
-    """A small job with the page's YAML over it."""
+    """Load a small recipe that is updated with the page's YAML."""
     document = yaml.safe_load((recipe_with(), tmp_path / "recipe.yaml")[1].read_text())
     objective, teachers = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S))
     document.update(objective)
@@ -48,10 +49,10 @@ def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *over
     return load_recipe(str(file), overrides)
 
 
-def test_a_term_may_be_called_what_it_likes(modules: Path) -> None:
+def test_a_term_may_have_any_free_name(modules: Path) -> None:
     names = ["margin.v2", "update", "training", "values"]
-    own = {name: {"class_path": "my_terms:Correlation"} for name in names}
-    section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": None, "own": own})
+    custom = {name: {"class_path": "my_terms:Correlation"} for name in names}
+    section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": None, "custom": custom})
     assert list(build_objective(section).terms) == names
 
 
@@ -64,34 +65,36 @@ def test_a_run_with_the_pages_term_and_teacher(
     losses = [event.losses for event in events if isinstance(event, StepReport)]
     assert losses[-1]["correlation"] < losses[0]["correlation"] and losses[0]["loss"] == losses[0]["correlation"]
     assert result.evaluation is not None
-    kinds = {about.name: (about.kind, about.source) for about in result.evaluation.models}
+    kinds = {info.name: (info.kind, info.source) for info in result.evaluation.models}
     assert kinds["teacher 1"] == ("own", "my_teachers:Trigrams") and kinds["teacher 0"][0] == "bi-encoder"
-    again: list[Event] = []
-    embed_corpus(recipe, Reporter(again.append))
-    told = [event.note for event in again if getattr(event, "name", "") == "teacher 1"]
-    assert told[0] == "0 embedded, 384 reused"
+    later: list[Event] = []
+    embed_corpus(recipe, Reporter(later.append))
+    notes = [event.note for event in later if isinstance(event, StageProgress) and event.name == "teacher 1"]
+    assert notes[0] == "0 embedded, 384 reused"
 
 
-def test_its_knobs_change_its_table(recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path) -> None:
+def test_kwargs_change_the_fingerprint_of_a_teacher(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path
+) -> None:
     from distcse.teachers.factory import fingerprint, scores_pairs
 
-    one = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
-    wider = one.model_copy(update={"kwargs": {"width": 2048}})
-    assert fingerprint(one) == fingerprint(one) != fingerprint(wider) and not scores_pairs(one)
+    teacher = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
+    wider = teacher.model_copy(update={"kwargs": {"width": 2048}})
+    assert fingerprint(teacher) == fingerprint(teacher) != fingerprint(wider) and not scores_pairs(teacher)
 
 
-def test_two_workers_have_the_loss_of_one(modules: Path, recipe_with: Callable[..., Recipe]) -> None:
+def test_the_losses_of_two_workers_add_up_to_that_of_one(modules: Path, recipe_with: Callable[..., Recipe]) -> None:
     objective = build_objective(recipe_with(TERM % ("my_terms:Correlation", "{power: 2.0}")).objective)
     torch.manual_seed(0)
     z1, z2, lists = torch.randn(8, 4), torch.randn(8, 4), torch.rand(8, 8)
     views = gather_views(z1, z2)
-    whole, parts = objective(views, TeacherOutputs(lists))
+    total, terms = objective(views, TeacherOutputs(lists))
     halves = []
     for offset in (0, 4):
         part = slice(offset, offset + 4)
-        mine = type(views)(z1[part], z2[part], z1, z2, offset)
-        halves.append(objective(mine, TeacherOutputs(lists[part]))[0])
-    assert torch.allclose(whole, halves[0] + halves[1]) and float(parts["mine"]) > 0
+        worker_views = type(views)(z1[part], z2[part], z1, z2, offset)
+        halves.append(objective(worker_views, TeacherOutputs(lists[part]))[0])
+    assert torch.allclose(total, halves[0] + halves[1]) and float(terms["mine"]) > 0
 
 
 ODD = """
@@ -106,71 +109,62 @@ class Lists(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("code", "knobs", "told"),
+    ("class_path", "kwargs", "named"),
     [
-        ("my_terms:Correlation", "{powr: 1.0}", "does not take objective.custom.mine.kwargs"),
-        ("my_terms:Corelation", "{}", "module my_terms has no class Corelation"),
-        ("my_therms:Correlation", "{}", "there is no module 'my_therms' to import; install it, or put its folder on"),
-        ("odd_terms:Heavy", "{}", "has weights of its own"),
-        ("odd_terms:NoModule", "{}", "is no torch.nn.Module"),
+        ("my_terms:Correlation", "{powr: 1.0}", ("objective.custom.mine.kwargs", "powr")),
+        ("my_terms:Corelation", "{}", ("my_terms", "Corelation")),
+        ("my_therms:Correlation", "{}", ("my_therms",)),
+        ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
+        ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
     ],
 )
-def test_a_term_that_cannot_be_is_told_before_the_work(
-    code: str, overrides: str, told: str, recipe_with: Callable[..., Recipe], modules: Path
+def test_an_unusable_term_is_refused_before_any_work(
+    class_path: str, kwargs: str, named: tuple[str, ...], recipe_with: Callable[..., Recipe], modules: Path
 ) -> None:
     (modules / "odd_terms.py").write_text(ODD)
-    recipe = recipe_with(TERM % (code, overrides))
-    with pytest.raises(RecipeError, match=re.escape(told)):
+    recipe = recipe_with(TERM % (class_path, kwargs))
+    with fails_with(CustomClassError, *named):
         run(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists()
 
 
-def test_what_a_recipe_alone_can_tell(recipe_with: Callable[..., Recipe], modules: Path) -> None:
-    for overrides, told in (
-        (
-            [TERM % ("my_terms", "{}")],
-            "objective.custom.mine.class_path: 'my_terms' names no class; write module:Class",
-        ),
-        ([TERM.replace("custom: {mine:", "own: {loss:") % ("a:B", "{}")], "a term called 'loss', a name that is taken"),
-        ([TERM.replace("custom: {mine:", "own: {kept_found:") % ("a:B", "{}")], "a name that is taken"),
-        (["teachers.encoders.0.kwargs={width: 3}"], "knobs are for a teacher of your own"),
+def test_invalid_custom_classes_in_a_recipe_are_refused(recipe_with: Callable[..., Recipe], modules: Path) -> None:
+    cases: tuple[tuple[list[str], tuple[str, ...]], ...] = (
+        ([TERM % ("my_terms", "{}")], ("objective.custom.mine.class_path", "my_terms")),
+        ([TERM.replace("mine:", "loss:") % ("a:B", "{}")], ("custom", "loss")),
+        ([TERM.replace("mine:", "kept_found:") % ("a:B", "{}")], ("custom", "kept_found")),
+        (["teachers.encoders.0.kwargs={width: 3}"], ("teachers.encoders.0", "kwargs")),
         (
             ["teachers.encoders.0.class_path=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"],
-            "keep one of them",
+            ("teachers.encoders.0", "class_path", "endpoint"),
         ),
-        (
-            ["teachers.encoders.0.class_path=a:B"],
-            "max_length is of a model that is loaded here, and this teacher's code would not",
-        ),
-        (
-            ["teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]"],
-            "prompt is of a model that is loaded here",
-        ),
+        (["teachers.encoders.0.class_path=a:B"], ("teachers.encoders.0", "max_length")),
+        (["teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]"], ("teachers.encoders.0", "prompt")),
         (
             ["teachers.encoders=[{backbone: m, endpoint: {url: 'http://h/v1'}, precision: bf16}]"],
-            "precision is of a model that is loaded here, and this teacher's endpoint would not hear of it",
+            ("teachers.encoders.0", "precision", "endpoint"),
         ),
-    ):
-        with pytest.raises(RecipeError, match=re.escape(told)):
+    )
+    for overrides, named in cases:
+        with fails_with(InvalidValueError, *named):
             recipe_with(*overrides)
     (modules / "odd_terms.py").write_text(ODD)
-    without = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
-    with pytest.raises(RecipeError, match=re.escape("a term of objective.custom needs the teachers' lists")):
-        run(without, Reporter())
+    recipe = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
+    with fails_with(InvalidValueError, "objective.custom", "teachers.encoders"):
+        run(recipe, Reporter())
 
 
-def test_a_teacher_that_is_none(recipe_with: Callable[..., Recipe], modules: Path) -> None:
-    for code, told in (
-        ("my_terms:Correlation", "wants a method encode(texts, …) and a string fingerprint"),
-        ("my_teachers:Bigrams", "module my_teachers has no class Bigrams"),
+def test_an_unusable_teacher_is_refused(recipe_with: Callable[..., Recipe], modules: Path) -> None:
+    for class_path, named in (
+        ("my_terms:Correlation", ("encode", "fingerprint")),
+        ("my_teachers:Bigrams", ("my_teachers", "Bigrams")),
     ):
-        with pytest.raises(RecipeError, match=re.escape(told)):
-            run(
-                recipe_with(f"teachers.encoders.0.class_path={code}", "teachers.encoders.0.max_length=null"), Reporter()
-            )
+        recipe = recipe_with(f"teachers.encoders.0.class_path={class_path}", "teachers.encoders.0.max_length=null")
+        with fails_with(CustomClassError, *named):
+            run(recipe, Reporter())
 
 
-def test_a_plan_leaves_out_what_it_cannot_know(
+def test_a_plan_names_the_teacher_that_it_cannot_estimate(
     recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from distcse.plan import main

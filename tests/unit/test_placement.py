@@ -9,7 +9,14 @@ import pytest
 
 from distcse.errors import RecipeError, RunError
 from distcse.ray_backend.network import interface_of
-from distcse.ray_backend.nodes import Node, ResourceRequest, even_share, find_shortfall, fitting, refuse_impossible
+from distcse.ray_backend.nodes import (
+    Node,
+    ResourceRequest,
+    count_fitting,
+    even_share,
+    find_shortfall,
+    refuse_impossible,
+)
 from distcse.recipe import load_recipe
 
 
@@ -70,7 +77,7 @@ def test_cpus_are_shared_as_nodes_allow() -> None:
     assert even_share([8, 8], 3) == 4  # not 5.3: no worker lies on two nodes
     assert even_share([8, 2], 3) == 2.6
     assert even_share([0, 4], 4) == 1
-    assert fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
+    assert count_fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
 
 
 def test_the_interface_of_an_address() -> None:

@@ -1,4 +1,4 @@
-"""`precision: auto`: what is chosen on which device, that it is reported and kept, and that slow choices are warned of."""
+"""`precision: auto`: which precision is selected on which device; that it is reported and stored; warnings of slow precisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import distcse
 from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
-from distcse.errors import RecipeError
+from distcse.errors import SearchSpaceError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.mutual.roles import with_precisions as with_precisions_of_groups
@@ -24,13 +24,14 @@ from distcse.ray_backend.node_speeds import ClusterSpeeds
 from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
 from tests.conftest import ROOT
+from tests.failures import fails_with
 
 MakeRecipe = Callable[..., Recipe]
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-"""A CPU without AVX-512, as PyTorch and oneDNN see it."""
+"""Simulates a CPU without AVX-512 for PyTorch and oneDNN."""
 AVX512_ONLY = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
-"""A CPU with AVX-512 and without bf16 units: PyTorch says bf16 is supported, and it is slow."""
+"""Simulates a CPU with AVX-512 and without bf16 units: PyTorch reports support of bf16, which is slow."""
 
 FAST = DeviceSpeed("Xeon (AMX)", "cpu", frozenset({"bf16"}), {"bf16": 6.0, "fp16": 0.3})
 SLOW = DeviceSpeed("EPYC (AVX2)", "cpu", frozenset(), {"bf16": 0.018, "fp16": 0.02})
@@ -54,43 +55,45 @@ V100 = DeviceSpeed("NVIDIA V100", "gpu", frozenset({"fp16"}), {})
         ([], "fp32"),
     ],
 )
-def test_auto_is_bf16_where_every_device_of_the_role_is_fast_at_it(devices: list[DeviceSpeed], chosen: str) -> None:
+def test_auto_is_bf16_if_every_device_of_the_role_is_fast_at_it(devices: list[DeviceSpeed], chosen: str) -> None:
     assert Role("student", "training.precision", "auto", devices).precision == chosen
 
 
-def test_what_was_asked_for_stays_and_is_warned_of_with_the_measured_ratio() -> None:
-    seen: list[Event] = []
+def test_a_requested_precision_is_kept_and_warned_of_if_slow() -> None:
+    events: list[Event] = []
     roles = [
         Role("student", "training.precision", "bf16", [SLOW, FAST]),
         Role("teacher 0", "teachers.encoders.0.precision", "bf16", [SLOW]),
         Role("teacher 1", "teachers.encoders.1.precision", "fp16", [SLOW]),
         Role("evaluation", "evaluation.precision", "auto", [SLOW]),
     ]
-    report_precisions(roles, seen.append)
-    (stage,) = (event for event in seen if isinstance(event, StageProgress))
+    report_precisions(roles, events.append)
+    (stage,) = (event for event in events if isinstance(event, StageProgress))
     assert stage.note.startswith("bf16: student, teacher 0; fp16: teacher 1; fp32: evaluation (")
-    both, half = (event.text for event in seen if isinstance(event, LogMessage) and event.warning)
-    assert both.startswith("training.precision, teachers.encoders.0.precision: bf16") and "0.018x" in both
-    assert half.startswith("teachers.encoders.1.precision: fp16") and "0.02x" in half
+    warning_bf16, warning_fp16 = (event.text for event in events if isinstance(event, LogMessage) and event.warning)
+    assert (
+        warning_bf16.startswith("training.precision, teachers.encoders.0.precision: bf16") and "0.018x" in warning_bf16
+    )
+    assert warning_fp16.startswith("teachers.encoders.1.precision: fp16") and "0.02x" in warning_fp16
 
 
-def test_nothing_is_reported_where_nothing_was_to_be_chosen() -> None:
-    seen: list[Event] = []
-    report_precisions([Role("student", "training.precision", "fp32", [FAST])], seen.append)
-    assert not seen
+def test_nothing_is_reported_if_all_roles_request_fp32() -> None:
+    events: list[Event] = []
+    report_precisions([Role("student", "training.precision", "fp32", [FAST])], events.append)
+    assert not events
 
 
-def test_nodes_of_one_kind_are_one_line() -> None:
-    seen: list[Event] = []
+def test_nodes_of_one_name_are_reported_once() -> None:
+    events: list[Event] = []
     nodes = [DeviceSpeed("EPYC", "cpu", frozenset({"bf16"}), {"bf16": 2.0 + n / 10}) for n in range(5)]
-    report_precisions([Role("student", "training.precision", "auto", nodes)], seen.append)
-    assert [event.note for event in seen if isinstance(event, StageProgress)] == [
+    report_precisions([Role("student", "training.precision", "auto", nodes)], events.append)
+    assert [event.note for event in events if isinstance(event, StageProgress)] == [
         "bf16: student (EPYC: bf16 products 2x as fast as fp32)"
     ]
 
 
-def held_to(environment: dict[str, str]) -> dict[str, str]:
-    """This process's environment, its kernels held to nothing but what is given: the tests themselves may run under AVX2."""
+def with_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Return this process's environment with only the given limits of kernels; the tests themselves may run under AVX2."""
     return {**{name: value for name, value in os.environ.items() if name not in AVX2}, **environment}
 
 
@@ -99,38 +102,38 @@ def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
         "import json; from distcse.device import cpu_speed; s = cpu_speed();"
         "print(json.dumps({'precision': s.precision, 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=held_to(environment), capture_output=True, text=True, check=True
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=with_environment(environment), capture_output=True, text=True, check=True
     )
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
 
-def test_without_avx512_pytorch_says_no_and_the_product_is_slow() -> None:
+def test_without_avx512_bf16_is_not_native_and_slow() -> None:
     found = speeds_under(AVX2)
     assert found["precision"] == "fp32" and "bf16" not in found["native"] and found["speedups"]["bf16"] < 1
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this CPU has no AVX-512")
-def test_where_pytorch_says_yes_and_bf16_is_emulated_the_timed_product_decides() -> None:
+def test_emulated_bf16_is_native_but_measured_as_slow() -> None:
     found = speeds_under(AVX512_ONLY)
     assert found["precision"] == "fp32" and "bf16" in found["native"] and found["speedups"]["bf16"] < MIN_SPEEDUP
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX-512 bf16")
-def test_with_bf16_units_bf16_is_chosen() -> None:
+def test_with_bf16_units_bf16_is_selected() -> None:
     assert speeds_under({})["precision"] == "bf16"
 
 
 def test_a_pytorch_without_onednn_has_no_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels for Apple silicon; some for Arm lack the question alone."""
+    """Wheels for Apple silicon have no oneDNN; some for Arm lack only the query of its support."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not onednn_supports("bf16")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert not onednn_supports("a precision that no operator names")
 
 
-def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
+def test_measuring_changes_neither_threads_nor_the_random_generator() -> None:
     cpu_speed.cache_clear()
     torch.manual_seed(0)
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
@@ -138,58 +141,56 @@ def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
 
 
-def test_a_speedup_is_the_plain_way_s_time_over_the_other_s() -> None:
+def test_the_speedup_is_the_ratio_of_times() -> None:
     def work(number: int) -> Callable[[], object]:
         return lambda: sum(range(number))
 
     assert speedup(work(400_000), work(100_000)) > 2
 
 
-def test_a_run_keeps_what_was_chosen(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine may choose otherwise; a resumed or repeated run does not choose at all."""
+def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine might select other ones; a resumed or repeated run uses the stored ones."""
     auto = {"training.precision": "auto", "teachers.encoders.0.precision": "auto", "evaluation.precision": "auto"}
     recipe = with_values(recipe_with("training.max_steps=2"), auto)
     monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: SLOW)
-    seen: list[Event] = []
-    first = distcse.run(recipe, listen=seen.append)
-    (told,) = (event.note for event in seen if isinstance(event, StageProgress) and event.name == "precision")
-    assert told.startswith("fp32: student, teacher 0, teacher 1, evaluation (EPYC (AVX2): bf16 products 0.018x")
+    events: list[Event] = []
+    first = distcse.run(recipe, listen=events.append)
+    (note,) = (event.note for event in events if isinstance(event, StageProgress) and event.name == "precision")
+    assert note.startswith("fp32: student, teacher 0, teacher 1, evaluation (EPYC (AVX2): bf16 products 0.018x")
     stored = read_recipe(str(first.directory / "recipe.yaml"))
     assert isinstance(stored, Recipe)
     assert [stored.training.precision, stored.evaluation.precision] == ["fp32", "fp32"]
     monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
-    again = distcse.rerun(first.directory, listen=seen.append)
-    assert again.compared is not None and "equal" in again.compared.told
-    stored = read_recipe(str(again.directory / "recipe.yaml"))
+    repeated = distcse.rerun(first.directory, listen=events.append)
+    assert repeated.compared is not None and "equal" in repeated.compared.description
+    stored = read_recipe(str(repeated.directory / "recipe.yaml"))
     assert isinstance(stored, Recipe) and stored.training.precision == "fp32"
 
 
-def test_a_run_in_bf16_is_one_where_the_device_is_fast(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_is_selected_on_a_fast_device(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
     recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Reporter())
-    assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # as the recipe says
+    assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # the recipe's value
 
 
-def test_an_embedding_pass_asks_for_its_teachers_devices_alone(
+def test_an_embedding_pass_checks_only_its_teachers_devices(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a cluster that has no room for the training workers, too: nothing is trained."""
+    """It also works on a cluster that is too small for the training workers, because nothing is trained."""
     recipe = with_values(recipe_with("training.workers=4"), {"teachers.encoders.1.precision": "auto"})
     nodes = [(Node("teachers", {"CPU": 1.0}, {}), [FAST])]
     monkeypatch.setattr("distcse.experiments.distillation.roles.needs_no_cluster", lambda: False)
     monkeypatch.setattr("distcse.experiments.distillation.roles.cluster_speeds", lambda: ClusterSpeeds(nodes))
     monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: [node for node, _ in nodes])
-    seen: list[Event] = []
-    decided = with_teacher_precisions(recipe, Reporter(seen.append))
+    events: list[Event] = []
+    decided = with_teacher_precisions(recipe, Reporter(events.append))
     assert [teacher.precision for teacher in decided.teachers.encoders] == ["fp32", "bf16"]
-    assert [event.note for event in seen if isinstance(event, StageProgress)] == [
+    assert [event.note for event in events if isinstance(event, StageProgress)] == [
         "fp32: teacher 0; bf16: teacher 1 (Xeon (AMX): bf16 products 6x as fast as fp32)"
     ]
 
 
-def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any) -> None:
+def test_all_groups_get_the_same_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any) -> None:
     from tests.pairs import make_mutual_recipe
 
     recipe = make_mutual_recipe(tmp_path, {"one": tiny()}, ["a sentence", "another one", "a third"])
@@ -202,7 +203,7 @@ def test_groups_are_decided_for_together(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert {getattr(found, key).precision for key in keys} == {chosen}
 
 
-def test_no_engine_decides_for_itself(recipe_with: MakeRecipe) -> None:
+def test_an_engine_refuses_auto(recipe_with: MakeRecipe) -> None:
     from distcse.trainer.engines import TorchEngine
 
     training = recipe_with("training.precision=auto").training
@@ -212,34 +213,36 @@ def test_no_engine_decides_for_itself(recipe_with: MakeRecipe) -> None:
     assert decided("bf16") == "bf16"
 
 
-def test_a_space_does_not_search_auto(recipe_with: MakeRecipe, labelled: Path) -> None:
+def test_auto_cannot_be_searched(recipe_with: MakeRecipe, labelled: Path) -> None:
     from distcse.recipe import Sweep
     from distcse.tuning.sweep import check
 
     sweep = Sweep.model_validate({"name": "s", "parameters": {"training.precision": {"values": ["auto", "bf16"]}}})
-    with pytest.raises(RecipeError, match=r"knobs\.training\.precision"):
+    with fails_with(SearchSpaceError, "parameters.training.precision"):
         check(recipe_with(f"evaluation.data={labelled}"), sweep)
 
 
-def test_plan_and_doctor_choose_as_a_run_does(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_and_doctor_select_the_same_precision_as_a_run(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from distcse.health import machine
     from distcse.planning import opening
     from distcse.planning.machines import parse_cluster
 
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        for where in ("distcse.planning.opening", "distcse.health.machine", "distcse.experiments.distillation.roles"):
-            monkeypatch.setattr(f"{where}.local_speed", lambda device=device: device)
+        for module in ("distcse.planning.opening", "distcse.health.machine", "distcse.experiments.distillation.roles"):
+            monkeypatch.setattr(f"{module}.local_speed", lambda device=device: device)
         planned = opening.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
         assert with_precisions(recipe, Reporter()).training.precision == chosen
-        (check,) = machine.precision(recipe)
+        (check,) = machine.check_precision(recipe)
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):
         planned = opening.with_precisions(recipe, parse_cluster(cluster))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
     monkeypatch.setattr("distcse.health.machine.local_speed", lambda: SLOW)
-    (check,) = machine.precision(with_values(recipe, {"training.precision": "bf16"}))
+    (check,) = machine.check_precision(with_values(recipe, {"training.precision": "bf16"}))
     assert check.verdict == "warn" and "training.precision" in check.fix
 
 
@@ -258,7 +261,7 @@ class Products(TorchDispatchMode):
             self.counts[kind] = self.counts.get(kind, 0) + 1
         return function(*arguments, **(named or {}))
 
-cpu_speed()  # its timed products are not the run's
+cpu_speed()  # so that its timed products are not counted
 events = []
 with Products():
     run = distcse.run("quickstart", *sys.argv[1:], listen=events.append)
@@ -269,7 +272,7 @@ print(json.dumps({"counts": Products.counts, "chosen": chosen}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [AVX2, {}], ids=["avx2", "this CPU"])
-def test_the_quickstart_computes_in_what_the_cpu_is_fast_at(
+def test_the_quickstart_computes_in_the_precision_that_the_cpu_is_fast_at(
     environment: dict[str, str], minilm: str, sentences: list[str], tmp_path: Path
 ) -> None:
     text = tmp_path / "sentences.txt"
@@ -286,15 +289,15 @@ def test_the_quickstart_computes_in_what_the_cpu_is_fast_at(
         f"storage.runs={tmp_path / 'runs'}",
         f"storage.cache={tmp_path / 'cache'}",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _COUNTED, *overrides],
-        env=held_to(environment),
+        env=with_environment(environment),
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(result.stdout.splitlines()[-1])
     chosen = speeds_under(environment)["precision"]
     assert found["chosen"].startswith(f"{chosen}: student, teacher 0, evaluation (")
     assert ("torch.bfloat16" in found["counts"]) == (chosen == "bf16"), found

@@ -1,4 +1,4 @@
-"""What a person sees while a run is under way: live, plain, quiet; and what a program reads."""
+"""Views of a run's progress: live, plain, quiet and JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN: list[Event] = [
 
 
 def live(width: int, *events: Event) -> tuple[list[str], str]:
-    """The bars on a terminal of a width, and the lines above them."""
+    """Return the bars on a terminal of the given width, and the lines printed above them."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width, no_color=True, color_system=None)
     progress = live_progress(console)
     view = LiveView(console, progress)
@@ -47,11 +47,11 @@ def live(width: int, *events: Event) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_a_narrow_terminal_loses_the_right_end_alone(width: int) -> None:
+def test_a_narrow_terminal_cuts_off_only_the_right_end(width: int) -> None:
     (bar,), above = live(width, *RUN)
     assert len(bar) <= width
     assert bar.startswith("train") and "4,200/12,000" in bar and "1:05:00" in bar and "2.00 steps/s" in bar
-    assert ("loss 1.2500" in bar) is (width >= 100) and ("teachers waited for 2.0%" in bar) is (width >= 160)
+    assert ("loss 1.2500" in bar) is (width >= 100) and ("teacher wait 2.0%" in bar) is (width >= 160)
     assert "corpus    1,000 sentences" in above and "agreement 55.50  (best 61.00 at step 200)" in above
 
 
@@ -60,7 +60,7 @@ def test_the_bar_shows_the_dev_scores_so_far() -> None:
     assert "dev 55.50 ▁█▄" in bar
 
 
-def test_the_end_takes_the_bar_away() -> None:
+def test_the_last_step_removes_the_bar() -> None:
     last = StepReport(12_000, 12_000, {"loss": 1.0}, 0.0, 0.5, 0.0)
     assert live(80, *RUN, last)[0] == [""]
 
@@ -87,38 +87,38 @@ def test_without_a_terminal_every_line_is_plain_and_complete(capsys: pytest.Capt
         assert isinstance(view, PlainView)
         for event in RUN:
             view.show(event)
-    told = capsys.readouterr()
-    assert told.out == "" and "\x1b" not in told.err
-    for words in (
+    printed = capsys.readouterr()
+    assert printed.out == "" and "\x1b" not in printed.err
+    for text in (
         "corpus    1,000 sentences",
         "step 4200/12000  loss 1.2500",
         "1:05:00 left",
         "warning   2 rows are blank",
     ):
-        assert words in told.err
+        assert text in printed.err
 
 
-def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
     monkeypatch.setenv("TERM", "xterm-256color")
     with open_view() as view:
         assert isinstance(view, LiveView)
         view.show(LogMessage("careful", warning=True))
-    told = capsys.readouterr().err
-    assert "careful" in told and "\x1b[33m" not in told and "\x1b[36m" not in told
+    printed = capsys.readouterr().err
+    assert "careful" in printed and "\x1b[33m" not in printed and "\x1b[36m" not in printed
 
 
-def test_quiet_tells_warnings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_only_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     with open_view(quiet=True) as view:
         assert isinstance(view, QuietView)
         for event in RUN:
             view.show(event)
-    told = capsys.readouterr()
-    assert told.out == "" and told.err == "warning   2 rows are blank\n"
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == "warning   2 rows are blank\n"
 
 
-def test_programs_read_the_lines_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_equal_those_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[Event] = [*RUN, GroupEvent("full", STEPS)]
     directory = RunDirectory(tmp_path)
     with open_view(json=True) as view:
@@ -128,4 +128,4 @@ def test_programs_read_the_lines_of_events_jsonl(tmp_path: Path, capsys: pytest.
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     stored = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [{**line, "time": 0} for line in shown] == [{**line, "time": 0} for line in stored]
-    assert shown[-1]["group"] == "full" and shown[-1]["event"] == "Steps" and shown[-1]["losses"]["rank"] == 0.85
+    assert shown[-1]["group"] == "full" and shown[-1]["event"] == "StepReport" and shown[-1]["losses"]["rank"] == 0.85

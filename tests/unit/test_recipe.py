@@ -66,6 +66,8 @@ def test_table_9(name: str) -> None:
     assert recipe.objective.tau1 == 0.05
     weights = [teacher.alpha for teacher in recipe.teachers.encoders]
     assert weights[0] / sum(weights) == pytest.approx(1 / 3)
+    assert recipe.evaluation.final_suites == "with_transfer"
+    assert recipe.dev_score == "agreement" and load_recipe(name, ["evaluation.data=x"]).dev_score == "stsb"
 
 
 @pytest.mark.parametrize("name", SIMCSE)
@@ -84,6 +86,9 @@ def test_diffcse(name: str) -> None:
     assert terms.detection is not None and recipe.student.projection == "batch_norm_mlp"
     found = (training.batch_size, training.lr, terms.detection.masking_ratio, terms.detection.weight)
     assert found == DIFFCSE[name] and training.epochs == 2
+    assert terms.detection.sampling == "argmax"
+    suites = "with_transfer" if name.endswith("-transfer") else None
+    assert recipe.evaluation.final_suites == suites and recipe.dev_score == "none"
 
 
 @pytest.mark.parametrize("name", RANK_ENCODER)
@@ -154,13 +159,14 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("objective.rank.form=listnet", "did you mean 'list_net'?"),
         ("training=5", "training is 5; expected keys of its own"),
         ("training.workers=3", "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4"),
-        ("training.dropout_rng_streams=3", "dropout_streams is 3, which does not divide batch_size 128"),
+        ("training.dropout_rng_streams=3", "dropout_rng_streams is 3, which does not divide batch_size 128"),
         ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
         ("corpus.path=x.txt", "gives path and docstrings, but a corpus has one source"),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
         ("evaluation.dev=stsb", "evaluation.data is not set"),
         ("evaluation.final_suites=[sts]", "evaluation.data is not set"),
+        ("evaluation.final_suites=sts", "evaluation.final_suites is 'sts'; allowed: with_transfer or a list or null"),
         ("evaluation.num_heldout=2", "agreement needs teachers and evaluation.num_heldout of at least 3"),
         ("name=a/b", "allowed: letters, digits"),
         ("teachers.encoders.1.alpha=3", "'1' is no place in a list of 1; allowed: 0 to 0"),

@@ -1,4 +1,4 @@
-"""docs/recipe-reference.md is what the types say."""
+"""docs/reference/recipe.md is what the types say."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distcse.recipe.reference import _sections, reference, told_type
 from distcse.recipe.section import Section
 from tests.conftest import ROOT
 
-PAGE = ROOT / "docs" / "recipe-reference.md"
+PAGE = ROOT / "docs" / "reference" / "recipe.md"
 
 
 def test_the_committed_page_is_what_the_types_say() -> None:
-    told = "docs/recipe-reference.md is behind the types; run: python -m distcse.recipe > docs/recipe-reference.md"
+    told = "docs/reference/recipe.md is behind the types; run: python -m distcse.recipe reference > docs/reference/recipe.md"
     assert PAGE.read_text(encoding="utf-8") == reference(), told
 
 

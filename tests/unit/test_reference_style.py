@@ -125,7 +125,7 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) 
         (OurPairStep(bi, bi_tokens, section), load(str(tiny("bert"))), False),
         (OurPairStep(cross, cross_tokens, section), model, True),
     ):
-        places = ours.task._mine(0)
+        places = ours.task._rank_rows(0)
         labels = ours.task._labels[torch.from_numpy(places)]
         if is_cross:
             read = [cross_tokens._rows[p] for p in places]

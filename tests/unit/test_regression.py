@@ -1,4 +1,4 @@
-"""Vector targets: onto one teacher as it is, onto several joined and projected."""
+"""Vector targets: one teacher's vectors unchanged, and several teachers' vectors joined and projected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from distcse.errors import RecipeError, TeacherError
+from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.distillation.run import run
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
@@ -18,7 +18,8 @@ from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_card
 from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
-from tests.jobs import make_spec, trained_in_one_go_and_in_two
+from tests.failures import fails_with
+from tests.jobs import make_spec, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -40,7 +41,7 @@ def test_errors_by_hand() -> None:
 
 
 @pytest.mark.parametrize("form", ["cosine", "mse"])
-def test_both_views_learn_and_workers_add_up(form: str) -> None:
+def test_the_loss_is_the_mean_over_both_views(form: str) -> None:
     section = {"info_nce": None, "consistency": None, "rank": None, "regression": {"form": form, "weight": 2.0}}
     objective = build_objective(ObjectiveSection.model_validate(section))
     random = torch.Generator().manual_seed(0)
@@ -53,12 +54,12 @@ def test_both_views_learn_and_workers_add_up(form: str) -> None:
     torch.testing.assert_close(parts["regression"], mean)
 
 
-def test_principal_components_keep_inner_products_and_turn_towards_the_start() -> None:
+def test_the_projection_keeps_inner_products_and_is_rotated_towards_the_start() -> None:
     random = np.random.default_rng(0)
     start = random.normal(size=(400, 6))
     start /= np.linalg.norm(start, axis=1, keepdims=True)
-    turn = np.linalg.qr(random.normal(size=(20, 20)))[0]
-    joined = np.concatenate([start, 0.01 * random.normal(size=(400, 14))], axis=1) @ turn  # six directions matter
+    rotation = np.linalg.qr(random.normal(size=(20, 20)))[0]
+    joined = np.concatenate([start, 0.01 * random.normal(size=(400, 14))], axis=1) @ rotation  # six directions matter
     found = fit_projection(joined.astype(np.float32), joined[:100].astype(np.float32), start[:100].astype(np.float32))
     assert found.shape == (20, 6)
     np.testing.assert_allclose(found.T @ found, np.eye(6), atol=1e-5)
@@ -68,7 +69,7 @@ def test_principal_components_keep_inner_products_and_turn_towards_the_start() -
     np.testing.assert_allclose(narrow @ narrow.T, np.eye(4), atol=1e-5)
 
 
-def test_one_teacher_of_the_students_width_is_the_target_as_it_is(recipe_with: MakeRecipe) -> None:
+def test_one_teacher_of_the_students_dimension_is_not_projected(recipe_with: MakeRecipe) -> None:
     spec, tables = make_spec(recipe_with(*ALONE, "objective.regression={teachers: [1]}"))
     assert spec.targets is not None and spec.targets.projection is None
     rows = np.array([5, 0, 17])
@@ -88,7 +89,7 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
 
 
 @pytest.mark.parametrize("form", ["cosine", "mse"])
-def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: str) -> None:
+def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe, form: str) -> None:
     overrides = (
         *ALONE,
         f"objective.regression={{form: {form}, teachers: [1]}}",
@@ -106,16 +107,16 @@ def test_a_student_comes_nearer_to_its_targets(recipe_with: MakeRecipe, form: st
 
 
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
-    undisturbed, spec = trained_in_one_go_and_in_two(recipe_with(*ONTO_ALL))
+    undisturbed, spec = train_with_and_without_interruption(recipe_with(*ONTO_ALL))
     assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
 
 
-def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
-    """And what it says is so: joined, weighed and projected, the teachers' vectors are the targets."""
+def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
+    """Teacher vectors that are joined, weighted and projected as the card describes equal the targets."""
     result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Reporter())
     write_card(result)
     card = (result.directory.model / "README.md").read_text()
-    assert "each times the root of its share" in card
+    assert "distcse/projection.safetensors" in card
     teachers = result.recipe.teachers.encoders
     lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:20]
     vectors = [Encoder.from_section(teacher).encode(lines, normalize=True) for teacher in teachers]
@@ -131,15 +132,15 @@ def test_the_card_says_whose_space_it_is(recipe_with: MakeRecipe) -> None:
     assert f"in the space of `{alone.recipe.teachers.encoders[1].backbone}`" in card
 
 
-def test_what_cannot_be_is_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"regression.teachers is \[2\]; name some of the teachers 0 to 1"):
+def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    with fails_with(InvalidValueError, "objective.regression.teachers", "[2]", "0 to 1"):
         recipe_with(*ALONE, "objective.regression={teachers: [2]}")
-    with pytest.raises(RecipeError, match=r"write student.projection: none"):
+    with fails_with(InvalidValueError, "objective.regression", "student.projection: none"):
         recipe_with("objective.regression={}")
-    with pytest.raises(RecipeError, match=r"objective.regression needs teachers"):
+    with fails_with(InvalidValueError, "objective.regression", "teachers"):
         recipe_with(*ALONE, "teachers.encoders=[]", "objective.regression={}")
-    (tmp_path / "torn").write_bytes(b"nothing")
-    with pytest.raises(TeacherError, match="holds no projection"):
-        read_projection(tmp_path / "torn")
-    with pytest.raises(TeacherError, match="holds no projection"):
+    (tmp_path / "damaged").write_bytes(b"nothing")
+    with fails_with(EmbeddingTableError, str(tmp_path / "damaged")):
+        read_projection(tmp_path / "damaged")
+    with fails_with(EmbeddingTableError, str(tmp_path / "absent")):
         TargetSpec([], [], tmp_path / "absent").open()

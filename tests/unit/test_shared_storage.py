@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 
 from distcse.experiments.distillation.backends import make_backend
-from distcse.ray_backend.shared_storage import look
+from distcse.ray_backend.shared_storage import check_paths
 from distcse.runs.directory import check_storage
 from tests.jobs import make_recipe
 
@@ -26,7 +26,7 @@ def test_nodes_that_look_at_the_same_time_do_not_disturb_each_other(tmp_path: Pa
         seen = []
         for _ in range(200):
             together.wait(timeout=10)
-            seen.append(look({"storage.runs": mark}, {}, "token", node))
+            seen.append(check_paths({"storage.runs": mark}, {}, "token", node))
         return seen
 
     with ThreadPoolExecutor() as nodes:
@@ -38,12 +38,12 @@ def test_nodes_that_look_at_the_same_time_do_not_disturb_each_other(tmp_path: Pa
 def test_what_a_node_sees_otherwise_is_told_with_the_knob(tmp_path: Path) -> None:
     """Another file, none, and a place to read that is not there."""
     mark = tmp_path / ".mark"
-    assert "does not see what is written" in (look({"storage.runs": mark}, {}, "token", "one") or "")
+    assert "does not see what is written" in (check_paths({"storage.runs": mark}, {}, "token", "one") or "")
     mark.write_text("another token")
-    assert "storage.runs; mend that file system" in (look({"storage.runs": mark}, {}, "token", "one") or "")
+    assert "storage.runs; mend that file system" in (check_paths({"storage.runs": mark}, {}, "token", "one") or "")
     mark.write_text("token")
     missing = tmp_path / "corpus.txt"
-    told = look({"storage.runs": mark}, {"corpus.file": missing}, "token", "one")
+    told = check_paths({"storage.runs": mark}, {"corpus.file": missing}, "token", "one")
     assert (
         told == f"has no {missing}, corpus.file; put it on storage that all nodes share, or at the same place on each"
     )

@@ -1,4 +1,4 @@
-"""Search spaces: what is sampled, what a sample comes to, and what is refused before anything starts."""
+"""Search spaces: sampling, the values that a sample gives, and spaces that are refused before a sweep starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distcse.errors import RecipeError, RunError
-from distcse.evaluation.runs import spread_of
+from distcse.errors import (
+    InvalidValueError,
+    OverrideError,
+    RecipeError,
+    RunRecordError,
+    SearchSpaceError,
+    UnknownKeyError,
+)
+from distcse.evaluation.runs import compute_spread
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.tuning.importance import importances
-from distcse.tuning.records import Trial, TrialMetric, read_trials, readable_trials, winner_of
+from distcse.tuning.records import Trial, TrialMetric, find_best_trial, read_trials, readable_trials
 from distcse.tuning.space import Space
 from distcse.tuning.summary import dev_row
 from distcse.tuning.trial_table import rows_of, write_tables
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 
 SPACES = Path(__file__).parents[2] / "tune_spaces"
@@ -31,13 +39,13 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta"), tiny("bert")], sentences)
 
 
-def sweep_of(folder: Path, overrides: dict[str, Any], **sections: Any) -> Sweep:
+def sweep_of(folder: Path, parameters: dict[str, Any], **sections: Any) -> Sweep:
     file = folder / "space.yaml"
-    file.write_text(yaml.safe_dump({"parameters": overrides, **sections}, sort_keys=False))
+    file.write_text(yaml.safe_dump({"parameters": parameters, **sections}, sort_keys=False))
     return read_sweep(str(file))
 
 
-def test_a_grid_is_every_combination_and_relations_follow(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_grid_has_every_combination_and_computes_expressions(recipe: Recipe, tmp_path: Path) -> None:
     overrides = {
         "objective.rank.tau3": {"expression": "tau2 / 2"},
         "objective.rank.tau2": {"values": [0.05, 0.1]},
@@ -50,8 +58,8 @@ def test_a_grid_is_every_combination_and_relations_follow(recipe: Recipe, tmp_pa
     for found in values:
         assert found["objective.rank.tau3"] == found["objective.rank.tau2"] / 2
         assert found["objective.tau1"] == pytest.approx(1.5 * found["objective.rank.tau2"])
-    tried = space.recipe(space.grid()[0])
-    assert isinstance(tried, Recipe) and tried.objective.rank is not None and tried.objective.rank.tau3 == 0.025
+    first = space.recipe(space.grid()[0])
+    assert isinstance(first, Recipe) and first.objective.rank is not None and first.objective.rank.tau3 == 0.025
 
 
 @given(st.lists(st.floats(1e-6, 1 - 1e-6), min_size=3, max_size=3))
@@ -70,15 +78,15 @@ def test_weights_lie_on_their_simplex(uniform: list[float]) -> None:
     assert [values[paths[n]] for n in order] == sorted(values.values())
 
 
-def test_every_division_of_the_simplex_is_as_likely(recipe: Recipe, tmp_path: Path) -> None:
+def test_simplex_weights_are_uniform(recipe: Recipe, tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}, search={"algorithm": "random"})
     space = Space(sweep, recipe)
-    first = sorted(space.values(sample)["teachers.encoders.0.alpha"] for sample in space.draws(600, seed=3))
+    first = sorted(space.values(sample)["teachers.encoders.0.alpha"] for sample in space.draw(600, seed=3))
     for share in (0.1, 0.5, 0.9):  # of three, each weight is Beta(1, 2): P(w < x) = 1 - (1 - x)²
         assert first[int(600 * share)] == pytest.approx(1 - math.sqrt(1 - share), abs=0.06)
 
 
-def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_path: Path) -> None:
+def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Recipe, tmp_path: Path) -> None:
     overrides = {
         "training.lr": {"log_uniform": [1e-5, 1e-3]},
         "objective.rank.gamma": {"uniform": [0.5, 2]},
@@ -86,76 +94,126 @@ def test_draws_are_the_seeds_and_lie_between_their_bounds(recipe: Recipe, tmp_pa
         "student.layers": {"values": [[0, 2], [1, 3], [0, 1, 2]]},
     }
     space = Space(sweep_of(tmp_path, overrides), recipe)
-    draws = space.draws(40, seed=1)
-    assert draws == space.draws(40, seed=1) != space.draws(40, seed=2)
+    draws = space.draw(40, seed=1)
+    assert draws == space.draw(40, seed=1) != space.draw(40, seed=2)
     values = [space.values(draw) for draw in draws]
     assert all(1e-5 <= v["training.lr"] <= 1e-3 and 0.5 <= v["objective.rank.gamma"] <= 2 for v in values)
-    assert sum(v["training.lr"] < 1e-4 for v in values) > 10  # as many below the middle of a log scale as above
+    assert sum(v["training.lr"] < 1e-4 for v in values) > 10  # half of them lie below the middle of a log scale
     assert {v["training.batch_size"] for v in values} <= set(range(8, 17))
     assert {tuple(v["student.layers"]) for v in values} == {(0, 2), (1, 3), (0, 1, 2)}
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sections", "told"),
+    ("parameters", "sections", "error", "named"),
     [
-        ({"objective.rank.tau9": {"values": [1]}}, {}, "unknown key objective.rank.tau9 .*did you mean 'tau"),
-        ({"objective.detection.weight": {"values": [1]}}, {}, r"leaves objective\.detection out \(null\)"),
+        ({"objective.rank.tau9": {"values": [1]}}, {}, UnknownKeyError, ["objective.rank.tau9", "'tau3'"]),
+        ({"objective.detection.weight": {"values": [1]}}, {}, OverrideError, ["objective.detection"]),
         (
             {"objective.rank.tau2": {"uniform": [0.05, 50]}},
             {},
-            "tau2 is 50.0; allowed: at least 0.0001 and at most 10",
+            InvalidValueError,
+            ["objective.rank.tau2", "50.0"],
         ),
-        ({"objective.rank.tau2": {"unifrom": [0.05, 50]}}, {}, "unknown key .*unifrom.*did you mean 'uniform'"),
-        ({"objective.rank.tau2": {"uniform": [0.5, 0.05]}}, {}, "first bound must lie below"),
-        ({"objective.rank.tau2": {"log_uniform": [0, 0.05]}}, {}, "bounds lie above 0"),
-        ({"objective.rank.tau2": {"values": [0.1], "uniform": [0, 1]}}, {}, "gives values and uniform"),
-        ({"objective.rank.tau2": {}}, {}, "gives nothing"),
-        ({"objective.rank.tau3": {"expression": "tau7 / 2"}}, {}, "cannot be worked out; known names"),
+        ({"objective.rank.tau2": {"unifrom": [0.05, 50]}}, {}, UnknownKeyError, ["unifrom", "'uniform'"]),
+        (
+            {"objective.rank.tau2": {"uniform": [0.5, 0.05]}},
+            {},
+            InvalidValueError,
+            ["objective.rank.tau2", "[0.5, 0.05]"],
+        ),
+        (
+            {"objective.rank.tau2": {"log_uniform": [0, 0.05]}},
+            {},
+            InvalidValueError,
+            ["objective.rank.tau2", "log_uniform"],
+        ),
+        (
+            {"objective.rank.tau2": {"values": [0.1], "uniform": [0, 1]}},
+            {},
+            InvalidValueError,
+            ["objective.rank.tau2", "values and uniform"],
+        ),
+        ({"objective.rank.tau2": {}}, {}, InvalidValueError, ["objective.rank.tau2"]),
+        (
+            {"objective.rank.tau3": {"expression": "tau7 / 2"}},
+            {},
+            SearchSpaceError,
+            ["objective.rank.tau3", "tau7 / 2"],
+        ),
         (
             {"objective.rank.tau3": {"expression": "tau2 //"}, "objective.rank.tau2": {"values": [1]}},
             {},
-            "is no arithmetic",
+            SearchSpaceError,
+            ["objective.rank.tau3", "tau2 //"],
         ),
-        ({"objective.rank.tau3": {"expression": "1 / 0"}}, {}, "is no arithmetic"),
-        ({"evaluation.eval_steps": {"values": [1]}}, {}, "must be the same in all trials"),
-        ({"corpus.limit": {"values": [10]}}, {}, "must be the same in all trials"),
-        ({"seed": {"values": [10]}}, {}, "must be the same in all trials"),
-        ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, "must be the same in all trials"),
-        ({"training.workers": {"values": [1]}}, {}, "changes nothing that is learned"),
-        ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "grid"}}, "a grid has values"),
+        ({"objective.rank.tau3": {"expression": "1 / 0"}}, {}, SearchSpaceError, ["objective.rank.tau3", "1 / 0"]),
+        (
+            {"evaluation.eval_steps": {"values": [1]}},
+            {},
+            SearchSpaceError,
+            ["evaluation.eval_steps", "teachers.encoders.N.alpha"],
+        ),
+        ({"corpus.limit": {"values": [10]}}, {}, SearchSpaceError, ["corpus.limit", "teachers.encoders.N.alpha"]),
+        ({"seed": {"values": [10]}}, {}, SearchSpaceError, ["seed", "teachers.encoders.N.alpha"]),
+        (
+            {"teachers.encoders.0.backbone": {"values": ["x"]}},
+            {},
+            SearchSpaceError,
+            ["0.backbone", "teachers.encoders.N.alpha"],
+        ),
+        ({"training.workers": {"values": [1]}}, {}, SearchSpaceError, ["training.workers"]),
+        (
+            {"objective.rank.tau2": {"uniform": [0.1, 1]}},
+            {"search": {"algorithm": "grid"}},
+            InvalidValueError,
+            ["objective.rank.tau2", "grid"],
+        ),
         (
             {"student.layers": {"values": [[0, 2]]}},
             {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            "as pbt wants",
+            SearchSpaceError,
+            ["student.layers", "pbt"],
         ),
-        ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, "pbt changes values by itself"),
+        ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, InvalidValueError, ["pbt"]),
         (
             {"objective.rank.gamma": {"uniform": [0.0, 1.0]}},
             {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            "cannot become 0 in the middle of a training with objective.rank.queue",
+            SearchSpaceError,
+            ["objective.rank.gamma", "objective.rank.queue"],
         ),
         (
             {"teachers.encoders.*.alpha": {"simplex": True}},
             {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            "whose batches are grouped",
+            SearchSpaceError,
+            ["teachers.encoders.0.alpha", "training.neighbor_batching"],
         ),
-        ({"objective.rank.tau2": {"simplex": True}}, {}, r"simplex goes with a `\*`"),
-        ({"objective.rank.tau2": {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, "a seed twice is no second"),
-        ({"student.*.layers": {"simplex": True}}, {}, "fewer than two entries"),
-        ({"objective.rank.tau2": {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, "did you mean 'tpe'"),
-        ({}, {}, "parameters"),
+        ({"objective.rank.tau2": {"simplex": True}}, {}, InvalidValueError, ["objective.rank.tau2", "simplex"]),
+        ({"objective.rank.tau2": {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, InvalidValueError, ["seeds"]),
+        ({"student.*.layers": {"simplex": True}}, {}, SearchSpaceError, ["student.*.layers"]),
+        (
+            {"objective.rank.tau2": {"uniform": [0.1, 1]}},
+            {"search": {"algorithm": "tpr"}},
+            InvalidValueError,
+            ["search.algorithm", "'tpe'"],
+        ),
+        ({}, {}, InvalidValueError, ["parameters"]),
     ],
 )
-def test_spaces_that_cannot_be(
-    recipe: Recipe, tmp_path: Path, overrides: dict[str, Any], sections: dict[str, Any], told: str
+def test_spaces_that_are_refused(
+    recipe: Recipe,
+    tmp_path: Path,
+    parameters: dict[str, Any],
+    sections: dict[str, Any],
+    error: type[RecipeError],
+    named: list[str],
 ) -> None:
-    bound = with_values(recipe, {"objective.rank.queue": {"batches": 2}, "training.neighbor_batching": {}})
-    with pytest.raises(RecipeError, match=told):
-        Space(sweep_of(tmp_path, overrides, **sections), bound)
+    with_queue = with_values(recipe, {"objective.rank.queue": {"num_batches": 2}, "training.neighbor_batching": {}})
+    with fails_with(error, *named):
+        Space(sweep_of(tmp_path, parameters, **sections), with_queue)
 
 
-def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:
-    fitting = {
+def test_packaged_spaces_fit_their_recipes() -> None:
+    recipes = {
         "rankcse-listnet-grid": "rankcse-listnet-bert-base",
         "rankcse-listnet": "rankcse-listnet-bert-base",
         "rankcse-listnet-ratio": "rankcse-listnet-bert-base",
@@ -167,18 +225,18 @@ def test_spaces_that_come_with_distcse_fit_their_recipes() -> None:
         "teacher-weights": "rankcse-listnet-bert-base",
         "best-small": "best-small",
     }
-    assert {file.stem for file in SPACES.glob("*.yaml")} == fitting.keys()
-    for space, name in fitting.items():
+    assert {file.stem for file in SPACES.glob("*.yaml")} == recipes.keys()
+    for space, name in recipes.items():
         recipe = read_recipe(name, ["evaluation.data=data"])
         found = Space(read_sweep(str(SPACES / f"{space}.yaml")), recipe)
-        assert found.draws(3, seed=0) if "grid" not in space else len(found.grid()) == 18
+        assert found.draw(3, seed=0) if "grid" not in space else len(found.grid()) == 18
 
 
-def test_other_values_make_another_recipe(recipe: Recipe) -> None:
+def test_with_values_returns_another_recipe(recipe: Recipe) -> None:
     other = with_values(recipe, {"training.lr": 0.5, "teachers.encoders.1.alpha": 3, "student.layers": [1]})
     assert (other.training.lr, other.teachers.encoders[1].alpha, other.student.layers) == (0.5, 3, [1])
     assert recipe.training.lr == 1e-3
-    with pytest.raises(RecipeError, match="no place in a list of 3"):
+    with fails_with(OverrideError, "teachers.encoders.7", "0 to 2"):
         with_values(recipe, {"teachers.encoders.7.alpha": 3})
 
 
@@ -187,7 +245,7 @@ def trial(number: int, scores: list[float], status: Any = "finished", **values: 
     return Trial(f"t{number}", values, float(number), status, reported)
 
 
-def test_the_winner_has_the_best_dev_score_and_did_not_diverge() -> None:
+def test_the_best_trial_has_the_best_dev_score_and_did_not_diverge() -> None:
     trials = [
         trial(1, [50, 70, 60], x=1),
         trial(2, [50, 71], "stopped", x=2),
@@ -195,10 +253,10 @@ def test_the_winner_has_the_best_dev_score_and_did_not_diverge() -> None:
         trial(4, [50, 98], "failed", x=4),
         trial(5, [], x=5),
     ]
-    winner = winner_of(trials)
-    assert winner is not None and winner.name == "t2"
-    assert winner_of([trial(1, [71], "stopped"), trial(2, [71])]) == trial(2, [71])
-    assert winner_of([]) is None
+    best = find_best_trial(trials)
+    assert best is not None and best.name == "t2"
+    assert find_best_trial([trial(1, [71], "stopped"), trial(2, [71])]) == trial(2, [71])
+    assert find_best_trial([]) is None
 
 
 def test_records_and_tables(tmp_path: Path) -> None:
@@ -210,7 +268,7 @@ def test_records_and_tables(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "trial.json").write_bytes(bytes(64))
     assert {one.name for one in readable_trials(tmp_path)} == {"t1", "t2"}
-    with pytest.raises(RunError, match="the sweep goes on without it"):
+    with fails_with(RunRecordError, str(tmp_path / "torn" / "trial.json"), "--resume"):
         read_trials(tmp_path)
     again = trials[0].with_score(TrialMetric(10, 10.0, 65.0, 9.0))
     assert [entry.score for entry in again.reported] == [50, 65]
@@ -218,23 +276,23 @@ def test_records_and_tables(tmp_path: Path) -> None:
     assert rows[0]["a"] == "[0, 2]" and rows[0]["dev"] == 70 and rows[1]["status"] == "diverged"
     write_tables(trials, tmp_path)
     assert (tmp_path / "trials.csv").read_text().splitlines()[0].startswith('"trial","status","dev"')
-    spread = spread_of([1.0, 2.0, 3.0])
+    spread = compute_spread([1.0, 2.0, 3.0])
     assert (spread.mean, spread.deviation, spread.number) == (2.0, 1.0, 3)
 
 
-def test_the_knob_that_matters_is_the_important_one(recipe: Recipe, tmp_path: Path) -> None:
+def test_importances_find_the_parameter_that_matters(recipe: Recipe, tmp_path: Path) -> None:
     overrides = {"objective.rank.tau2": {"uniform": [0.01, 1]}, "training.lr": {"log_uniform": [1e-5, 1e-3]}}
     space = Space(sweep_of(tmp_path, overrides), recipe)
-    found = [space.values(draw) for draw in space.draws(40, seed=0)]
+    found = [space.values(draw) for draw in space.draw(40, seed=0)]
     trials = [trial(n, [100 * values["objective.rank.tau2"]], **values) for n, values in enumerate(found)]
     shares = importances(space, trials)
     assert next(iter(shares)) == "objective.rank.tau2" and shares["objective.rank.tau2"] > 0.9
     assert importances(space, trials[:3]) == {}
 
 
-def test_a_run_that_was_recalled_counts_once() -> None:
-    """Its score is another run's, which is there too."""
+def test_a_recalled_run_counts_once() -> None:
+    """Its score is another run's, which is counted."""
     runs = [trial(number, [score], seed=number) for number, score in enumerate([80.0, 70.0, 75.0])]
     again = replace(runs[0], name="again", recalled_from=runs[0].name)
-    once, twice = dev_row(runs), dev_row([*runs, again])
-    assert once is not None and once == twice
+    without, with_recalled = dev_row(runs), dev_row([*runs, again])
+    assert without is not None and without == with_recalled

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distcse.trainer.engines import torch_engine
-from distcse.trainer.engines.torch_engine import sum_over_workers, words_of
+from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.workers import run_workers
 
 ROWS, WIDTH = 5000, 4
@@ -45,7 +45,7 @@ def in_worker(seen: list[list[int]]) -> dict[str, Any]:
         return tensor
 
     torch_engine.all_reduce_sum = counted
-    sum_over_workers(parameters, words_of(model))
+    all_reduce_gradients(parameters, large_embeddings(model))
     return {"found": [parameter.grad for parameter in parameters], "wanted": wanted, "sent": sent}
 
 
@@ -63,6 +63,6 @@ def test_alone_nothing_is_sent() -> None:
     model = Small()
     model(torch.tensor([1, 2])).backward()
     before = model.words.weight.grad.clone()  # type: ignore[union-attr]
-    sum_over_workers(list(model.parameters()), words_of(model))
-    assert words_of(model) == {model.words.weight}
+    all_reduce_gradients(list(model.parameters()), large_embeddings(model))
+    assert large_embeddings(model) == {model.words.weight}
     assert torch.equal(model.words.weight.grad, before)  # type: ignore[arg-type]

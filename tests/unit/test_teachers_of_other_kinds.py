@@ -1,4 +1,4 @@
-"""Teachers that are no table of one's own encoder: an HTTP endpoint, a cross-encoder, noise on lists; and all together."""
+"""Teachers other than an encoder's table: HTTP endpoints, cross-encoders, rank noise, and combinations of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distcse.data import Corpus
-from distcse.errors import RecipeError, TeacherError
+from distcse.errors import EndpointError, InvalidValueError, UnsuitableTeacherError
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.run import Result, run
 from distcse.losses import shuffle_rank_groups
@@ -23,18 +23,19 @@ from distcse.recipe import EndpointSection, TeacherSection
 from distcse.teachers.endpoint import Endpoint
 from distcse.teachers.factory import fingerprint
 from distcse.teachers.pair_teacher import PairTeacher
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 
 
 class Server(ThreadingHTTPServer):
-    """An embeddings endpoint in front of a real encoder, which can be told to fail."""
+    """An embeddings endpoint in front of a real encoder, with failures on request."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.encoder = encoder
         self.lock = threading.Lock()
-        self.asked: list[dict[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.failures: list[int] = []
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
@@ -50,11 +51,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            self.server.asked.append(body)
+            self.server.bodies.append(body)
             self.server.keys.append(self.headers.get("Authorization"))
             status = self.server.failures.pop(0) if self.server.failures else 200
             vectors = self.server.encoder.encode(body["input"])
-        rows = [{"index": n, "embedding": v.tolist()} for n, v in enumerate(vectors)][::-1]  # in no order
+        rows = [{"index": n, "embedding": v.tolist()} for n, v in enumerate(vectors)][
+            ::-1
+        ]  # not in the order of the texts
         answer = self.server.answer({"data": rows}) if status == 200 else {"error": "busy"}
         content = json.dumps(answer).encode()
         self.send_response(status)
@@ -62,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *told: Any) -> None:
+    def log_message(self, *arguments: Any) -> None:
         pass
 
 
@@ -84,41 +87,41 @@ def test_an_endpoint_answers_like_its_encoder(
     found = Endpoint("name", section, prompt="query: ").encode(sentences[:50], normalize=True, on_progress=done.append)
     expected = server.encoder.encode([f"query: {text}" for text in sentences[:50]], normalize=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert len(server.asked) == 8 and {body["model"] for body in server.asked} == {"name"} and done[-1] == 50
-    assert max(len(body["input"]) for body in server.asked) == 7 and set(server.keys) == {"Bearer secret"}
+    assert len(server.bodies) == 8 and {body["model"] for body in server.bodies} == {"name"} and done[-1] == 50
+    assert max(len(body["input"]) for body in server.bodies) == 7 and set(server.keys) == {"Bearer secret"}
 
 
-def test_a_template_is_filled_in_before_an_endpoint_is_asked(server: Server) -> None:
+def test_a_template_is_filled_in_before_the_request(server: Server) -> None:
     section = EndpointSection(url=server.url)
     Endpoint("name", section, prompt="Find alike: {sentence} Now.").encode(["A man", "{sentence}"])
-    assert server.asked[0]["input"] == ["Find alike: A man Now.", "Find alike: {sentence} Now."]
+    assert server.bodies[0]["input"] == ["Find alike: A man Now.", "Find alike: {sentence} Now."]
     plain, template = (
         fingerprint(TeacherSection(backbone="name", endpoint=section, prompt=p)) for p in ("a: ", "{sentence}")
     )
-    assert plain != template  # tables of before, with the template itself in every text, are not taken
+    assert plain != template  # old tables, which embedded the literal template, are not reused
 
 
-def test_an_endpoint_is_asked_again_when_it_is_busy(server: Server, sentences: list[str]) -> None:
+def test_requests_to_a_busy_endpoint_are_retried(server: Server, sentences: list[str]) -> None:
     server.failures = [503, 429]
     section = EndpointSection(url=server.url, connections=1, retries=3)
     assert Endpoint("name", section).encode(sentences[:3]).shape == (3, 64)
-    assert len(server.asked) == 3
+    assert len(server.bodies) == 3
 
 
-def test_what_an_endpoint_does_wrong_is_told(server: Server, sentences: list[str]) -> None:
+def test_failures_of_an_endpoint_are_reported(server: Server, sentences: list[str]) -> None:
     section = EndpointSection(url=server.url, connections=1, retries=1)
     server.failures = [401]
-    with pytest.raises(TeacherError, match=r'teacher name at http://.*/v1 answers 401: \{"error": "busy"\}'):
+    with fails_with(EndpointError, f"teacher name at {server.url}", "401", '{"error": "busy"}', section.api_key_env):
         Endpoint("name", section).encode(sentences[:2])
     server.failures = [503, 503]
-    with pytest.raises(TeacherError, match="answers 503"):
+    with fails_with(EndpointError, server.url, "503"):
         Endpoint("name", section).encode(sentences[:2])
     server.answer = lambda answer: {"data": answer["data"][:1]}
-    with pytest.raises(TeacherError, match="no list of 2 embeddings"):
+    with fails_with(EndpointError, server.url, "2 embeddings"):
         Endpoint("name", section).encode(sentences[:2])
-    nobody = EndpointSection(url="http://127.0.0.1:9", retries=0)
-    with pytest.raises(TeacherError, match="cannot be reached after 0 retries"):
-        Endpoint("name", nobody).encode(sentences[:2])
+    unreachable = EndpointSection(url="http://127.0.0.1:9", retries=0)
+    with fails_with(EndpointError, unreachable.url, "0 retries"):
+        Endpoint("name", unreachable).encode(sentences[:2])
 
 
 def test_an_endpoint_fills_a_table_once(
@@ -126,16 +129,16 @@ def test_an_endpoint_fills_a_table_once(
 ) -> None:
     named = ("teachers.encoders.0.backbone=name", f"teachers.encoders.0.endpoint.url={server.url}")
     overrides = (*named, "teachers.encoders.0.max_length=null")
-    result, losses = trained(
+    result, losses = train_recipe(
         make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *LISTS_ALONE, *overrides)
     )
-    assert learned(losses)
+    assert has_decreased(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "endpoint"
-    texts = sum(len(body["input"]) for body in server.asked)
-    server.asked.clear()
+    texts = sum(len(body["input"]) for body in server.bodies)
+    server.bodies.clear()
     run(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides), Reporter())
-    again = sum(len(body["input"]) for body in server.asked)
-    assert texts >= len(sentences) and again <= 64  # the held-out rows of the final scores alone
+    again = sum(len(body["input"]) for body in server.bodies)
+    assert texts >= len(sentences) and again <= 64  # only the held-out rows of the final evaluation
 
 
 def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
@@ -150,7 +153,7 @@ def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., P
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_neighbours_change_places_in_their_groups(offset: int) -> None:
+def test_rank_noise_permutes_similarities_within_groups(offset: int) -> None:
     lists = torch.rand(4, 10, generator=torch.Generator().manual_seed(1))
     noisy = shuffle_rank_groups(lists, 3, seed=5, offset=offset)
     assert torch.equal(shuffle_rank_groups(lists, 3, seed=5, offset=offset), noisy)
@@ -163,19 +166,19 @@ def test_neighbours_change_places_in_their_groups(offset: int) -> None:
             group = order[begin : begin + 3]
             assert sorted(noisy[row, group].tolist()) == sorted(lists[row, group].tolist())
     assert not torch.equal(noisy, lists)
-    whole = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))  # two workers draw what one draws
-    halves = [shuffle_rank_groups(whole[:3], 2, 7, 0), shuffle_rank_groups(whole[3:], 2, 7, 3)]
-    assert torch.equal(torch.cat(halves), shuffle_rank_groups(whole, 2, 7, 0))
+    batch = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))  # two workers permute like one
+    halves = [shuffle_rank_groups(batch[:3], 2, 7, 0), shuffle_rank_groups(batch[3:], 2, 7, 3)]
+    assert torch.equal(torch.cat(halves), shuffle_rank_groups(batch, 2, 7, 0))
 
 
-def trained(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
+def train_recipe(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
     events: list[Any] = []
     result = run(recipe, Reporter(events.append))
     return result, [event.losses for event in events if isinstance(event, StepReport)]
 
 
-def learned(losses: list[dict[str, float]], part: str = "rank") -> bool:
-    """Whether a loss is lower in the last third of a run than in the first."""
+def has_decreased(losses: list[dict[str, float]], part: str = "rank") -> bool:
+    """Return whether a loss is lower in the last third of a run than in the first."""
     values, third = [loss[part] for loss in losses], len(losses) // 3
     return sum(values[-third:]) < sum(values[:third])
 
@@ -191,11 +194,13 @@ LISTS_ALONE = (
 
 
 def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    overrides = [f"teachers.encoders.{n}.{override}" for n in (0, 1) for override in ("space=rank", "references=200")]
+    overrides = [
+        f"teachers.encoders.{n}.{override}" for n in (0, 1) for override in ("similarity=rank", "num_references=200")
+    ]
     teachers = [tiny("roberta"), tiny("minilm")]
     form = "objective.rank.form=list_mle"
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides, form))
-    assert learned(losses)
+    _, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides, form))
+    assert has_decreased(losses)
 
 
 def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
@@ -205,8 +210,8 @@ def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path]
         "teachers.encoders.2.num_references=150",
         "teachers.rank_noise_group=4",
     )
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
-    assert learned(losses)
+    _, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
+    assert has_decreased(losses)
 
 
 def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
@@ -218,24 +223,24 @@ def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sent
         "objective.rank_regression.lower=-1",
         "training.epochs=5",
     )
-    _, losses = trained(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides))
+    _, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *overrides))
     parts = {"info_nce", "consistency", "rank", "rank_regression", "detection"}
-    assert parts <= losses[-1].keys() and learned(losses) and learned(losses, "detection")
+    assert parts <= losses[-1].keys() and has_decreased(losses) and has_decreased(losses, "detection")
 
 
-def test_a_cross_encoder_and_an_encoder_teach_together(
+def test_training_with_a_cross_encoder_and_an_encoder(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
     overrides = ("training.max_steps=44", "training.batch_size=8")
     teachers = [tiny("roberta"), cross]
-    result, losses = trained(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
-    assert learned(losses)
+    result, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
+    assert has_decreased(losses)
     assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"
-    with pytest.raises(TeacherError, match="is a cross-encoder: it has no vectors, so no rank space"):
-        trained(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.similarity=rank"))
+    with fails_with(UnsuitableTeacherError, str(cross), "rank space", "similarity: cosine"):
+        train_recipe(make_recipe(tmp_path, tiny("bert"), [cross], sentences, "teachers.encoders.0.similarity=rank"))
 
 
 def test_an_endpoints_url_is_checked(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    with pytest.raises(RecipeError, match=r"teachers\.encoders\.0\.endpoint\.url"):
+    with fails_with(InvalidValueError, "teachers.encoders.0.endpoint.url"):
         make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "teachers.encoders.0.endpoint.url=host:80")

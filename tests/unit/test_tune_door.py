@@ -14,7 +14,7 @@ RECIPE = ["rankcse-listnet-bert-base", "evaluation.data=data"]
 
 def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
     space = ["--space", str(SPACES / "rankcse-listnet-grid.yaml"), "--print-space"]
-    assert main([*RECIPE, *space, "sweep.winner.seeds=[7]", "sweep.search.concurrent=3"]) == 0
+    assert main([*RECIPE, *space, "sweep.final_runs.seeds=[7]", "sweep.search.concurrent=3"]) == 0
     printed = capsys.readouterr().out
     assert "# 18 trials" in printed and "concurrent: 3" in printed and "seeds:\n  - 7" in printed
 
@@ -32,7 +32,7 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "--print-space"], 2, "leaves objective.detection out"),
         ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "sweep.serch.trials=3"], 2, "unknown key serch"),
-        (["--resume", "/nowhere"], 1, "is no sweep"),
+        (["--resume", "/nowhere"], 1, "/nowhere is not a sweep"),
         ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),
         (["--resume", "/nowhere", "--dry-run"], 2, "--dry-run is for a sweep that has not begun"),
         (["--resume", "/nowhere", "--print-space"], 2, "--print-space is for a sweep that has not begun"),
@@ -49,6 +49,6 @@ def test_a_sweep_without_a_dev_score_is_refused(tmp_path: Path, capsys: pytest.C
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("student: {backbone: x}\nobjective: {rank: null}\nevaluation: {dev: none}\n")
     space = tmp_path / "space.yaml"
-    space.write_text("knobs: {training.lr: {values: [1.0e-5]}}\n")
+    space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\n")
     assert main([str(recipe), "--space", str(space)]) == 2
-    assert "a sweep chooses by the dev score" in capsys.readouterr().err
+    assert "evaluation.dev is none" in capsys.readouterr().err

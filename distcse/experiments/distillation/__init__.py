@@ -1,1 +1,1 @@
-"""The student that learns from lists: its lesson, its place on a cluster, and the run from a recipe to a saved model."""
+"""Distillation of a student from teachers' similarity lists: training task, backends, and the run from recipe to saved model."""

@@ -1,4 +1,4 @@
-"""Where a run's work is done: in this process, or on a Ray cluster. The same three things happen in either."""
+"""Backends of a run: local, in this process, or on a Ray cluster. Both embed, serve teachers and train the student."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from distcse.trainer.trainer import TrainResult
 
 
 class Backend(Protocol):
-    """Builds tables, hosts teachers, trains the student."""
+    """Embeds the corpus into tables, serves the teachers and trains the student."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
-        """A reporter whose events become metrics too, where there is something that serves them."""
+        """Return a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
         ...
 
     def embed(
@@ -38,18 +38,35 @@ class Backend(Protocol):
         on_rows: Callable[[int], None],
         reporter: Reporter,
     ) -> None:
-        """Embed the missing shards of a table; `on_rows` hears how many rows are done, `reporter` of what hangs or is lost."""
+        """Embed the missing shards of a teacher's table.
+
+        Args:
+            teacher: The teacher that embeds.
+            section: The recipe's teachers.
+            corpus: The sentences.
+            table: The table to complete.
+            missing: Numbers of its missing shards.
+            on_rows: Called with the number of rows embedded so far.
+            reporter: Receives warnings of unresponsive or lost actors.
+        """
         ...
 
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
-        """Serve the teachers (from their table, or live where there is None) and train the student."""
+        """Serve the teachers and train the student.
+
+        Args:
+            spec: The run.
+            corpus: The sentences.
+            tables: One per teacher; None for a teacher that computes its similarities live.
+            reporter: Receives the training's events.
+        """
         ...
 
 
 class LocalBackend:
-    """Everything here, one after the other: no Ray, no other process."""
+    """Runs all steps sequentially in this process, without Ray."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
         return reporter
@@ -74,17 +91,17 @@ class LocalBackend:
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         section = spec.recipe.teachers
-        sources = [
+        clients = [
             LocalTeacherClient(
                 serving(teacher, table) if table is not None else live(teacher, corpus, section.tokens_per_batch)
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]
-        return fit(spec, sources, reporter)
+        return fit(spec, clients, reporter)
 
 
 class RayBackend:
-    """Actors build and serve, Ray Train workers train. Wants `distcse.ray_backend.cluster.cluster()` entered."""
+    """Embeds and serves in actors, trains in Ray Train workers. Requires an entered `distcse.ray_backend.cluster.cluster()`."""
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
         from distcse.ray_backend.metrics import metered
@@ -118,21 +135,21 @@ class RayBackend:
 def make_backend(
     recipe: Recipe, run: Path | None = None, reporter: Reporter | None = None
 ) -> tuple[Backend, AbstractContextManager[None]]:
-    """The house that `training.workers` asks for, and what must be entered around its work.
+    """Create the backend that `training.workers` selects, and the context manager in which to use it.
 
     Args:
-        recipe: What to do.
-        run: The run's folder, or the folder of runs before there is one; it exists. None embeds and does not train.
-        reporter: Receives of GPUs that the training would not use; None where no training follows.
+        recipe: The recipe to run.
+        run: An existing folder: the run's, or the parent of all runs. None embeds without training.
+        reporter: Receives warnings of GPUs that the training would not use; None gives no warnings.
     """
     if recipe.training.workers == 0:
         return LocalBackend(), nullcontext()
-    return RayBackend(), _cluster_for_teachers(recipe) if run is None else _cluster_fit_for(recipe, run, reporter)
+    return RayBackend(), _cluster_for_teachers(recipe) if run is None else _cluster_for_run(recipe, run, reporter)
 
 
 @contextmanager
 def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
-    """A cluster whose nodes for teachers see the cache. Embedding needs no folder of runs and no training workers."""
+    """Join a cluster and check that the teachers' nodes see the cache. Embedding needs no run folder or training workers."""
     from distcse.ray_backend.cluster import cluster, start_ray
 
     start_ray()
@@ -141,15 +158,15 @@ def _cluster_for_teachers(recipe: Recipe) -> Iterator[None]:
     with cluster():
         require_shared(
             {"storage.cache": resolve_path(recipe.storage.cache)},
-            _read_by_builders(recipe),
+            _teacher_paths(recipe),
             [recipe.teachers.node_labels],
         )
         yield
 
 
 @contextmanager
-def _cluster_fit_for(recipe: Recipe, run: Path, reporter: Reporter | None) -> Iterator[None]:
-    """A cluster that can give a run its workers, and whose nodes see its folders; any other is refused before any work."""
+def _cluster_for_run(recipe: Recipe, run: Path, reporter: Reporter | None) -> Iterator[None]:
+    """Join a cluster and check, before any work, that it has room for the workers and that its nodes see the run's folders."""
     from distcse.ray_backend.cluster import cluster, start_ray
 
     start_ray()
@@ -159,9 +176,9 @@ def _cluster_fit_for(recipe: Recipe, run: Path, reporter: Reporter | None) -> It
     from distcse.ray_backend.shared_storage import require_shared
 
     with cluster():
-        each = resources_per_worker(recipe)
+        per_worker = resources_per_worker(recipe)
         if reporter is not None:
-            for warning in lost_gpus_of_run(recipe, each, alive()):
+            for warning in lost_gpus_of_run(recipe, per_worker, alive()):
                 reporter.emit(LogMessage(warning, warning=True))
         written = {"storage.runs": run, "storage.cache": resolve_path(recipe.storage.cache)}
         require_shared(written, read_by_workers(recipe), [recipe.training.node_labels, recipe.teachers.node_labels])
@@ -169,19 +186,19 @@ def _cluster_fit_for(recipe: Recipe, run: Path, reporter: Reporter | None) -> It
 
 
 def read_by_workers(recipe: Recipe) -> dict[str, Path]:
-    """Folders that a recipe names and its actors read, by knob; hub ids are among them, and are no folders."""
-    read = _read_by_builders(recipe)
+    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist."""
+    read = _teacher_paths(recipe)
     if recipe.evaluation.data is not None:
         read["evaluation.data"] = Path(recipe.evaluation.data)
     return {"student.backbone": Path(recipe.student.backbone), **read}
 
 
-def _read_by_builders(recipe: Recipe) -> dict[str, Path]:
+def _teacher_paths(recipe: Recipe) -> dict[str, Path]:
     return {f"teachers.encoders.{n}.backbone": Path(t.backbone) for n, t in enumerate(recipe.teachers.encoders)}
 
 
 def describe_resources(recipe: Recipe) -> str:
-    """What the house has for a run, in words. Wants what `make_backend` says entered."""
+    """Describe the resources of the run's backend in one line. Call it inside the context manager of `make_backend`."""
     workers = recipe.training.workers
     if workers == 0:
         return "none: the run stays in this process (training.workers is 0)"
@@ -189,6 +206,6 @@ def describe_resources(recipe: Recipe) -> str:
 
     from distcse.experiments.distillation.ray_train import resources_per_worker
 
-    has, gets = ray.cluster_resources(), resources_per_worker(recipe)
-    there = f"nodes {len(ray.nodes())}, CPUs {has.get('CPU', 0):g}, GPUs {has.get('GPU', 0):g}"
-    return f"{there}; workers {workers}, each with CPUs {gets['CPU']:g}, GPUs {gets.get('GPU', 0):g}"
+    total, per_worker = ray.cluster_resources(), resources_per_worker(recipe)
+    cluster = f"nodes {len(ray.nodes())}, CPUs {total.get('CPU', 0):g}, GPUs {total.get('GPU', 0):g}"
+    return f"{cluster}; workers {workers}, each with CPUs {per_worker['CPU']:g}, GPUs {per_worker.get('GPU', 0):g}"

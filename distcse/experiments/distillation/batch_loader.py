@@ -1,4 +1,4 @@
-"""Which rows are learned from, in which order, by which worker, under which dropout noise: all functions of the step."""
+"""Batches of a run: which rows, in which order, on which worker, with which dropout seed; all are functions of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.data import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, duplicate_mask, split_held_out
 from distcse.errors import CorpusTooSmallError
-from distcse.experiments.distillation.embedding_queue import this_ranks_part
+from distcse.experiments.distillation.embedding_queue import rank_slice
 from distcse.experiments.distillation.model import Batch
 from distcse.models.fast.packing import worth_packing
 from distcse.recipe import Recipe
@@ -22,37 +22,40 @@ from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
 
-_LISTS = -1
-"""Stream of the noise on lists, beside those of the views."""
-_LANDMARKS = 2**32 - 2
-"""Stream of the landmarks' draw, beside the epochs'."""
-AT_A_TIME = 64
-"""Sentences of the memory that are encoded in one pass."""
+_RANK_NOISE_STREAM = -1
+"""Dropout stream of the rank noise. The streams of the batch's rows are 0 and above."""
+_ANCHOR_STREAM = 2**32 - 2
+"""Random stream that draws the anchors; distinct from those of the epochs."""
+SENTENCES_PER_PASS = 64
+"""Queue sentences and anchors that are encoded in one forward pass."""
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """All that a worker is told; the folders are on storage that every worker sees."""
+    """The inputs of a training worker. All folders are on storage that every worker sees."""
 
     recipe: Recipe
     run: Path
     corpus: Path
     tokens: Path
     lease: Lease | None = None
-    """The right to write in `run`."""
+    """Lease on `run`, checked before each write; None writes without one."""
     neighbors: Path | None = None
-    """The corpus's neighbour graph, where batches are grouped."""
+    """Folder of the corpus's neighbour graph; None unless the recipe has training.neighbor_batching."""
     targets: TargetSpec | None = None
-    """Where the teachers' vectors are, where a term wants them."""
+    """The teachers' vectors; None unless a loss term uses them."""
 
 
 class BatchLoader:
-    """A run's order of rows, and one worker's part of it.
+    """The order of a run's rows, and this worker's part of each batch.
 
     Args:
-        job: The run.
-        rank: This worker's number.
-        workers: How many there are.
+        spec: The run.
+        rank: Rank of this worker.
+        workers: Number of workers.
+
+    Raises:
+        CorpusTooSmallError: The corpus has too few rows for the recipe.
     """
 
     def __init__(self, spec: TrainSpec, rank: int, workers: int) -> None:
@@ -61,93 +64,106 @@ class BatchLoader:
         self._shuffle_group = spec.recipe.teachers.rank_noise_group
         self._tokens = TokenTable.open(spec.tokens)
         self.corpus = Corpus.open(spec.corpus)
-        train_rows, self.held_out, self.landmarks = rows_of(spec.recipe, len(self.corpus))
-        self._memory = spec.recipe.objective.memory
-        self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _grouping(spec))
+        train_rows, self.held_out, self.anchors = split_rows(spec.recipe, len(self.corpus))
+        self._queue = spec.recipe.objective.memory
+        self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _make_grouping(spec))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
-        self.places = slice(rank * rows, (rank + 1) * rows)
-        """This worker's places in every global batch."""
+        self.batch_slice = slice(rank * rows, (rank + 1) * rows)
+        """This worker's rows within each global batch."""
         self._streams = max(1, training.streams // workers)
         self._first_stream = rank * self._streams
         self._all_streams = workers * self._streams
 
     @property
     def shuffle(self) -> tuple[int, Callable[[int], int]] | None:
-        """Group and seeds of the noise on teachers' lists, the same for all workers; None without noise."""
+        """Group size of the rank noise and its seed per step, the same on all workers; None without rank noise."""
         group = self._shuffle_group
-        return None if group is None else (group, lambda step: dropout_seed(self._seed, step, _LISTS))
+        return None if group is None else (group, lambda step: dropout_seed(self._seed, step, _RANK_NOISE_STREAM))
 
     @property
     def rows(self) -> int:
-        """Rows of a batch that are this worker's."""
-        return int(self.places.stop - self.places.start)
+        """Number of this worker's rows in each batch."""
+        return int(self.batch_slice.stop - self.batch_slice.start)
 
     def columns(self, step: int) -> NDArray[np.int64]:
-        """(L,) row ids of all lists of a step: the global batch, the queue's batches from the latest on, the landmarks."""
-        return np.concatenate([self.sampler.batch(step), self._queued(step), self.landmarks])
+        """Return the (L,) row ids of a step's lists: the global batch, the queue's batches (latest first), the anchors."""
+        return np.concatenate([self.sampler.batch(step), self._queue_rows(step), self.anchors])
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
-        """(count, L) row ids of the lists of the steps from `first` on."""
+        """Return the (count, L) row ids of the lists of `count` steps from `first`."""
         return np.stack([self.columns(step) for step in range(first, first + count)])
 
     def duplicate_mask(self, step: int) -> NDArray[np.bool_] | None:
-        """(R, L - C) whether a sentence in the memory is one of this worker's rows; None without a memory."""
-        if self._memory is None:
+        """Mark queue sentences and anchors that equal one of this worker's R rows: (R, L - C) bool; None without a queue.
+
+        C is the size of the global batch, L the length of the lists.
+        """
+        if self._queue is None:
             return None
-        return duplicate_mask(self.columns(step), self.places)[:, len(self.sampler.batch(step)) :]
+        return duplicate_mask(self.columns(step), self.batch_slice)[:, len(self.sampler.batch(step)) :]
 
     def batch(self, step: int, device: torch.device) -> Batch:
-        """This worker's rows of a step, cut into streams, each with the seed of its dropout noise; and what the memory wants."""
-        everybody: NDArray[np.int64] = self.sampler.batch(step)
-        packs = worth_packing(self._tokens.lengths(everybody).reshape(self._all_streams, -1))
-        streams = [
-            (self._collated(part, device, packs), dropout_seed(self._seed, step, self._first_stream + number))
-            for number, part in enumerate(np.split(everybody[self.places], self._streams))
-        ]
-        if self._memory is None:
-            return Batch(streams)
-        anchors = self._parts(self.landmarks, device) if step % self._memory.refresh_steps == 0 else []
-        return Batch(streams, anchors, self._parts(self._queued(0), device) if step == 0 else [])
+        """Return this worker's rows of a step, split into streams with a dropout seed each.
 
-    def _queued(self, step: int) -> NDArray[np.int64]:
-        """Row ids of the batches before a step, the latest first; before the first step, of the first epoch's last."""
-        earlier = range(step - 1, step - 1 - (self._memory.num_batches if self._memory else 0), -1)
-        batches = [self.sampler.batch(at if at >= 0 else at % self.sampler.steps_per_epoch) for at in earlier]
+        The batch includes the anchors when they are due for re-encoding, and at step 0 the sentences that fill the queue.
+        """
+        global_batch: NDArray[np.int64] = self.sampler.batch(step)
+        packs = worth_packing(self._tokens.lengths(global_batch).reshape(self._all_streams, -1))
+        streams = [
+            (self._collate(part, device, packs), dropout_seed(self._seed, step, self._first_stream + number))
+            for number, part in enumerate(np.split(global_batch[self.batch_slice], self._streams))
+        ]
+        if self._queue is None:
+            return Batch(streams)
+        anchors = self._chunks(self.anchors, device) if step % self._queue.refresh_steps == 0 else []
+        return Batch(streams, anchors, self._chunks(self._queue_rows(0), device) if step == 0 else [])
+
+    def _queue_rows(self, step: int) -> NDArray[np.int64]:
+        """Return the row ids of the queue at a step: the previous batches, latest first.
+
+        Before step 0, the last batches of the first epoch take their place.
+        """
+        previous = range(step - 1, step - 1 - (self._queue.num_batches if self._queue else 0), -1)
+        batches = [self.sampler.batch(n if n >= 0 else n % self.sampler.steps_per_epoch) for n in previous]
         return np.concatenate([np.empty(0, dtype=np.int64), *batches])
 
-    def _parts(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
-        mine = rows[this_ranks_part(len(rows))]
-        return [self._collated(mine[at : at + AT_A_TIME], device) for at in range(0, len(mine), AT_A_TIME)]
+    def _chunks(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
+        """Collate this worker's part of the rows, in chunks of one forward pass each."""
+        mine = rows[rank_slice(len(rows))]
+        return [
+            self._collate(mine[begin : begin + SENTENCES_PER_PASS], device)
+            for begin in range(0, len(mine), SENTENCES_PER_PASS)
+        ]
 
-    def _collated(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
+    def _collate(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs).to(device)
 
 
-def rows_of(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of a corpus's rows: those that are learned from, those that are held out, and the landmarks of lists, each ascending.
+def split_rows(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Split the row ids of a corpus of `rows` rows into training rows, held-out rows and anchors, each ascending.
 
     Raises:
-        CorpusError: Too few rows for what is held out, or for the landmarks.
+        CorpusTooSmallError: Too few rows for evaluation.num_heldout or objective.rank.queue.num_anchors.
     """
     train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
-    memory = recipe.objective.memory
-    anchors, train = _drawn(train, memory.num_anchors if memory else 0, recipe.seed)
+    queue = recipe.objective.memory
+    anchors, train = _draw_anchors(train, queue.num_anchors if queue else 0, recipe.seed)
     return train, held_out, anchors
 
 
-def _drawn(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(landmarks, the other rows), both ascending."""
+def _draw_anchors(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw `count` rows; return them and the others, both ascending."""
     if count >= len(rows):
         raise CorpusTooSmallError(
-            f"objective.rank.queue.num_anchors is {count}, but the corpus has {len(rows)} rows to learn from"
+            f"objective.rank.queue.num_anchors is {count}, but the corpus has {len(rows)} training rows; lower it"
         )
     chosen = np.zeros(len(rows), dtype=bool)
-    chosen[np.random.Generator(np.random.PCG64([seed, _LANDMARKS])).permutation(len(rows))[:count]] = True
+    chosen[np.random.Generator(np.random.PCG64([seed, _ANCHOR_STREAM])).permutation(len(rows))[:count]] = True
     return rows[chosen], rows[~chosen]
 
 
-def _grouping(spec: TrainSpec) -> Grouping | None:
+def _make_grouping(spec: TrainSpec) -> Grouping | None:
     section = spec.recipe.training.neighbor_batching
     if section is None or spec.neighbors is None:
         return None

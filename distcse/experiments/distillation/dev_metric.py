@@ -1,4 +1,4 @@
-"""The dev score: STS-B dev where there is labelled data, agreement with the teachers on held-out rows elsewhere."""
+"""The dev score of a student: STS-B dev with labelled data, otherwise agreement with the teachers on held-out rows."""
 
 from __future__ import annotations
 
@@ -20,41 +20,60 @@ from distcse.teachers.teacher_weights import TeacherWeights
 
 @dataclass(frozen=True)
 class DevMetric:
-    """One number for an encoder, higher is better, with the name people know it by."""
+    """A score of an encoder by which the best checkpoint is chosen."""
 
     name: str
+    """Name of the score in events and reports."""
     score: Callable[[Encoder], float]
+    """Computes the score; higher is better."""
 
     @classmethod
     def of(
-        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], sources: Sequence[TeacherClient]
+        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], clients: Sequence[TeacherClient]
     ) -> DevMetric | None:
-        """The dev set that the recipe names; None where it names none."""
+        """Create the dev metric of a recipe; None if it has none.
+
+        Args:
+            recipe: The recipe.
+            corpus: Its sentences.
+            held_out: Row ids of the held-out rows.
+            clients: One per teacher.
+
+        Raises:
+            EvaluationDataError: The recipe scores on STS-B dev, and the file does not exist.
+        """
         if recipe.dev_score == "none":
             return None
         precision = decided(recipe.evaluation.precision)
         if recipe.dev_score == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
             return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel.of(encoder, precision), pairs))
-        texts, lists = corpus.texts(held_out), teacher_lists(recipe, corpus, held_out, sources)
+        texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
-            "agreement", lambda encoder: agreement(encoder.encode(texts, normalize=True, precision=precision), lists)
+            "agreement",
+            lambda encoder: agreement(encoder.encode(texts, normalize=True, precision=precision), similarities),
         )
 
 
 def check_labelled_data(recipe: Recipe) -> None:
-    """Read the labelled dev set, if the recipe wants one: better refused now than after an hour of teachers."""
+    """Read the labelled dev set of a recipe that has one, so that a malformed file fails before the teachers embed.
+
+    Raises:
+        EvaluationDataError: The file does not exist.
+        EvaluationFormatError: The file is malformed.
+    """
     if recipe.dev_score == "stsb":
         labelled_dev(Path(str(recipe.evaluation.data)))
 
 
-def teacher_lists(
-    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], sources: Sequence[TeacherClient]
+def teacher_similarities(
+    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], clients: Sequence[TeacherClient]
 ) -> NDArray[np.float32]:
-    """(n, n) weighted mean cosines of the teachers among n rows."""
+    """Return the (n, n) mean similarities of the teachers among n rows, weighted by the recipe."""
     import torch
 
-    answers = [source.request(rows[None, :], slice(None)) for source in sources]
-    lists = torch.from_numpy(np.stack([answer.result()[0] for answer in answers]))
-    mixed: NDArray[np.float32] = mix_lists(lists, TeacherWeights(recipe.teachers.encoders, corpus).of(rows)).numpy()
-    return mixed
+    requests = [client.request(rows[None, :], slice(None)) for client in clients]
+    similarities = torch.from_numpy(np.stack([request.result()[0] for request in requests]))
+    weights = TeacherWeights(recipe.teachers.encoders, corpus).of(rows)
+    mean: NDArray[np.float32] = mix_lists(similarities, weights).numpy()
+    return mean

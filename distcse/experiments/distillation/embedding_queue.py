@@ -1,4 +1,4 @@
-"""Vectors beyond the batch: a queue of recent ones, and landmarks. They lengthen the student's lists and take no gradient."""
+"""Vectors beyond the batch that lengthen the student's lists without gradient: a queue of recent batches, and anchors."""
 
 from __future__ import annotations
 
@@ -10,59 +10,66 @@ from distcse.trainer.distributed import rank, world_size
 
 
 class EmbeddingQueue(nn.Module):
-    """The same on all workers; its vectors are buffers, so that a checkpoint holds them and a resumed run goes on with them.
+    """FIFO queue of the last batches' vectors, and vectors of fixed anchor sentences; equal on all workers.
+
+    Both are buffers, so that a checkpoint holds them and a resumed run continues with them.
 
     Args:
-        queued: Places of the queue: batches times their size.
-        anchors: Sentences that are in every list.
-        dimension: Numbers in a vector.
+        queue_size: Number of vectors in the queue: batches times batch size.
+        num_anchors: Number of anchors, which are in every list.
+        dimension: Size of a vector.
     """
 
     queue: Tensor
     anchors: Tensor
 
-    def __init__(self, queued: int, anchors: int, dimension: int) -> None:
+    def __init__(self, queue_size: int, num_anchors: int, dimension: int) -> None:
         super().__init__()
-        self.register_buffer("queue", torch.zeros(queued, dimension))
-        self.register_buffer("landmarks", torch.zeros(anchors, dimension))
+        self.register_buffer("queue", torch.zeros(queue_size, dimension))
+        self.register_buffer("anchors", torch.zeros(num_anchors, dimension))
 
     @property
     def vectors(self) -> Tensor:
-        """(queued + landmarks, d) float32, the latest batch first."""
+        """(queue_size + num_anchors, d) float32: the queue, latest batch first, then the anchors."""
         return torch.cat([self.queue, self.anchors])
 
     def push(self, batch: Tensor) -> None:
-        """(C, d) vectors of the global batch enter the queue, the oldest leave it."""
-        # Bound anew, not written into: the batch's gradient still wants the old ones.
+        """Add the (C, d) vectors of the global batch, and remove the oldest ones."""
+        # Not in place: the backward pass still needs the old vectors.
         if len(self.queue):
             self.queue = torch.cat([batch.detach().float(), self.queue])[: len(self.queue)]
 
     def refresh(self, anchors: Tensor) -> None:
-        """(m, d) vectors of the landmarks by the student as it is."""
+        """Replace the anchors' (m, d) vectors by those of the current student."""
         self.anchors = anchors.detach().float()
 
     def fill(self, queue: Tensor) -> None:
-        """(queued, d) vectors to begin with."""
+        """Set the initial (queue_size, d) vectors of the queue."""
         self.queue = queue.detach().float()
 
 
-def this_ranks_part(rows: int) -> slice:
-    """Which of so many rows this worker encodes; all workers as many, the last ones some twice."""
-    each = -(-rows // world_size())
-    begin = min(rank() * each, max(0, rows - each))
-    return slice(begin, begin + min(each, rows))
+def rank_slice(rows: int) -> slice:
+    """Return this worker's slice of `rows` rows. All slices are equally long; those of the last workers may overlap."""
+    per_worker = -(-rows // world_size())
+    begin = min(rank() * per_worker, max(0, rows - per_worker))
+    return slice(begin, begin + min(per_worker, rows))
 
 
 def gather_parts(part: Tensor, rows: int) -> Tensor:
-    """This worker's `this_ranks_part` of some rows' vectors -> the (rows, d) vectors of all, on every worker; without gradient."""
+    """All-gather the workers' slices (`rank_slice`) into (rows, d) vectors, without gradient.
+
+    Args:
+        part: The vectors of this worker's slice.
+        rows: Number of rows of all workers together.
+    """
     workers = world_size()
     if workers == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(workers)]
     dist.all_gather(parts, part.contiguous())
-    each = len(part)
-    whole = part.new_empty(rows, part.shape[1])
+    per_worker = len(part)
+    gathered = part.new_empty(rows, part.shape[1])
     for number, vectors in enumerate(parts):
-        begin = min(number * each, max(0, rows - each))
-        whole[begin : begin + each] = vectors
-    return whole
+        begin = min(number * per_worker, max(0, rows - per_worker))
+        gathered[begin : begin + per_worker] = vectors
+    return gathered

@@ -1,4 +1,4 @@
-"""The scores at the end: start, student and teachers side by side, on text the student never learned from."""
+"""Final evaluation of a run: initial student, trained student and teachers, on sentences the student was not trained on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from distcse.evaluation import (
     RetrievalTask,
     Tasks,
     VectorModel,
-    candidate_of,
     collect,
     evaluate,
     labelled_dev,
+    make_candidate,
     open_candidate,
     refuse_test_as_dev,
 )
@@ -41,24 +41,32 @@ from distcse.teachers.factory import open_embedder, scores_pairs
 from distcse.teachers.teacher_weights import TeacherWeights
 
 _RETRIEVAL_SIZE = 1000
-_CHUNK = 1 << 16
-_WITH_LABELS = ("sts", "ranking", "geometry", "retrieval")
+_CHUNK_ROWS = 1 << 16
+_LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
 
 
-def wanted_measures(recipe: Recipe) -> Sequence[str]:
-    """Suites measured at the end. Null leaves out transfer, which takes longer than all other suites together."""
+def selected_suites(recipe: Recipe) -> Sequence[str]:
+    """Return the suites of the final evaluation.
+
+    By default all suites but transfer, which takes longer than the others together; without labelled data, agreement only.
+    """
     final = recipe.evaluation.final_suites
     if isinstance(final, list):
         return final
     if recipe.evaluation.data:
-        return (*_WITH_LABELS, "transfer") if final == "with_transfer" else _WITH_LABELS
+        return (*_LABELLED_SUITES, "transfer") if final == "with_transfer" else _LABELLED_SUITES
     return ("agreement",) if recipe.teachers.encoders else ()
 
 
 def labelled_tasks(recipe: Recipe) -> Tasks:
-    """The labelled sets of the end, read at the beginning: a malformed file is told before the work, not after it."""
-    wanted = wanted_measures(recipe)
-    suites = [suite for suite in SUITES if suite in wanted]
+    """Read the labelled sets of the final evaluation. Runs call it first, so that a malformed file fails before training.
+
+    Raises:
+        EvaluationFormatError: A set is malformed.
+        EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
+    """
+    selected = selected_suites(recipe)
+    suites = [suite for suite in SUITES if suite in selected]
     if not suites:
         return Tasks()
     data = Path(str(recipe.evaluation.data))
@@ -70,58 +78,62 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
 
 
 def final_scores(
-    recipe: Recipe, corpus: Corpus, labelled: Tasks, start: Encoder, student: Encoder, model: Path, post: Listener
+    recipe: Recipe, corpus: Corpus, labelled: Tasks, initial: Encoder, student: Encoder, model: Path, emit: Listener
 ) -> Evaluation | None:
-    """Measure start, student and teachers; note in the student's folder which test sentences it was trained on.
+    """Evaluate the initial student, the trained student and the teachers.
+
+    Records in the student's folder which test sentences it was trained on.
 
     Args:
         recipe: The run's recipe.
-        corpus: What the student learned from.
-        labelled: Labelled sets to measure on.
-        start: The student as it began.
-        student: The student as it is.
+        corpus: The student's training corpus.
+        labelled: The labelled sets to evaluate on.
+        initial: The student before training.
+        student: The trained student.
         model: The student's folder.
-        post: Told what is at work.
+        emit: Receives progress events.
+
+    Returns:
+        The evaluation; None if the recipe selects no suite.
     """
-    wanted = wanted_measures(recipe)
-    if not wanted:
+    selected = selected_suites(recipe)
+    if not selected:
         return None
-    exposure = contamination_of(recipe, corpus, labelled, post)
-    exposure.write(model)
+    contamination = contamination_of(recipe, corpus, labelled, emit)
+    contamination.write(model)
     teachers, precision = recipe.teachers.encoders, decided(recipe.evaluation.precision)
+    backbone = recipe.student.backbone
     candidates = [
-        candidate_of(
-            "start", recipe.student.backbone, start.to(default_device()), _known(recipe.student.backbone), precision
-        ),
-        candidate_of("student", str(model), student.to(default_device()), exposure, precision),
+        make_candidate("start", backbone, initial.to(default_device()), _read_contamination(backbone), precision),
+        make_candidate("student", str(model), student.to(default_device()), contamination, precision),
     ]
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        candidates.append(_teacher(name, section, precision))
+        candidates.append(_teacher_candidate(name, section, precision))
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
-    if "docstring_retrieval" in wanted:
-        tasks.tasks.append(_docstrings(recipe))
-    if "agreement" in wanted:
-        tasks.tasks.append(_agreement(recipe, corpus, candidates[2:]))
+    if "docstring_retrieval" in selected:
+        tasks.tasks.append(_docstring_task(recipe))
+    if "agreement" in selected:
+        tasks.tasks.append(_agreement_task(recipe, corpus, candidates[2:]))
     settings = {
         "STS": "all",
         "transfer": recipe.evaluation.transfer,
         "device": default_device(),
         "precision": precision,
     }
-    return evaluate(candidates, tasks, base="start", settings=settings, post=post)
+    return evaluate(candidates, tasks, base="start", settings=settings, emit=emit)
 
 
-def _agreement(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
+def _agreement_task(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
     _, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
     texts = corpus.texts(held_out)
     alphas = TeacherWeights(recipe.teachers.encoders, corpus).of(held_out)
-    lists = np.stack([_lists(teacher.model, texts) for teacher in teachers])
-    return AgreementTask(texts, mix_lists(torch.from_numpy(lists), alphas).numpy())
+    similarities = np.stack([_similarity_matrix(teacher.model, texts) for teacher in teachers])
+    return AgreementTask(texts, mix_lists(torch.from_numpy(similarities), alphas).numpy())
 
 
-def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
-    """(n, n) similarities of n texts."""
+def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
+    """Return the (n, n) similarities of n texts."""
     if isinstance(teacher, VectorModel):
         vectors = teacher.unit_vectors(texts)
         return vectors @ vectors.T
@@ -130,44 +142,44 @@ def _lists(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
     return scores.reshape(len(texts), -1).astype(np.float32)
 
 
-def _teacher(name: str, section: TeacherSection, precision: str) -> Candidate:
+def _teacher_candidate(name: str, section: TeacherSection, precision: str) -> Candidate:
     if not section.is_model:
         kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.class_path))
-        about = ModelInfo(name, source, kind, "unknown", section.max_length or 0, 0)
-        return Candidate(about, VectorModel(open_embedder(section).encode))
+        info = ModelInfo(name, source, kind, "unknown", section.max_length or 0, 0)
+        return Candidate(info, VectorModel(open_embedder(section).encode))
     if scores_pairs(section):
-        reading = LoadOptions(
+        options = LoadOptions(
             max_length=section.max_length,
             device=default_device(),
             precision=precision,
             trust_remote_code=section.trust_remote_code,
         )
-        return open_candidate(name, section.backbone, reading)
+        return open_candidate(name, section.backbone, options)
     encoder = Encoder.from_section(section).to(default_device())
-    return candidate_of(name, section.backbone, encoder, _known(section.backbone), precision)
+    return make_candidate(name, section.backbone, encoder, _read_contamination(section.backbone), precision)
 
 
-def _docstrings(recipe: Recipe) -> RetrievalTask:
+def _docstring_task(recipe: Recipe) -> RetrievalTask:
     documented = held_out_documentation(recipe.corpus.docstrings or [])[:_RETRIEVAL_SIZE]
     documents = [entry.description for entry in documented]
     queries = [entry.summary for entry in documented]
-    own: list[dict[int, float]] = [{place: 1.0} for place in range(len(documented))]
-    return RetrievalTask("docstrings", RetrievalDataset(queries, documents, own, [None] * len(own)))
+    relevant: list[dict[int, float]] = [{index: 1.0} for index in range(len(documented))]
+    return RetrievalTask("docstrings", RetrievalDataset(queries, documents, relevant, [None] * len(relevant)))
 
 
-def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, post: Listener) -> Contamination:
-    """Which sentences of the test sets a student of this corpus was trained on."""
+def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: Listener) -> Contamination:
+    """Find the test sentences on which a student of this corpus was trained."""
     if not labelled.tasks:
         return Contamination({})
-    trained, _ = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
-    chunks = (corpus.texts(trained[begin : begin + _CHUNK]) for begin in range(0, len(trained), _CHUNK))
-    exposure = Contamination.measure(
-        (text for chunk in chunks for text in chunk), [t.sentences() for t in labelled.tasks]
+    rows, _ = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
+    chunks = (corpus.texts(rows[begin : begin + _CHUNK_ROWS]) for begin in range(0, len(rows), _CHUNK_ROWS))
+    contamination = Contamination.measure(
+        (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]
     )
-    note = f"compared with {len(labelled.tasks)} test sets: {exposure.describe}"
-    post(StageProgress("exposure", len(trained), len(trained), "sentences", finished=True, note=note))
-    return exposure
+    note = f"compared with {len(labelled.tasks)} test sets: {contamination.describe}"
+    emit(StageProgress("exposure", len(rows), len(rows), "sentences", finished=True, note=note))
+    return contamination
 
 
-def _known(model: str) -> Contamination:
+def _read_contamination(model: str) -> Contamination:
     return Contamination.read(resolve_model(model))

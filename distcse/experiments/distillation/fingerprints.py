@@ -1,4 +1,4 @@
-"""Fingerprints of all that decides what a student learns: whoever repeats or continues a run holds its data to them."""
+"""Fingerprints of a run's data and models, which a resumed or repeated run must match."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from distcse.recipe import Recipe
 from distcse.teachers.factory import fingerprint as teacher_fingerprint
 
 
-def data_of(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
-    """Fingerprints by what they are of: corpus, models, dev set, test sets."""
+def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
+    """Fingerprint the corpus, the models, the dev set and the test sets, by name.
+
+    Args:
+        recipe: The recipe.
+        corpus: Its sentences.
+        labelled: Its labelled test sets.
+    """
     student, detection = recipe.student, recipe.objective.detection
-    found = {
+    fingerprints = {
         "corpus": corpus.content,
         "student": model_fingerprint(resolve_model(student.backbone, student.trust_remote_code)),
     }
     for number, teacher in enumerate(recipe.teachers.encoders):
-        found[f"teacher {number}"] = teacher_fingerprint(teacher)
+        fingerprints[f"teacher {number}"] = teacher_fingerprint(teacher)
     if detection is not None and detection.weight and detection.generator is not None:
-        found["generator"] = model_fingerprint(resolve_model(detection.generator))
+        fingerprints["generator"] = model_fingerprint(resolve_model(detection.generator))
     if recipe.dev_score == "stsb":
-        found["dev set"] = labelled_dev(Path(str(recipe.evaluation.data))).fingerprint
-    return {**found, **labelled.fingerprints()}
+        fingerprints["dev set"] = labelled_dev(Path(str(recipe.evaluation.data))).fingerprint
+    return {**fingerprints, **labelled.fingerprints()}
 
 
-def data_before(recipe: Recipe) -> dict[str, str]:
-    """The same before a run: its corpus is read, or found in the cache."""
-    return data_of(recipe, read_corpus(recipe, Reporter()), labelled_tasks(recipe))
+def read_fingerprints(recipe: Recipe) -> dict[str, str]:
+    """Read the corpus (or take it from the cache) and the labelled sets, and fingerprint them and the models."""
+    return data_fingerprints(recipe, read_corpus(recipe, Reporter()), labelled_tasks(recipe))

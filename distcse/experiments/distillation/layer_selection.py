@@ -1,6 +1,6 @@
-"""Which of a backbone's layers a student begins with: those that agree best with its teachers before anything is learned.
+"""Selection of a student's initial layers from its backbone: those that agree best with the teachers before training.
 
-The choice is kept in the cache, so that trials, seeds and resumed runs of the same student begin alike.
+The selection is cached, so that trials, seeds and resumed runs of the same student start from the same layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distcse.evaluation import agreement
 from distcse.events import Reporter, StageProgress
 from distcse.files import dump_checked_json, load_checked_json, storage_errors, text_checksum
 from distcse.losses import mix_lists
-from distcse.models import Encoder, depth_of, first_stays, model_fingerprint, only_layers, resolve_model
+from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers, resolve_model
 from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import fetch, resolve_path, write_text_atomic
 from distcse.teachers.factory import fingerprint, open_embedder, scores_pairs
@@ -32,131 +32,157 @@ from distcse.trainer import allocator
 
 _FORMAT = 1
 _SENTENCES = 512
-_FEWEST = 3
-"""Sentences: a list of one other has no order."""
-_MOST_TRIED = 64
-_STREAM = 2**32 - 3
-"""Seed of the sentences' draw: another seed of the recipe is no reason for another student."""
+"""Sentences on which the layers are compared."""
+_MIN_SENTENCES = 3
+"""With 2 sentences, each list has one entry, so there is no order to compare."""
+_MAX_EXHAUSTIVE = 64
+"""Up to this many combinations, all are scored."""
+_SEED = 2**32 - 3
+"""Seed for sampling the sentences; independent of the recipe's seed, so that all seeds start from the same student."""
 
 Score = Callable[[Sequence[int]], float]
+"""Scores the student that consists of these layers; higher is better."""
 
 
 def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Recipe:
-    """The recipe with its student's layers named, where it says `auto`: those that order 512 sentences most as teachers do.
+    """Return the recipe with `student.layers: auto` replaced by the selected layers.
+
+    The selected layers rank 512 sentences of the corpus most like the teachers do.
+
+    Args:
+        recipe: The recipe; returned unchanged if it names its layers.
+        corpus: Its sentences.
+        reporter: Receives the progress of the search.
 
     Raises:
-        EncoderError: The backbone has not as many layers.
-        TeacherError: No teacher gives vectors.
+        EncoderSettingError: The backbone has fewer layers than student.num_layers.
+        UnsuitableTeacherError: No teacher gives vectors.
     """
     if recipe.student.layers != "auto":
         return recipe
-    kept = resolve_path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
-    fetch(kept)
-    with suppress(OSError, ValueError):  # absent or damaged: chosen anew, and alike
-        chosen: list[int] = load_checked_json(kept)["layers"]
-        _told(reporter, chosen, "as an earlier run chose")
-        return with_layers(recipe, chosen)
+    cache_file = resolve_path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
+    fetch(cache_file)
+    with suppress(OSError, ValueError):  # absent or damaged: searching again selects the same layers
+        cached: list[int] = load_checked_json(cache_file)["layers"]
+        _report(reporter, cached, "selected by an earlier run")
+        return with_layers(recipe, cached)
     layers, score, tried = _search(recipe, corpus, reporter)
-    allocator.release_memory()  # its models; the workers may be on the same GPU
-    with storage_errors(kept):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(kept, dump_checked_json({"layers": layers, "agreement": score, "tried": tried}))
-    _told(reporter, layers, f"agreement {score:.2f} at the start, the best of {len(tried)} choices")
+    allocator.release_memory()  # frees the search's models: workers may use the same GPU
+    with storage_errors(cache_file):
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(cache_file, dump_checked_json({"layers": layers, "agreement": score, "tried": tried}))
+    _report(reporter, layers, f"agreement {score:.2f} before training, the best of {len(tried)} combinations")
     return with_layers(recipe, layers)
 
 
-def best_layers(depth: int, wanted: int, score: Score, with_first: bool = False) -> dict[tuple[int, ...], float]:
-    """Choices of `wanted` out of `depth` layers, with their scores: all of them where there are at most 64.
+def best_layers(depth: int, count: int, score: Score, with_first: bool = False) -> dict[tuple[int, ...], float]:
+    """Search for the best `count` of `depth` layers.
 
-    Of more, layers are left out one after the other, each time the one without which the others score best; only choices of the
-    wanted number are returned, and `with_first` only such as keep the first layer.
+    Up to 64 combinations are all scored. With more, layers are removed greedily: each time the one without which the
+    remaining layers score best.
+
+    Args:
+        depth: Number of layers to select from.
+        count: Number of layers to select.
+        score: Scores a selection.
+        with_first: Consider only selections that include layer 0.
+
+    Returns:
+        Scored selections of `count` layers, the best one among them.
     """
 
-    def choices(kept: Sequence[int], number: int) -> list[tuple[int, ...]]:
-        return [choice for choice in combinations(kept, number) if not with_first or choice[0] == 0]
+    def subsets(layers: Sequence[int], size: int) -> list[tuple[int, ...]]:
+        return [subset for subset in combinations(layers, size) if not with_first or subset[0] == 0]
 
-    if comb(depth, wanted) <= _MOST_TRIED:
-        return {choice: score(choice) for choice in choices(range(depth), wanted)}
-    kept = tuple(range(depth))
+    if comb(depth, count) <= _MAX_EXHAUSTIVE:
+        return {subset: score(subset) for subset in subsets(range(depth), count)}
+    remaining = tuple(range(depth))
     tried: dict[tuple[int, ...], float] = {}
-    while len(kept) > wanted:
-        tried = {shorter: score(shorter) for shorter in choices(kept, len(kept) - 1)}
-        kept = max(tried, key=lambda choice: tried[choice])
+    while len(remaining) > count:
+        tried = {subset: score(subset) for subset in subsets(remaining, len(remaining) - 1)}
+        remaining = max(tried, key=lambda subset: tried[subset])
     return tried
 
 
 def _search(
     recipe: Recipe, corpus: Corpus, reporter: Reporter
 ) -> tuple[list[int], float, list[tuple[list[int], float]]]:
-    section, wanted = recipe.student, recipe.student.num_layers
-    assert wanted is not None
-    whole = section.model_copy(update={"layers": None, "num_layers": None, "embedding_size": None})
-    encoder = Encoder.from_section(whole).to(default_device())
+    """Return the best layers, their score, and all scored selections, best first."""
+    section, count = recipe.student, recipe.student.num_layers
+    assert count is not None
+    full_section = section.model_copy(update={"layers": None, "num_layers": None, "embedding_size": None})
+    encoder = Encoder.from_section(full_section).to(default_device())
     depth = depth_of(encoder.backbone)
-    if wanted > depth:
+    if count > depth:
         raise EncoderSettingError(
-            f"student.num_layers is {wanted}, but {section.backbone} has {depth} layers; write at most {depth}"
+            f"student.num_layers is {count}, but {section.backbone} has {depth} layers; write at most {depth}"
         )
-    rows, numbers, weights = _weighed(recipe, corpus)
+    rows, numbers, weights = _sample_rows(recipe, corpus)
     texts = corpus.texts(rows)
-    lists = _lists([recipe.teachers.encoders[number] for number in numbers], weights, texts)
+    similarities = _mean_similarities([recipe.teachers.encoders[number] for number in numbers], weights, texts)
     done = 0
 
     def score(layers: Sequence[int]) -> float:
         nonlocal done
         with only_layers(encoder.backbone, layers):
-            found = agreement(encoder.encode(texts, normalize=True), lists)
+            result = agreement(encoder.encode(texts, normalize=True), similarities)
         done += 1
-        reporter.emit(StageProgress("layers", done, None, "choices tried"))
-        return found
+        reporter.emit(StageProgress("layers", done, None, "combinations tried"))
+        return result
 
-    tried = best_layers(depth, wanted, score, first_stays(encoder.backbone))
-    best = max(tried, key=lambda choice: tried[choice])
+    tried = best_layers(depth, count, score, needs_first_layer(encoder.backbone))
+    best = max(tried, key=lambda layers: tried[layers])
     in_order = sorted(tried.items(), key=lambda entry: -entry[1])
-    return list(best), tried[best], [(list(layers), round(found, 2)) for layers, found in in_order]
+    return list(best), tried[best], [(list(layers), round(result, 2)) for layers, result in in_order]
 
 
-def _weighed(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], list[int], Tensor]:
-    """(n,) rows that are asked for, numbers of the T teachers that give vectors, and their (T, n) weights, never all 0."""
+def _sample_rows(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], list[int], Tensor]:
+    """Sample rows on which at least one teacher with vectors has a weight above 0.
+
+    Returns:
+        (n,) row ids; numbers of the T teachers that give vectors; their (T, n) weights.
+    """
     teachers = recipe.teachers.encoders
     numbers = [number for number, teacher in enumerate(teachers) if not scores_pairs(teacher)]
     if not numbers:
         raise UnsuitableTeacherError(
-            "student.layers: auto wants a teacher that gives vectors; name the layers, such as [0, 2, 4]"
+            "student.layers: auto needs a teacher that gives vectors; list the layers, such as [0, 2, 4]"
         )
-    rows = np.sort(np.random.default_rng(_STREAM).permutation(len(corpus))[:_SENTENCES])
+    rows = np.sort(np.random.default_rng(_SEED).permutation(len(corpus))[:_SENTENCES])
     weights = torch.as_tensor(TeacherWeights(teachers, corpus).of(rows), dtype=torch.float64)
     weights = (weights if weights.ndim > 1 else weights[:, None].expand(-1, len(rows)))[numbers]
-    heard = (weights > 0).any(dim=0)
-    if heard.sum() < _FEWEST:
+    has_weight = (weights > 0).any(dim=0)
+    if has_weight.sum() < _MIN_SENTENCES:
         raise UnsuitableTeacherError(
-            "student.layers: auto wants a teacher that gives vectors, and by alpha_by_domain none counts in what it asks for; "
-            "name the layers, such as [0, 2, 4]"
+            "student.layers: auto needs a teacher that gives vectors, but alpha_by_domain gives each such teacher weight 0 "
+            "on nearly all sampled sentences; list the layers, such as [0, 2, 4]"
         )
-    return rows[heard.numpy()], numbers, weights[:, heard]
+    return rows[has_weight.numpy()], numbers, weights[:, has_weight]
 
 
-def _lists(teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str]) -> NDArray[np.float32]:
-    """(n, n) mean cosines of teachers with (T, n) weights."""
-    lists = []
+def _mean_similarities(
+    teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str]
+) -> NDArray[np.float32]:
+    """Return the (n, n) mean cosines of n texts over T teachers with (T, n) weights."""
+    similarities = []
     for teacher in teachers:
         units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
-        lists.append(units @ units.T)
-    mixed: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(lists)), weights).numpy()
-    return mixed
+        similarities.append(units @ units.T)
+    mean: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(similarities)), weights).numpy()
+    return mean
 
 
 def _key(recipe: Recipe, corpus: Corpus) -> str:
-    """Of all that decides the choice."""
+    """Hash all inputs of the selection."""
     student = recipe.student
-    reading = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "num_layers"})
+    settings = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "num_layers"})
     teachers = [[fingerprint(teacher), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders]
     backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
-    described = [_FORMAT, backbone, reading, teachers, corpus.content]
-    return text_checksum(json.dumps(described))
+    inputs = [_FORMAT, backbone, settings, teachers, corpus.content]
+    return text_checksum(json.dumps(inputs))
 
 
-def _told(reporter: Reporter, layers: Sequence[int], why: str) -> None:
+def _report(reporter: Reporter, layers: Sequence[int], note: str) -> None:
     reporter.emit(
-        StageProgress("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {why}")
+        StageProgress("layers", len(layers), len(layers), "layers", finished=True, note=f"{list(layers)}: {note}")
     )

@@ -1,4 +1,4 @@
-"""What the student's engine trains: the encoder, its projection, and a discriminator where the recipe has one."""
+"""The trained module of a student: encoder, projection, and optionally a discriminator and an embedding queue."""
 
 from __future__ import annotations
 
@@ -25,39 +25,38 @@ T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """One step's input on this worker."""
+    """The model's input in one step on this worker."""
 
     streams: Sequence[tuple[Tokens, int]]
-    """Its rows, in parts with a seed of dropout noise each."""
+    """The worker's R rows, split into streams with a dropout seed each."""
     anchors: Sequence[Tokens] = ()
-    """This worker's part of the landmarks, where they are to be encoded anew."""
+    """This worker's part of the anchors, in steps that re-encode them."""
     queue: Sequence[Tokens] = ()
-    """This worker's part of the sentences that fill the queue before the first step."""
+    """This worker's part of the sentences that fill the queue, in step 0."""
 
 
 class StudentOutput(NamedTuple):
-    """One pass over this worker's rows."""
+    """The model's output for this worker's R rows."""
 
     z1: Tensor
-    """(R, d) float32 first views: the streams' rows one after the other."""
+    """(R, d) float32 first views, stream after stream."""
     z2: Tensor
     """(R, d) float32 second views."""
-    found: Detection | None
-    """What the discriminator made of both views' sentences."""
+    detection: Detection | None
+    """The discriminator's output for both views; None without a discriminator."""
 
 
 class StudentModel(nn.Module):
-    """Encoder and projection, two views of every sentence by one forward pass; perhaps a discriminator.
+    """Encoder and projection that compute two views of each sentence in one forward pass.
 
     Args:
         encoder: The student.
-        projection: The head between its vectors and the objective.
-        detector: What DiffCSE adds.
-        condition: Vector that the discriminator is told: `projected` or `pooled`.
-        memory: What lengthens the lists.
-        grad_cache: Whether what a stream leaves on its way is forgotten, and made again for the gradient (gradient cache, Gao et
-            al. 2021): only one stream's activations are there at a time. The last one's are kept, as it is the first whose
-            gradient is asked for.
+        projection: Head between the encoder's vectors and the loss.
+        detector: DiffCSE's generator and discriminator; None trains without replaced token detection.
+        condition: Vectors that condition the discriminator: `projected` or `pooled`.
+        queue: Queue and anchors that lengthen the lists; None uses the batch alone.
+        grad_cache: Recompute each stream's activations in the backward pass (GradCache, Gao et al. 2021), so that only one
+            stream's activations are in memory. The last stream's are kept: its backward pass comes first.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class StudentModel(nn.Module):
         projection: nn.Module,
         detector: EditDetector | None = None,
         condition: str = "projected",
-        memory: EmbeddingQueue | None = None,
+        queue: EmbeddingQueue | None = None,
         grad_cache: bool = False,
     ) -> None:
         super().__init__()
@@ -74,23 +73,23 @@ class StudentModel(nn.Module):
         self.projection = projection
         self.detector = detector
         self.condition = condition
-        self.memory = memory
+        self.queue = queue
         self.grad_cache = grad_cache
 
     def forward(self, batch: Batch) -> StudentOutput:
-        """A batch -> views, and detection where there is a discriminator.
+        """Compute both views of a batch, and the discriminator's output if there is one.
 
-        A stream is a part of the batch with dropout noise of its own, drawn from its seed alone. A run that goes on with
-        another number of workers deals the same streams to them and so draws the same noise. Both views of a stream are
-        one pass over twice its rows; both views of all streams are projected together, as batch norm wants.
+        The dropout masks of a stream depend only on its seed. A run that resumes with another number of workers assigns
+        them the same streams, and thus the same masks. One forward pass computes both views of a stream, over twice its
+        rows. The projection gets both views of all streams at once, because batch norm needs them together.
         """
-        if self.memory is not None and batch.anchors:
-            self.memory.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.memory.anchors)))
-        if self.memory is not None and batch.queue:
-            self.memory.fill(gather_parts(self._encode_no_grad(batch.queue), len(self.memory.queue)))
+        if self.queue is not None and batch.anchors:
+            self.queue.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.queue.anchors)))
+        if self.queue is not None and batch.queue:
+            self.queue.fill(gather_parts(self._encode_no_grad(batch.queue), len(self.queue.queue)))
         last = len(batch.streams) - 1 if self.detector is None else None
         views = [
-            self._through(self._views, tokens, seed, keeps=number == last)
+            self._run_stream(self._encode_views, tokens, seed, keep_activations=number == last)
             for number, (tokens, seed) in enumerate(batch.streams)
         ]
         first = torch.cat([pooled[: len(pooled) // 2] for pooled in views])
@@ -98,25 +97,36 @@ class StudentModel(nn.Module):
         pooled = torch.cat([first, second])
         projected = self.projection(pooled)
         z1, z2 = projected.float().chunk(2)
-        told = projected if self.condition == "projected" else pooled
-        return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch.streams, told))
+        condition = projected if self.condition == "projected" else pooled
+        return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch.streams, condition))
 
-    def _detect(self, streams: Sequence[tuple[Tokens, int]], told: Tensor) -> Detection:
-        """Both views of each stream have edits of their own, drawn from the stream's seed."""
+    def _detect(self, streams: Sequence[tuple[Tokens, int]], condition: Tensor) -> Detection:
+        """Run the discriminator over all streams. Each view of a stream gets different edits, drawn from the stream's seed.
+
+        Args:
+            streams: The worker's R rows, as in `Batch`.
+            condition: (2R, d) vectors of the first views, then of the second.
+        """
         assert self.detector is not None
         length = self._edited_length(streams)
-        first, second = told.chunk(2)
-        found, done = [], 0
+        first, second = condition.chunk(2)
+        detections, done = [], 0
         for number, (tokens, seed) in enumerate(streams, start=1):
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
-            told_here = torch.cat([first[rows], second[rows]])
-            found.append(self._through(self._found, tokens, seed, told_here, length, keeps=number == len(streams)))
-        total: Detection = reduce(operator.add, found)
+            vectors = torch.cat([first[rows], second[rows]])
+            is_last = number == len(streams)
+            detections.append(
+                self._run_stream(self._detect_stream, tokens, seed, vectors, length, keep_activations=is_last)
+            )
+        total: Detection = reduce(operator.add, detections)
         return total
 
     def _edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | None:
-        """Length of the global batch's edited sentences; None where padding does not count, or one pass holds all of them."""
+        """Return the padded length of the edited sentences of the global batch.
+
+        None if the loss ignores padding, or if a single pass contains the entire global batch.
+        """
         assert self.detector is not None
         if not self.detector.counts_padding or (len(streams) == 1 and world_size() == 1):
             return None
@@ -126,41 +136,49 @@ class StudentModel(nn.Module):
                 longest = max(longest, self.detector.edited_length(tokens.twice()))
         return all_reduce_max(longest, tokens.ids.device)
 
-    def _found(self, tokens: Tokens, seed: int, told: Tensor, length: int | None) -> Detection:
+    def _detect_stream(self, tokens: Tokens, seed: int, condition: Tensor, length: int | None) -> Detection:
         assert self.detector is not None
         with dropout_rng(seed + 1, tokens.ids.device):
-            found: Detection = self.detector(tokens.twice(), told, length)
-        return found
+            detection: Detection = self.detector(tokens.twice(), condition, length)
+        return detection
 
-    def _through(self, part: Callable[..., T], *inputs: Any, keeps: bool) -> T:
-        """One stream's pass. Its noise comes from its seed, so a second pass for the gradient draws what the first one drew."""
+    def _run_stream(self, forward: Callable[..., T], *inputs: Any, keep_activations: bool) -> T:
+        """Run one stream, by default without keeping its activations if `grad_cache` is on.
+
+        `forward` seeds its own dropout, so the recomputation draws the same masks without saving the RNG state.
+        """
         if not self.grad_cache:
-            return part(*inputs)
-        found: T = part(*inputs) if keeps else checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
-        # What a stream leaves for the way back are small pieces between its tensors. The holes of those fit no other stream's
-        # (glibc 2.36: aligned blocks do not go into holes of their own size), so every stream would take memory of its own.
+            return forward(*inputs)
+        output: T = (
+            forward(*inputs)
+            if keep_activations
+            else checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+        )
+        # Small blocks that stay for the backward pass fragment the heap: glibc 2.36 does not reuse freed aligned blocks of the
+        # same size. Without trimming, every stream would allocate new memory.
         trim()
-        if isinstance(found, Tensor) and found.requires_grad:
-            found.register_hook(lambda _: trim())  # on the way back: what the stream after it left
-        return found
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(
+                lambda _: trim()
+            )  # in the backward pass, frees the memory of the stream after this one
+        return output
 
     @torch.no_grad()
     def _encode_no_grad(self, parts: Sequence[Tokens]) -> Tensor:
-        """(n, d) projected vectors, without dropout or gradient."""
+        """Encode n sentences into (n, d) projected vectors, without dropout or gradient."""
         was_training = self.training
         self.eval()
         vectors = torch.cat([self.projection(self.encoder(part.ids, part.mask)).float() for part in parts])
         self.train(was_training)
-        torch.clear_autocast_cache()  # older versions would give the weights cast here, which have no gradient, to what follows
+        torch.clear_autocast_cache()  # older PyTorch would reuse the weights cast here, which have no gradient
         return vectors
 
-    def _views(self, tokens: Tokens, seed: int) -> Tensor:
+    def _encode_views(self, tokens: Tokens, seed: int) -> Tensor:
+        """Encode r rows into (2r, d) pooled vectors: the first views, then the second."""
         device = tokens.ids.device
         if not self.encoder.has_dropout:
             pooled = self.encoder(tokens.ids, tokens.mask, tokens.token_index)
-            return torch.cat(
-                [pooled, pooled]
-            )  # without noise the second view is the first: half the work, same gradient
+            return torch.cat([pooled, pooled])  # both views are equal without dropout: half the work, same gradient
         with dropout_rng(seed, device):
             both = tokens.twice()
             views: Tensor = self.encoder(both.ids, both.mask, both.token_index)
@@ -168,18 +186,22 @@ class StudentModel(nn.Module):
 
 
 def build_encoder(section: StudentSection) -> StudentModel:
-    """A student of an encoder and its projection alone; the projection fresh from the current random state."""
+    """Build a student of encoder and projection only. The projection's weights come from the global random state."""
     encoder = Encoder.from_section(section)
     return StudentModel(encoder, build_projection(section.projection, encoder.dimension))
 
 
 def build_student(recipe: Recipe) -> StudentModel:
-    """The student of a recipe; projection and discriminator's head fresh from the current random state."""
+    """Build a recipe's student. The weights of the projection and the discriminator's head come from the global random state.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+    """
     student, objective = build_encoder(recipe.student), recipe.objective
     student.grad_cache = recipe.training.grad_cache_chunk is not None
-    if (longer := objective.memory) is not None:
-        queued = longer.num_batches * recipe.training.batch_size
-        student.memory = EmbeddingQueue(queued, longer.num_anchors, student.encoder.dimension)
+    if (section := objective.memory) is not None:
+        queue_size = section.num_batches * recipe.training.batch_size
+        student.queue = EmbeddingQueue(queue_size, section.num_anchors, student.encoder.dimension)
     if (detection := objective.detection) is not None and detection.weight:
         fresh = Encoder.from_section(recipe.student)
         student.detector = build_detector(detection, student.encoder, fresh, decided(recipe.training.precision))
@@ -188,5 +210,5 @@ def build_student(recipe: Recipe) -> StudentModel:
 
 
 def encoder_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a student model's weights those of its encoder, under the encoder's own names."""
+    """Select the encoder's weights from those of a student model, under the encoder's own names."""
     return {name.removeprefix("encoder."): weight for name, weight in weights.items() if name.startswith("encoder.")}

@@ -1,4 +1,4 @@
-"""All that a run needs, tried without the run: `--dry-run`, and the part of it that every run begins with."""
+"""Checks of a run's inputs before it starts: `--dry-run`, and the subset with which every run begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distcse.data import BatchSampler, Corpus
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.backends import describe_resources, make_backend
-from distcse.experiments.distillation.batch_loader import rows_of
+from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.distillation.dev_metric import check_labelled_data
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.model import build_student
@@ -32,13 +32,21 @@ from distcse.trainer.schedule import total_steps
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """What can be known in a second: terms, libraries, folders, the labelled dev set.
+    """Check what takes under a second: loss terms, optional packages, folders, the labelled dev set.
 
-    Raises a `DistcseError` for what would otherwise end the run after its teachers have embedded the corpus.
+    Without it, these errors would end the run only after its teachers have embedded the corpus.
+
+    Raises:
+        InvalidValueError: A custom loss term needs teachers, and the recipe has none.
+        MissingDependencyError: A setting needs a package that is not installed.
+        LoggerSetupError: A logger lacks its package or login.
+        RunDirectoryError: A storage folder cannot be written.
+        EvaluationError: The labelled dev set is missing or malformed.
     """
     if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
         raise InvalidValueError(
-            "a term of objective.custom needs the teachers' lists; add teachers.encoders, or take it away"
+            "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove the "
+            "term"
         )
     require_packages(recipe.loggers)
     uses_deepspeed(recipe.training)
@@ -49,97 +57,122 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[str]] | None = None) -> None:
-    """Read the text and the labelled sets, load the student, ask each teacher once, join the cluster; train nothing.
+    """Check everything a run needs without training (`--dry-run`).
 
-    The corpus that was read stays in the cache, for the run. Raises a `DistcseError` that names what to mend.
+    Reads the corpus and the labelled sets, loads the student, queries each teacher once and joins the cluster. The corpus
+    stays in the cache for the run.
 
     Args:
-        recipe: What would be run.
-        reporter: Receives what was found.
-        lost_gpus: Makes the warnings of a sweep, whose trials are placed in another way than a single run; None warns of the run.
+        recipe: The recipe to check.
+        reporter: Receives one line per check.
+        lost_gpus: Computes the warnings of unused GPUs for a sweep, whose trials are scheduled differently. None uses those
+            of a single run.
+
+    Raises:
+        DistcseError: A check failed.
     """
     require_lasting(recipe.storage)
     check_recipe(recipe)
     recipe = with_precisions(recipe, reporter)
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
-        _told(reporter, "labelled", f"{len(tasks.tasks)} sets to measure on")
+        _report(reporter, "labelled", f"{len(tasks.tasks)} sets to evaluate on")
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, reporter)
     TeacherWeights(recipe.teachers.encoders, corpus)
     require_vectors(recipe, len(corpus))
     training = recipe.training
-    rows, _, _ = rows_of(recipe, len(corpus))
+    rows, _, _ = split_rows(recipe, len(corpus))
     epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-    _told(reporter, "steps", f"{total_steps(training, epoch):,} steps of {training.batch_size}, {epoch:,} an epoch")
+    steps = total_steps(training, epoch)
+    _report(reporter, "steps", f"{steps:,} steps of {training.batch_size}, {epoch:,} per epoch")
     encoder = build_student(_with_all_layers(recipe)).encoder
-    _told(reporter, "student", _described(encoder))
+    _report(reporter, "student", _describe_encoder(encoder))
     for number in range(len(recipe.teachers.encoders)):
-        _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))
+        _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)
-    _, surroundings = make_backend(recipe, runs, reporter if lost_gpus is None else None)
-    with surroundings:
+    _, context = make_backend(recipe, runs, reporter if lost_gpus is None else None)
+    with context:
         for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
             reporter.emit(LogMessage(warning, warning=True))
-        _told(reporter, "cluster", describe_resources(recipe))
+        _report(reporter, "cluster", describe_resources(recipe))
 
 
 def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
-    """Read the text, ask each teacher once, count the rows that its table lacks, join the cluster; embed nothing.
+    """Check everything an embedding pass needs without embedding (`--dry-run`).
 
-    The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
+    Reads the corpus, queries each teacher once, counts the rows missing from its table and joins the cluster. The corpus
+    stays in the cache.
+
+    Args:
+        recipe: The recipe to check.
+        reporter: Receives one line per check.
+
+    Raises:
+        DistcseError: A check failed.
     """
     check_storage(recipe.storage, ["cache"])
     recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
     for number, teacher in enumerate(recipe.teachers.encoders):
-        answers = _asked(recipe, corpus, number)
+        note = _query_teacher(recipe, corpus, number)
         if uses_table(recipe.teachers, teacher):
             table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
-            answers += f", {rows:,} of {len(corpus):,} rows are to be embedded"
-        _told(reporter, f"teacher {number}", answers)
-    _, surroundings = make_backend(recipe)
-    with surroundings:
-        pass  # it refuses nodes that do not see the cache
+            note += f", {rows:,} of {len(corpus):,} rows to embed"
+        _report(reporter, f"teacher {number}", note)
+    _, context = make_backend(recipe)
+    with context:
+        pass  # entering it checks that the nodes see the cache
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
-    """Read the text and ask each teacher once that could be compared with another; embed nothing.
+    """Check everything a comparison of teachers needs without embedding (`--dry-run`).
 
-    The corpus that was read stays in the cache. Raises a `DistcseError` that names what to mend.
+    Reads the corpus and queries each teacher that can be compared once. The corpus stays in the cache.
+
+    Args:
+        recipe: The recipe to check.
+        reporter: Receives one line per check.
+
+    Raises:
+        DistcseError: A check failed.
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
     recipe = with_teacher_precisions(recipe, reporter, in_this_process=True)
     corpus = read_corpus(recipe, reporter)
     for number in numbers:
-        _told(reporter, f"teacher {number}", _asked(recipe, corpus, number))
+        _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
 
 
-def _asked(recipe: Recipe, corpus: Corpus, number: int) -> str:
-    """That a teacher answers. `TeacherError` where what it says is no number."""
+def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
+    """Compute one similarity with a teacher, and return a note that it works.
+
+    Raises:
+        TeacherOutputError: The similarity is NaN or infinite.
+    """
     teacher = recipe.teachers.encoders[number]
     answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
     if not np.isfinite(answer).all():
         raise TeacherOutputError(
-            f"teacher {number}, {teacher.backbone}, gives no finite similarity; try precision: fp32"
+            f"teacher {number}, {teacher.backbone}, returned a similarity that is not finite; try precision: fp32"
         )
     return f"{teacher.backbone} answers"
 
 
 def _with_all_layers(recipe: Recipe) -> Recipe:
-    """Which layers `auto` comes to is the run's own search."""
+    """Replace `layers: auto` by all layers, because only the run itself searches for the best ones."""
     if recipe.student.layers != "auto":
         return recipe
     return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "num_layers": None})})
 
 
-def _described(encoder: Encoder) -> str:
-    weights = sum(part.numel() for part in encoder.parameters())
-    return f"{encoder.dimension} numbers a vector, {weights / 1e6:.1f} M weights, {encoder.max_length} tokens at most"
+def _describe_encoder(encoder: Encoder) -> str:
+    weights = sum(parameter.numel() for parameter in encoder.parameters())
+    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens"
 
 
-def _told(reporter: Reporter, what: str, note: str) -> None:
-    reporter.emit(StageProgress(what, 1, 1, "", finished=True, note=note))
+def _report(reporter: Reporter, stage: str, note: str) -> None:
+    reporter.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))

@@ -1,4 +1,4 @@
-"""What a run learns from, ready to be read: text, tokens, teachers' tables; kept in the cache and found there again."""
+"""Preparation of a run's inputs, with a cache: corpus, tokens, teachers' tables, neighbour graph, regression targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from distcse.data import Corpus, TokenTable
 from distcse.device import use_available_cpus
 from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
-from distcse.evaluation import excluded_from
+from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.distillation.backends import Backend, make_backend
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
@@ -30,43 +30,55 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
 from distcse.teachers.teacher_weights import TeacherWeights
 
-_FITTED_ON = 20_000
-"""Rows that a projection's components are fitted on."""
-_ALIGNED_ON = 4000
-"""Rows of them that are encoded by the student to turn the components towards it."""
+_FIT_ROWS = 20_000
+"""Rows on which a projection's principal components are fitted."""
+_ALIGN_ROWS = 4000
+"""The first of these rows, which the student encodes to rotate the components towards its own vectors."""
 
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """A recipe's corpus as its student reads it."""
+    """A recipe's corpus, tokenized for its student."""
 
     corpus: Corpus
     tokens: TokenTable
     recipe: Recipe
-    """The recipe, what it left to the run decided."""
+    """The recipe, with the settings that it left to the run decided."""
 
     @cached_property
-    def start(self) -> Encoder:
-        """The student before it learned anything, loaded when it is wanted first."""
+    def initial_encoder(self) -> Encoder:
+        """The student before training; loaded on first use."""
         return Encoder.from_section(self.recipe.student)
 
     @classmethod
     def prepare(cls, recipe: Recipe, reporter: Reporter) -> PreparedCorpus:
-        """Read and tokenise, or find both in the cache. Too few rows for one batch are told here."""
+        """Read and tokenize the corpus, or take both from the cache.
+
+        Args:
+            recipe: The recipe, with its precisions decided.
+            reporter: Receives progress.
+
+        Raises:
+            CorpusTooSmallError: The corpus has too few rows for a batch, the held-out rows or the anchors.
+            TeacherWeightError: alpha_by_domain names a domain that no row has.
+            UnsuitableTeacherError: The recipe needs vectors of a teacher that gives none.
+            TokenizationError: The corpus cannot be tokenized.
+        """
         corpus = read_corpus(recipe, reporter)
-        TeacherWeights(recipe.teachers.encoders, corpus)  # a domain that no row has is told here
+        TeacherWeights(recipe.teachers.encoders, corpus)  # raises for a domain that no row has
         require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, reporter)
-        reading = TokenizerSpec.of(recipe.student)
+        tokenizer_spec = TokenizerSpec.of(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
-            reading.tokenizer,
-            reading.max_length,
+            tokenizer_spec.tokenizer,
+            tokenizer_spec.max_length,
             resolve_path(recipe.storage.cache),
-            _progress(reporter, "tokens", len(corpus)),
-            prompt=reading.prompt,
+            _progress_callback(reporter, "tokens", len(corpus)),
+            prompt=tokenizer_spec.prompt,
         )
-        _ended(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenised once")
+        _report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
+        # Raises if the corpus has too few rows.
         BatchLoader(
             TrainSpec(recipe, Path(), corpus.directory, tokens.directory),
             rank=0,
@@ -75,13 +87,22 @@ class PreparedCorpus:
         return cls(corpus, tokens, recipe)
 
     def tables(self, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
-        """The teachers' tables, whole; see `prepare_tables`. A student that does not load is told before rows are embedded."""
-        return prepare_tables(self.recipe, self.corpus, backend, reporter, before=lambda: self.start)
+        """Return the teachers' complete tables (see `prepare_tables`). Loads the student before rows are embedded."""
+        return prepare_tables(
+            self.recipe, self.corpus, backend, reporter, before_embedding=lambda: self.initial_encoder
+        )
 
     def spec(
         self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
     ) -> TrainSpec:
-        """What a worker is told; a neighbour graph and a projection of targets are made of the tables where they are wanted."""
+        """Create the spec of the training workers, with a neighbour graph and regression targets if the recipe uses them.
+
+        Args:
+            run: The run's folder.
+            tables: One per teacher; None for a live teacher.
+            reporter: Receives progress.
+            lease: Lease on `run`.
+        """
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         neighbours = self.neighbours(tables, reporter)
@@ -89,101 +110,133 @@ class PreparedCorpus:
             RunDirectory(run).hold_to("neighbours", knn_graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
-            targets = self._targets(_of(tables, chosen), [alphas[number] for number in chosen], run)
+            selected = _select_tables(tables, chosen)
+            targets = self._target_spec(selected, [alphas[number] for number in chosen], run)
         return TrainSpec(recipe, run, self.corpus.directory, self.tokens.directory, lease, neighbours, targets)
 
     def neighbours(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
-        """The folder of the neighbour graph that the recipe wants, made or found; None where it wants none."""
+        """Return the folder of the neighbour graph, from the cache or newly computed; None if the recipe uses none."""
         section, teachers = self.recipe.training.neighbor_batching, self.recipe.teachers.encoders
         if section is None:
             return None
-        having = [number for number, table in enumerate(tables) if table is not None]
+        tabled = [number for number, table in enumerate(tables) if table is not None]
         reporter.emit(StageProgress("neighbours", 0, len(self.corpus), "sentences"))
-        alphas = [teachers[number].alpha for number in having]
+        alphas = [teachers[number].alpha for number in tabled]
         folder = prepare_knn_graph(
-            _of(tables, having), alphas, section.max_rank, resolve_path(self.recipe.storage.cache)
+            _select_tables(tables, tabled), alphas, section.max_rank, resolve_path(self.recipe.storage.cache)
         )
-        _ended(reporter, "neighbours", len(self.corpus), f"{section.max_rank} nearest of each sentence")
+        _report_finished(
+            reporter, "neighbours", len(self.corpus), f"{section.max_rank} nearest neighbours of each sentence"
+        )
         return folder
 
-    def _targets(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetSpec:
-        at = TargetSpec([(table.directory, table.identity) for table in tables], alphas)
-        if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.start.dimension:
-            return at
+    def _target_spec(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetSpec:
+        """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension."""
+        spec = TargetSpec([(table.directory, table.identity) for table in tables], alphas)
+        if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.initial_encoder.dimension:
+            return spec
         file = RunDirectory(run).projection
-        if not fetch(file) or projection_of(file) != at.key:
-            rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FITTED_ON]
-            joined, few = joined_vectors(tables, alphas, rows), rows[:_ALIGNED_ON]
-            start = self.start.encode(self.corpus.texts(few), normalize=True)
-            write_projection(fit_projection(joined, joined[: len(few)], start), at.key, file)
-        return replace(at, projection=file)
+        if not fetch(file) or projection_of(file) != spec.key:
+            rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FIT_ROWS]
+            joined, align_rows = joined_vectors(tables, alphas, rows), rows[:_ALIGN_ROWS]
+            initial = self.initial_encoder.encode(self.corpus.texts(align_rows), normalize=True)
+            write_projection(fit_projection(joined, joined[: len(align_rows)], initial), spec.key, file)
+        return replace(spec, projection=file)
 
 
 def require_vectors(recipe: Recipe, rows: int) -> None:
-    """Whether terms and batches that want teachers' vectors get them, known before a corpus of so many rows is embedded.
+    """Check that regression and neighbour batching have the vectors they need, before the corpus is embedded.
+
+    Args:
+        recipe: The recipe.
+        rows: Number of rows of the corpus.
 
     Raises:
-        TeacherError: A teacher that is wanted answers live.
-        CorpusError: No row has as many neighbours as `training.neighbor_batching` passes over.
+        UnsuitableTeacherError: A required teacher computes its similarities live.
+        CorpusTooSmallError: The corpus has no more rows than `training.neighbor_batching.min_rank`.
     """
     tabled = [uses_table(recipe.teachers, teacher) for teacher in recipe.teachers.encoders]
-    wanted: list[tuple[str, int]] = []
+    missing: list[tuple[str, int]] = []
     if (regression := recipe.objective.regression) is not None and regression.weight:
         chosen = range(len(tabled)) if regression.teachers is None else regression.teachers
-        wanted += [("objective.regression", number) for number in chosen if not tabled[number]]
+        missing += [("objective.regression", number) for number in chosen if not tabled[number]]
     if (section := recipe.training.neighbor_batching) is not None:
-        wanted += [("training.neighbor_batching", 0)] if not any(tabled) else []
+        missing += [("training.neighbor_batching", 0)] if not any(tabled) else []
         if section.min_rank >= rows:
             raise CorpusTooSmallError(
-                f"training.neighbor_batching.min_rank is {section.min_rank}, but the corpus has {rows} rows; write less"
+                f"training.neighbor_batching.min_rank is {section.min_rank}, but the corpus has {rows} rows; lower it"
             )
-    for asked_by, number in wanted:
+    for key, number in missing:
         raise UnsuitableTeacherError(
-            f"{asked_by} needs the vectors of teacher {number}, which answers live: a cross-encoder has none; "
-            "for others write teachers.mode: table"
+            f"{key} needs the vectors of teacher {number}, which has no table; write teachers.mode: table. "
+            "A cross-encoder has no vectors: use another teacher"
         )
 
 
-def _of(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list[EmbeddingTable]:
+def _select_tables(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list[EmbeddingTable]:
     return [table for number in numbers if (table := tables[number]) is not None]
 
 
 def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | None]:
-    """The teachers' pass of a recipe alone: what a run would do before it trains."""
+    """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
+
+    Args:
+        recipe: The recipe.
+        reporter: Receives progress.
+
+    Returns:
+        One table per teacher; None for a live teacher.
+    """
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
     recipe = with_teacher_precisions(recipe, reporter)
     corpus = read_corpus(recipe, reporter)
-    backend, surroundings = make_backend(recipe)
-    with surroundings:
+    backend, context = make_backend(recipe)
+    with context:
         return prepare_tables(recipe, corpus, backend, reporter)
 
 
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
-    """The recipe's sentences, read or found in the cache."""
+    """Read the recipe's corpus, or take it from the cache.
+
+    Args:
+        recipe: The recipe.
+        reporter: Receives progress.
+
+    Raises:
+        CorpusError: The corpus cannot be read, or is empty.
+    """
     require_lasting(recipe.storage, ["cache"])
     cache = resolve_path(recipe.storage.cache)
-    excluded = excluded_from(recipe.corpus, recipe.evaluation.data)
-    corpus = Corpus.prepare(recipe.corpus, cache, _progress(reporter, "corpus", recipe.corpus.limit), excluded)
-    blank = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
+    excluded = evaluation_sentences(recipe.corpus, recipe.evaluation.data)
+    corpus = Corpus.prepare(recipe.corpus, cache, _progress_callback(reporter, "corpus", recipe.corpus.limit), excluded)
+    skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
-        blank += f", {corpus.excluded_rows:,} left out that the evaluation holds"
-    _ended(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{blank}{', reused' if corpus.reused else ''}")
+        skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
+    reused = ", reused" if corpus.reused else ""
+    _report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
     return corpus
 
 
 def prepare_tables(
-    recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter, before: Callable[[], object] = lambda: None
+    recipe: Recipe,
+    corpus: Corpus,
+    backend: Backend,
+    reporter: Reporter,
+    before_embedding: Callable[[], object] = lambda: None,
 ) -> list[EmbeddingTable | None]:
-    """The teachers' tables, whole: rows that are missing are embedded. None for a teacher that answers live.
+    """Return the teachers' tables, after embedding their missing rows.
 
     Args:
-        recipe: Whose teachers.
+        recipe: The recipe with the teachers.
         corpus: Its sentences.
-        house: Where they are embedded.
+        backend: The backend that embeds.
         reporter: Receives progress.
-        before: Called before rows are embedded, which may take hours: what would fail after them shall fail now.
+        before_embedding: Called before rows are embedded. Embedding may take hours, so later errors should be raised here.
+
+    Returns:
+        One complete table per teacher; None for a live teacher.
     """
     section = recipe.teachers
     tables: list[EmbeddingTable | None] = []
@@ -196,21 +249,22 @@ def prepare_tables(
         missing = table.missing_shards()
         rows = sum(len(table.shard_range(shard)) for shard in missing)
         if missing:
-            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences by the same teacher"):
-                missing = table.missing_shards()  # less where we waited for another run
+            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
+                missing = table.missing_shards()  # fewer if another run embedded some while we waited
                 rows = sum(len(table.shard_range(shard)) for shard in missing)
                 if missing:
-                    before()
-                    backend.embed(teacher, section, corpus, table, missing, _progress(reporter, stage, rows), reporter)
+                    before_embedding()
+                    on_rows = _progress_callback(reporter, stage, rows)
+                    backend.embed(teacher, section, corpus, table, missing, on_rows, reporter)
         reused = len(corpus) - rows
-        _ended(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
+        _report_finished(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)
     return tables
 
 
-def _ended(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
+def _report_finished(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
     reporter.emit(StageProgress(stage, done, done, "sentences", finished=True, note=note, reused=reused))
 
 
-def _progress(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
+def _progress_callback(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
     return lambda done: reporter.emit(StageProgress(stage, done, total, "sentences"))

@@ -1,6 +1,7 @@
-"""The one module that knows Ray Train's surface: `fit` in a `TorchTrainer`'s workers, watched from the driver.
+"""Training on Ray Train: runs `fit` in a `TorchTrainer`'s workers and monitors them from the driver.
 
-Ray Train's controller, a process of its own, reads this file before it asks for workers: what only workers need, they import.
+No other module uses Ray Train's API. Its controller process imports this module before it requests workers, so modules that
+only workers need are imported in functions.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from distcse.ray_backend.nodes import (
     Resources,
     ResourceWatchdog,
     alive,
-    answering,
+    count_fitting,
     even_share,
-    fitting,
     format_resources,
     nodes_with,
     refuse_impossible,
+    responsive_nodes,
 )
 from distcse.recipe import Recipe
 from distcse.storage import to_uri
@@ -48,20 +49,23 @@ if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
     from distcse.trainer.trainer import TrainResult
 
-_TOLD_AFTER = 60.0
-"""Seconds without a worker after which the run says so."""
+_WAIT_WARNING_S = 60.0
+"""Seconds without a started worker after which the run warns."""
 
 
 def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
-    """Run `fit` in Ray Train workers, restarted from the last checkpoint after a loss of a worker or node.
+    """Run `fit` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
     Args:
-        job: The run.
-        servers: The teachers' `Servers`, an actor.
+        spec: The run.
+        servers: The actor that holds the teachers' servers.
         reporter: Receives rank 0's events in this process; its stop request is passed on to the workers.
 
     Raises:
-        RunError: The workers failed too often, or nodes that were lost did not come back.
+        WorkersLostError: Workers failed more often than training.max_failures allows.
+        ClusterTooSmallError: A lost node was not replaced in time.
+        ProcessLostError: The event channel or Ray Train's controller was lost.
+        StoppedEarlyError: The run was asked to stop while no worker trained.
     """
     training, resources = spec.recipe.training, resources_per_worker(spec.recipe)
     if training.min_workers is None:
@@ -72,31 +76,32 @@ def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult
         if workers < training.workers:
             reporter.emit(
                 LogMessage(
-                    f"goes on with {workers} of {training.workers} workers: there is no room for more", warning=True
+                    f"training with {workers} of {training.workers} workers: the cluster has no room for more",
+                    warning=True,
                 )
             )
         try:
             return _train(spec, servers, reporter, workers, resources, max_failures=0)
-        except WorkersLostError as lost:  # of `_explained`; the loss of another process is a ProcessLostError
+        except WorkersLostError as lost:  # see `_explain_failure`; the loss of another process is a ProcessLostError
             failures += 1
             if failures > training.max_failures:
                 raise
             reporter.emit(
-                LogMessage(f"{str(lost).partition(';')[0]}; starting again from its last checkpoint", warning=True)
+                LogMessage(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint", warning=True)
             )
 
 
 def _train(
     spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
 ) -> TrainResult:
-    # Ray Train's controller waits for this actor of the cluster's, and would ask for it two seconds later.
+    # Started here because Ray Train's controller waits for this actor, and would request it two seconds later.
     get_or_create_autoscaling_coordinator()
     channel = EventChannel(spec.run.name)
     trainer = _Trainer(
-        _worker,
+        _train_loop,
         train_loop_config={"job": spec, "servers": servers, "events": channel.actor},
         # NCCL refuses two workers on one GPU.
-        torch_config=_OverOwnNetwork(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
+        torch_config=_NodeNetworkTorchConfig(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=bool(resources.get("GPU")),
@@ -104,20 +109,21 @@ def _train(
             label_selector=spec.recipe.training.node_labels,
         ),
         run_config=RunConfig(
-            # A name of its own for every start: Ray Train must not resume by itself, `fit` does.
+            # A new name for each start: `fit` resumes from our checkpoints, so Ray Train must not.
             name=f"train-{time.time_ns()}",
             storage_path=to_uri(spec.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
         ),
     )
-    # In a thread: on the main one Ray Train would take Ctrl-C for itself and end the run without a checkpoint.
+    # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
-    patience = ResourceWatchdog(
-        _demands(spec.recipe, resources, workers), lambda told: reporter.emit(LogMessage(told, warning=True))
+    watchdog = ResourceWatchdog(
+        _resource_requests(spec.recipe, resources, workers),
+        lambda warning: reporter.emit(LogMessage(warning, warning=True)),
     )
-    late, told = time.monotonic() + _TOLD_AFTER, False
+    warn_at, has_warned = time.monotonic() + _WAIT_WARNING_S, False
     try:
         while not running.done():
             channel.relay(reporter)
@@ -125,41 +131,43 @@ def _train(
                 raise StoppedEarlyError(
                     f"stopped while no worker trained. Resume from the last checkpoint: --resume {to_uri(spec.run)}"
                 )
-            patience.look()
-            if not told and time.monotonic() > late:
-                told = True
+            watchdog.check()
+            if not has_warned and time.monotonic() > warn_at:
+                has_warned = True
                 if not channel.has_started:
-                    wants = f"{workers} workers of {format_resources(resources)} each"
-                    waits = f"no worker has begun for {_TOLD_AFTER:g} s: waits for room for {wants}; `ray status` says who has it"
-                    reporter.emit(LogMessage(waits, warning=True))
+                    needed = f"{workers} workers of {format_resources(resources)} each"
+                    warning = f"no worker has started for {_WAIT_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
+                    reporter.emit(LogMessage(warning, warning=True))
             time.sleep(0.2)
         channel.relay(reporter)
         returned = running.result().return_value
     except ray.train.TrainingFailedError as failed:
-        raise _explained(failed) from failed
-    except RayActorError as lost:  # no worker's: Ray Train starts those again, or raises the error above
-        raise _without(lost, spec) from lost
+        raise _explain_failure(failed) from failed
+    except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
+        raise _explain_actor_loss(lost, spec) from lost
     finally:
-        thread.shutdown(wait=False)  # a second Ctrl-C does not wait for the trainer; the cluster's end ends it
+        thread.shutdown(
+            wait=False
+        )  # so that a second Ctrl-C does not wait for the trainer, which ends with the cluster
         channel.close()
     if isinstance(returned, DistcseError):
         raise returned
-    outcome: TrainResult = returned
-    return outcome
+    result: TrainResult = returned
+    return result
 
 
 def _workers_now(recipe: Recipe, resources: Resources) -> int:
-    """The most workers that an elastic run may have and nodes that answer have room for; the least where there is none.
+    """Return the largest permitted number of workers that the responding nodes have room for, or the smallest permitted.
 
-    Ray Train's own elastic groups take any number, also such as do not divide the batch, and count nodes that are gone.
+    Ray Train's elastic worker groups are not used: they choose numbers that do not divide the batch, and count lost nodes.
     """
     training = recipe.training
-    room = fitting(answering(training.node_labels), resources)
+    room = count_fitting(responsive_nodes(training.node_labels), resources)
     return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]
-    """Without the process of Ray Train's that shards datasets of Ray's: no run has one, and each waits for it a second."""
+    """`TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second."""
 
     def _create_default_callbacks(self) -> list[Any]:
         return [
@@ -167,29 +175,29 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]
         ]
 
 
-class _OverOwnNetworkBackend(_TorchBackend):  # type: ignore[misc]
-    """Opens the process group on the network that Ray knows the nodes by."""
+class _NodeNetworkBackend(_TorchBackend):  # type: ignore[misc]
+    """Opens the process group on the network interface of the nodes' Ray addresses."""
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        worker_group.execute(_use_own_network)
+        worker_group.execute(_use_node_network)
         super().on_start(worker_group, backend_config)
 
 
-class _OverOwnNetwork(TorchConfig):  # type: ignore[misc]
+class _NodeNetworkTorchConfig(TorchConfig):  # type: ignore[misc]
     @property
-    def backend_cls(self) -> type[_OverOwnNetworkBackend]:
-        return _OverOwnNetworkBackend
+    def backend_cls(self) -> type[_NodeNetworkBackend]:
+        return _NodeNetworkBackend
 
 
-def _use_own_network() -> None:
+def _use_node_network() -> None:
     use_interface_of(ray.util.get_node_ip_address())
 
 
-def _worker(config: dict[str, Any]) -> TrainResult | DistcseError:
-    """Ray Train's loop function."""
+def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
+    """Train on one worker (Ray Train's `train_loop_per_worker`). Errors that a restart would repeat are returned."""
     rank = ray.train.get_context().get_world_rank()
     if not announce_worker(config["events"], rank):
-        # Returned by all workers, not raised: Ray Train would restart them.
+        # Returned, not raised: Ray Train would restart the workers.
         return ProcessLostError("the driver ended before its workers started; resume with --resume")
     result = _train_on_rank(rank, config)
     announce_end(config["events"], rank)
@@ -200,76 +208,89 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
     with gc_paused():
         from distcse.experiments.distillation.remote_evaluator import RemoteEvaluator
         from distcse.experiments.distillation.task import fit
-        from distcse.ray_backend.metrics import Queue
+        from distcse.ray_backend.metrics import QueueMetrics
         from distcse.teachers.servers import RemoteTeacherClient, co_located_servers, use_assigned_threads
         from distcse.trainer.distributed import on_all_ranks
 
-    _quiet()
+    _silence_ray_train()
     use_assigned_threads()
     spec: TrainSpec = config["job"]
     try:
-        mine = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
-    except DistcseError as mistake:
-        return mistake
-    sources = [RemoteTeacherClient(server, Queue(spec.run.name, number, rank).track) for number, server in mine.items()]
+        servers = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
+    except DistcseError as error:
+        return error
+    clients = [
+        RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
+        for number, server in servers.items()
+    ]
     reporter = reporter_of(config["events"])
-    apart = spec.recipe.evaluation.async_eval is not None
-    scorers = RemoteEvaluator(spec, mine, reporter) if apart else nullcontext()
+    is_async = spec.recipe.evaluation.async_eval is not None
+    context = RemoteEvaluator(spec, servers, reporter) if is_async else nullcontext()
     try:
-        with scorers as scorer:
-            return fit(spec, sources, reporter, ray.train.report, scorer)
-    except (EncoderError, RunError) as mistake:
-        # All workers meet it at the same place. A restart would meet it again, so it is returned, not raised.
-        return mistake
+        with context as evaluator:
+            return fit(spec, clients, reporter, ray.train.report, evaluator)
+    except (EncoderError, RunError) as error:
+        # All workers raise it at the same step. A restart would repeat it, so it is returned, not raised.
+        return error
 
 
 def resources_per_worker(recipe: Recipe) -> dict[str, float]:
-    """CPUs and GPUs of one training worker. Raises `RunError` at once where the cluster can never give them."""
+    """Return the CPUs and GPUs of one training worker.
+
+    Values that the recipe does not set are the worker's even share of the nodes.
+
+    Args:
+        recipe: The recipe; its cluster must be joined.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources.
+        NodeLabelError: No node has the labels of a key.
+    """
     training, teachers = recipe.training, recipe.teachers
     nodes = nodes_with(training.node_labels, "training.node_labels")
     nodes_with(teachers.node_labels, "teachers.node_labels")
-    beside = [
-        demand
-        for demand in _others(recipe)
-        if (training.node_labels or {}).items() <= (demand.labels or training.node_labels or {}).items()
+    others = [
+        request
+        for request in _other_requests(recipe)
+        if (training.node_labels or {}).items() <= (request.labels or training.node_labels or {}).items()
     ]
-    cpus, gpus = (_left(nodes, kind, beside) for kind in ("CPU", "GPU"))
+    cpus, gpus = (_remaining(nodes, kind, others) for kind in ("CPU", "GPU"))
     cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, training.workers))))
-    enough = sum(int(there) for there in gpus) >= training.workers
-    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(enough)
-    each = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
-    refuse_impossible(_demands(recipe, each, min(training.worker_counts)), alive())
-    return each
+    has_enough = sum(int(free) for free in gpus) >= training.workers
+    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(has_enough)
+    per_worker = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
+    refuse_impossible(_resource_requests(recipe, per_worker, min(training.worker_counts)), alive())
+    return per_worker
 
 
-def _demands(recipe: Recipe, each: Resources, workers: int) -> list[ResourceRequest]:
-    """What must run at the same time: so many workers, and what runs beside them."""
-    fewer = "training.workers" if recipe.training.min_workers is None else "training.min_workers"
-    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
-    training = ResourceRequest(f"{fewer}={workers}", workers, each, recipe.training.node_labels, fewer, smaller)
-    return [training, *_others(recipe)]
+def _resource_requests(recipe: Recipe, per_worker: Resources, workers: int) -> list[ResourceRequest]:
+    """List what must run at the same time: the given number of workers, the teachers' servers and the evaluator."""
+    key = "training.workers" if recipe.training.min_workers is None else "training.min_workers"
+    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in per_worker}
+    training = ResourceRequest(f"{key}={workers}", workers, per_worker, recipe.training.node_labels, key, smaller)
+    return [training, *_other_requests(recipe)]
 
 
-def _others(recipe: Recipe) -> list[ResourceRequest]:
-    """Teachers' servers that take something, and who makes dev scores beside the workers."""
+def _other_requests(recipe: Recipe) -> list[ResourceRequest]:
+    """List the teachers' servers that use resources, and the evaluator."""
     from distcse.experiments.distillation.remote_evaluator import evaluator_requests
     from distcse.teachers.servers import server_demands
 
     return [*server_demands(recipe.teachers), *evaluator_requests(recipe)]
 
 
-def _left(nodes: Sequence[Resources], kind: str, demands: Sequence[ResourceRequest]) -> list[float]:
-    """What each node has of a kind, less what demands take, one by one from where most is left."""
-    there = [node.get(kind, 0.0) for node in nodes]
-    for demand in demands:
-        for _ in range(demand.number):
-            fullest = max(range(len(there)), key=there.__getitem__)
-            there[fullest] -= demand.each.get(kind, 0.0)
-    return there
+def _remaining(nodes: Sequence[Resources], kind: str, requests: Sequence[ResourceRequest]) -> list[float]:
+    """Return each node's free amount of a resource after the requests, each placed where most is free."""
+    free = [node.get(kind, 0.0) for node in nodes]
+    for request in requests:
+        for _ in range(request.number):
+            freest = max(range(len(free)), key=free.__getitem__)
+            free[freest] -= request.each.get(kind, 0.0)
+    return free
 
 
-def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
-    """The user's own mistake inside Ray Train's error, or `WorkersLostError` with the first worker's words."""
+def _explain_failure(failed: ray.train.TrainingFailedError) -> DistcseError:
+    """Extract the user's error from Ray Train's error, or make a `WorkersLostError` from the first worker's message."""
     failures = list(getattr(failed, "worker_failures", {}).values())
     for failure in failures:
         cause: BaseException | None = failure
@@ -277,24 +298,24 @@ def _explained(failed: ray.train.TrainingFailedError) -> DistcseError:
             if isinstance(cause, DistcseError):
                 return cause
             cause = getattr(cause, "cause", None) or cause.__cause__
-    told = str(failures[0] if failures else failed).strip().splitlines()
+    lines = str(failures[0] if failures else failed).strip().splitlines()
     return WorkersLostError(
-        f"training failed: {told[-1] if told else failed}; its last checkpoint is kept, --resume goes on from it"
+        f"training failed: {lines[-1] if lines else failed}; the last checkpoint is kept, resume from it with --resume"
     )
 
 
-def _without(lost: RayActorError, spec: TrainSpec) -> RunError:
-    """The loss of an actor that is there once for a run and is not started again, in one line."""
-    told = str(lost).strip()
-    actor = "event channel" if "class_name: EventActor" in told else "Ray Train controller"
-    reason = told.splitlines()[-1].partition(". ")[0].rstrip(".")  # what follows is Ray's advice, 500 characters of it
+def _explain_actor_loss(lost: RayActorError, spec: TrainSpec) -> RunError:
+    """Describe in one line the loss of an actor that a run has only once and does not restart."""
+    message = str(lost).strip()
+    actor = "event channel" if "class_name: EventActor" in message else "Ray Train controller"
+    reason = message.splitlines()[-1].partition(". ")[0].rstrip(".")  # 500 characters of advice from Ray follow
     return ProcessLostError(
-        f"the run lost its {actor}: {reason}. The last checkpoint is kept; go on from it: --resume {to_uri(spec.run)}"
+        f"the run lost its {actor}: {reason}. The last checkpoint is kept; resume from it: --resume {to_uri(spec.run)}"
     )
 
 
-def _quiet() -> None:
-    """Ray Train logs every report at INFO under a logger named after its file."""
+def _silence_ray_train() -> None:
+    """Raise the level of Ray Train's context logger, which logs every report at INFO."""
     import logging
 
     import ray.train.v2._internal.execution.context as context

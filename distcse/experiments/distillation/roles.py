@@ -1,4 +1,4 @@
-"""The roles of a student's run that compute in a precision, and the devices that each may be put on."""
+"""The roles of a student's run that have a precision, with the devices that each may run on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from distcse.teachers.factory import uses_table
 
 
 def with_precisions(recipe: Recipe, reporter: Reporter, trial_gpus: float | None = None) -> Recipe:
-    """The recipe with every `precision: auto` decided, and the choice reported.
+    """Return the recipe with every `precision: auto` decided, and report the choice.
 
-    Devices are asked only where it matters: a recipe that says fp32 everywhere measures nothing.
+    A recipe that is fp32 throughout measures no device.
 
     Args:
-        recipe: What will be run.
-        reporter: Receives the choice, and warnings of half precisions that a device is slow at.
-        trial_gpus: GPUs of a training worker in a sweep's trials, which are put on any node; None for a single run.
+        recipe: The recipe to run.
+        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
+        trial_gpus: GPUs of a training worker in a sweep's trials, which may run on any node; None for a single run.
     """
-    asked = {recipe.training.precision, recipe.evaluation.precision, *(t.precision for t in _models(recipe).values())}
-    return recipe if asked == {"fp32"} else decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
+    precisions = {
+        recipe.training.precision,
+        recipe.evaluation.precision,
+        *(teacher.precision for teacher in _models(recipe).values()),
+    }
+    return recipe if precisions == {"fp32"} else decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
 
 
 def with_teacher_precisions(recipe: Recipe, reporter: Reporter, in_this_process: bool = False) -> Recipe:
-    """The same for the teachers alone: an embedding pass trains nothing, and needs no room for training workers.
+    """Decide `precision: auto` for the teachers alone, for an embedding pass, which needs no training workers.
 
     Args:
-        recipe: Whose teachers.
+        recipe: The recipe with the teachers.
         reporter: As for `with_precisions`.
-        in_this_process: Whether this process asks the teachers, whatever `training.workers` says.
+        in_this_process: Whether the teachers run in this process, regardless of `training.workers`.
     """
     models = _models(recipe)
     if all(teacher.precision == "fp32" for teacher in models.values()):
@@ -45,7 +49,7 @@ def with_teacher_precisions(recipe: Recipe, reporter: Reporter, in_this_process:
 
 
 def _roles_of(recipe: Recipe, trial_gpus: float | None) -> list[Role]:
-    """Student, teachers and evaluation, with their devices; waits for the cluster where its nodes have to be asked."""
+    """List student, teachers and evaluation with their devices. Joins the cluster only if its devices matter."""
     if trial_gpus is not None:
         return _roles_on_cluster(recipe, trial_gpus)
     if recipe.training.workers == 0:
@@ -54,7 +58,7 @@ def _roles_of(recipe: Recipe, trial_gpus: float | None) -> list[Role]:
 
 
 def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
-    """All roles on the same devices."""
+    """List all roles, each on the given devices."""
     return _roles(recipe, devices, {number: devices for number in _models(recipe)}, devices)
 
 
@@ -68,20 +72,20 @@ def _roles_on_cluster(recipe: Recipe, trial_gpus: float | None = None) -> list[R
         student = speeds.of(labels, resources_per_worker(recipe).get("GPU", 0.0))
     else:
         student = speeds.of(None, trial_gpus)
-    beside = [device for demand in evaluator_requests(recipe) for device in speeds.of(labels, demand.each["GPU"])]
-    return _roles(recipe, student, _teacher_devices(recipe, speeds), [*(beside or student), local_speed()])
+    evaluators = [device for request in evaluator_requests(recipe) for device in speeds.of(labels, request.each["GPU"])]
+    return _roles(recipe, student, _teacher_devices(recipe, speeds), [*(evaluators or student), local_speed()])
 
 
 def _teacher_devices(recipe: Recipe, speeds: ClusterSpeeds) -> dict[int, list[DeviceSpeed]]:
-    """The devices of each teacher's embedding actors; of one that answers live, of its servers."""
+    """Return the devices of each teacher's embedding actors, or of its servers for a live teacher."""
     from distcse.ray_backend.nodes import nodes_with
     from distcse.teachers.embedding_actors import embedding_actor_resources
 
     section = recipe.teachers
-    builders = embedding_actor_resources(section, nodes_with(section.node_labels, "teachers.node_labels"))["GPU"]
+    embedding_gpus = embedding_actor_resources(section, nodes_with(section.node_labels, "teachers.node_labels"))["GPU"]
     return {
         number: speeds.of(
-            section.node_labels, builders if uses_table(section, teacher) else section.gpus_per_actor or 0.0
+            section.node_labels, embedding_gpus if uses_table(section, teacher) else section.gpus_per_actor or 0.0
         )
         for number, teacher in _models(recipe).items()
     }
@@ -105,5 +109,5 @@ def _teacher_roles(recipe: Recipe, devices: dict[int, list[DeviceSpeed]]) -> lis
 
 
 def _models(recipe: Recipe) -> dict[int, TeacherSection]:
-    """The teachers that are loaded here, by number: those behind an endpoint or of the user's code have no precision."""
+    """Return the teachers that have a precision, by number: endpoints and custom classes have none."""
     return {number: teacher for number, teacher in enumerate(recipe.teachers.encoders) if teacher.is_model}

@@ -1,4 +1,4 @@
-"""What a student learns from lists: two views of a batch of sentences, and how alike the teachers find them."""
+"""The training task of a student: two views of a batch of sentences, and the teachers' similarities between them."""
 
 from __future__ import annotations
 
@@ -29,88 +29,88 @@ from distcse.trainer.trainer import TrainResult, finished_state, train
 
 
 class LossContext(NamedTuple):
-    """What a step's loss takes beside the views."""
+    """Inputs of a step's loss, apart from the model's output."""
 
     teachers: TeacherOutputs
-    """The teachers' lists and vectors of this worker's rows."""
+    """The teachers' lists and vectors for this worker's R rows."""
     duplicate_mask: Tensor | None
-    """(R, K) whether a sentence of the queue is one of the rows; None without a queue."""
+    """(R, K) bool, True where one of the K queue entries equals the row's sentence; None without a queue."""
 
 
 class DistillationTask:
-    """A recipe's terms on a recipe's text (see `TrainingTask`).
+    """Trains a recipe's student with the recipe's loss terms (see `TrainingTask`).
 
     Args:
-        job: The run.
-        plan: This worker's rows.
-        sources: The teachers, in the recipe's order.
+        spec: The run.
+        loader: This worker's batches.
+        clients: One per teacher, in the recipe's order.
     """
 
     evaluates_initial_model = True
 
-    def __init__(self, spec: TrainSpec, plan: BatchLoader, sources: Sequence[TeacherClient]) -> None:
+    def __init__(self, spec: TrainSpec, loader: BatchLoader, clients: Sequence[TeacherClient]) -> None:
         self._recipe = spec.recipe
-        self._plan = plan
-        self._sources = sources
+        self._loader = loader
+        self._clients = clients
         self._objective = build_objective(spec.recipe.objective)
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(spec.recipe.seed)
         self.model = build_student(spec.recipe)
-        self._start = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
+        self._interpolation = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
         self._targets = spec.targets.open() if spec.targets is not None and self._objective.needs_targets else None
-        self.steps = plan.steps
-        self.rows = plan.rows
+        self.steps = loader.steps
+        self.rows = loader.rows
         self.patience = spec.recipe.evaluation.patience
 
     def on_start(self, first_step: int) -> None:
-        if not self._sources or not self._objective.needs_lists:
+        if not self._clients or not self._objective.needs_lists:
             return
-        section, plan = self._recipe.teachers, self._plan
+        section, loader = self._recipe.teachers, self._loader
         self._teachers = TeacherEnsemble(
-            self._sources,
-            TeacherWeights(section.encoders, plan.corpus).of,
-            plan.block,
-            plan.places,
-            range(first_step, plan.steps),
+            self._clients,
+            TeacherWeights(section.encoders, loader.corpus).of,
+            loader.block,
+            loader.batch_slice,
+            range(first_step, loader.steps),
             section.prefetch_steps,
-            plan.shuffle,
+            loader.shuffle,
             section.disagreement_scale,
         )
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         return StepInputs(
-            self._plan.batch(step, device),
+            self._loader.batch(step, device),
             LossContext(self._teacher_outputs(step, device), self._duplicate_mask(step, device)),
         )
 
     def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        memory = self.model.memory
-        views = gather_views(output.z1, output.z2, memory.vectors if memory else None, inputs.duplicate_mask)
-        share, parts = self._objective(views, inputs.teachers, output.found)
-        if memory is not None:
-            memory.push(views.all_z1)
-        return share, parts
+        queue = self.model.queue
+        views = gather_views(output.z1, output.z2, queue.vectors if queue else None, inputs.duplicate_mask)
+        share, terms = self._objective(views, inputs.teachers, output.detection)
+        if queue is not None:
+            queue.push(views.all_z1)
+        return share, terms
 
     def _teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
-        taught = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
+        outputs = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
         if self._targets is None:
-            return taught
-        rows = self._plan.sampler.batch(step)[self._plan.places]
-        return replace(taught, targets=to_device(torch.from_numpy(self._targets.vectors(rows)), device))
+            return outputs
+        rows = self._loader.sampler.batch(step)[self._loader.batch_slice]
+        return replace(outputs, targets=to_device(torch.from_numpy(self._targets.vectors(rows)), device))
 
     def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
-        met = self._plan.duplicate_mask(step)
-        return None if met is None else to_device(torch.from_numpy(met), device)
+        mask = self._loader.duplicate_mask(step)
+        return None if mask is None else to_device(torch.from_numpy(mask), device)
 
     def describe_batch(self, step: int) -> str:
-        return describe_rows(self._plan.sampler.batch(step).tolist(), "the corpus")
+        return describe_rows(self._loader.sampler.batch(step).tolist(), "the corpus")
 
     def should_evaluate(self, done: int) -> bool:
         return done % self._recipe.evaluation.eval_steps == 0
 
     @cached_property
     def _dev(self) -> DevMetric | None:
-        return DevMetric.of(self._recipe, self._plan.corpus, self._plan.held_out, self._sources)
+        return DevMetric.of(self._recipe, self._loader.corpus, self._loader.held_out, self._clients)
 
     @property
     def metric_name(self) -> str | None:
@@ -118,40 +118,47 @@ class DistillationTask:
 
     def evaluate(self) -> float:
         assert self._dev is not None
-        with self._start.mixed_into(self.model.encoder):
+        with self._interpolation.applied_to(self.model.encoder):
             return self._dev.score(self.model.encoder)
 
     @property
     def teacher_wait_s(self) -> float:
-        return self._teachers.waited if self._teachers else 0.0
+        return self._teachers.wait_s if self._teachers else 0.0
 
 
 def fit(
     spec: TrainSpec,
-    sources: Sequence[TeacherClient],
+    clients: Sequence[TeacherClient],
     reporter: Reporter,
-    report: Callable[[dict[str, float]], None] | None = None,
-    scorer: AsyncEvaluator | None = None,
+    report_to_train: Callable[[dict[str, float]], None] | None = None,
+    evaluator: AsyncEvaluator | None = None,
 ) -> TrainResult:
-    """Train the student of `spec` to its end, from its latest checkpoint where it has one; see `train`.
+    """Train the student of `spec` to its last step, from its latest checkpoint if there is one. Called by every worker.
+
+    A run that has already finished returns at once.
 
     Args:
-        job: The run.
-        sources: The teachers, in the recipe's order.
-        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
-        report: Called by every worker after every dev score.
-        scorer: Makes dev scores beside the training; None makes them here.
+        spec: The run.
+        clients: One per teacher, in the recipe's order.
+        reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint, at the next report.
+        report_to_train: Called by every worker after every dev score.
+        evaluator: Computes dev scores in another process; None computes them here.
+
+    Raises:
+        CorpusTooSmallError: The corpus has too few rows for the recipe.
+        CUDAGraphError: training.cuda_graphs is set, but the student's forward pass cannot be recorded.
+        DivergedError: A loss, a dev score or a weight is not finite.
     """
-    plan = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
+    loader = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
     checkpoints = CheckpointStore(spec.run, spec.lease)
     state = on_all_ranks(lambda: finished_state(checkpoints))
     if state is not None:
-        return TrainResult(state, plan.steps, 0.0, 0.0)
+        return TrainResult(state, loader.steps, 0.0, 0.0)
     training = spec.recipe.training
-    task = DistillationTask(spec, plan, sources)
+    task = DistillationTask(spec, loader, clients)
     if training.cuda_graphs and not takes_prepared_mask(task.model.encoder.backbone):
         raise CUDAGraphError(
-            f"training.cuda_graphs: {spec.recipe.student.backbone} asks in its steps what of a batch is padding, which no "
-            "recording can; write training.cuda_graphs=false"
+            f"training.cuda_graphs: {spec.recipe.student.backbone} inspects the attention mask in its forward pass, which "
+            "cannot be recorded; write training.cuda_graphs=false"
         )
-    return train(task, training, checkpoints, reporter, report, scorer, training.cuda_graphs)
+    return train(task, training, checkpoints, reporter, report_to_train, evaluator, training.cuda_graphs)

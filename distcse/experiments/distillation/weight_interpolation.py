@@ -1,7 +1,6 @@
-"""A student between what it was and what it has become: weights averaged with those it began with.
+"""Interpolation between a student's initial and trained weights (WiSE-FT, Wortsman et al. 2022, Eq. 1).
 
-WiSE-FT (Wortsman et al. 2022, Eq. 1): what was learned stays near, and what the start
-knew and the text never asked for comes back.
+It keeps most of what training improved, and recovers abilities of the initial model that the training text does not cover.
 """
 
 from __future__ import annotations
@@ -16,41 +15,43 @@ from distcse.models import Encoder
 
 
 class WeightInterpolation:
-    """The weights that an encoder begins with, and the share of them that what is scored and saved shall have.
+    """Mixes an encoder's initial parameters into its trained ones.
 
     Args:
-        encoder: The student before its first step.
-        share: From 0 (what was learned alone) up to, but not, 1.
+        encoder: The student before its first step; its parameters are copied.
+        weight: Weight of the initial parameters in the evaluated and saved model, in [0, 1). 0 keeps the trained ones.
     """
 
-    def __init__(self, encoder: Encoder, share: float) -> None:
-        self._share = share
-        # By every name: a weight that has two, as T5's words do, is saved under both.
+    def __init__(self, encoder: Encoder, weight: float) -> None:
+        self._weight = weight
+        # All names: a tied parameter, such as T5's embeddings, is saved under each of its names.
         named = encoder.named_parameters(remove_duplicate=False)
-        self._weights = {name: weight.detach().cpu().clone() for name, weight in named} if share else {}
+        self._initial = {name: parameter.detach().cpu().clone() for name, parameter in named} if weight else {}
 
-    def mixed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same weights by name, each parameter of the encoder moved back by the share towards its start."""
+    def interpolate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights by name, with each encoder parameter interpolated towards its initial value."""
         return {
-            name: torch.lerp(weight, self._weights[name].to(weight), self._share) if name in self._weights else weight
-            for name, weight in weights.items()
+            name: torch.lerp(trained, self._initial[name].to(trained), self._weight)
+            if name in self._initial
+            else trained
+            for name, trained in weights.items()
         }
 
     @contextmanager
-    def mixed_into(self, encoder: Encoder) -> Iterator[None]:
-        """Within, the encoder is the average; afterwards what it was, to the last bit."""
-        learned = {
-            name: weight.detach().clone() for name, weight in encoder.named_parameters() if name in self._weights
+    def applied_to(self, encoder: Encoder) -> Iterator[None]:
+        """Interpolate the encoder's parameters inside the context, and restore them exactly afterwards."""
+        trained = {
+            name: parameter.detach().clone() for name, parameter in encoder.named_parameters() if name in self._initial
         }
-        _put(encoder, self.mixed(learned))
+        _copy_into(encoder, self.interpolate(trained))
         try:
             yield
         finally:
-            _put(encoder, learned)
+            _copy_into(encoder, trained)
 
 
 @torch.no_grad()
-def _put(encoder: Encoder, weights: Mapping[str, Tensor]) -> None:
-    for name, weight in encoder.named_parameters():
+def _copy_into(encoder: Encoder, weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in encoder.named_parameters():
         if name in weights:
-            weight.copy_(weights[name])
+            parameter.copy_(weights[name])

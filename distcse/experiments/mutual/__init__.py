@@ -1,8 +1,8 @@
-"""Trans-Encoder: bi- and cross-encoders of several language models teach each other, one group of actors a model.
+"""Mutual distillation (Trans-Encoder): bi- and cross-encoders of several language models train each other, one group per model.
 
-A run is cycles of two phases: cross-encoders learn the bi-encoders' cosines, bi-encoders learn the cross-encoders'
-probabilities. Each group trains and scores by itself; what crosses between groups is one score a pair, and what comes back
-is their mean. `ledger.json` holds how far every group is, so that a run goes on after whatever was killed.
+A run consists of cycles of two phases: cross-encoders train on the bi-encoders' cosines, then bi-encoders on the
+cross-encoders' probabilities. Each group trains and scores independently. Groups exchange only one score per pair, and get
+back the mean as labels. `ledger.json` records the progress of each group, so that a run can resume after any crash.
 """
 
 from distcse.experiments.mutual.run import Best, MutualResult, run_mutual

@@ -1,4 +1,4 @@
-"""A group on Ray: a placement group, in it training workers, and beside each of them a scorer that shares its resources."""
+"""A group on Ray: a placement group of training workers, each with a scorer that shares its resources."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from distcse.ray_backend.nodes import (
 from distcse.recipe import GroupSection
 from distcse.trainer import allocator
 
-_PERIOD = 0.2
+_POLL_S = 0.2
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
-_IN_TURNS = "write ray: false to run them in turns"
-_TOLD_OF_A_LOSS = 15
-"""Seconds in which Ray says that a worker is gone."""
-_TOLD_AFTER = 30
-"""Seconds without room after which a group says so."""
+_ALTERNATIVE = "write ray: false to run them one after the other"
+_LOSS_DETECTION_S = 15
+"""Seconds within which Ray reports the loss of an actor."""
+_WAIT_WARNING_S = 30
+"""Seconds of waiting for resources after which a group warns."""
 
 
 class TrainingActor:
-    """One training worker of a group."""
+    """Ray actor that is one training worker of a group."""
 
-    def __init__(self, bench: GroupContext, rank: int, workers: int, cpus: float, gpus: float) -> None:
+    def __init__(self, context: GroupContext, rank: int, workers: int, cpus: float, gpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
         self._rank, self._workers, self._gpus = rank, workers, gpus
-        self._worker = PhaseTrainer(bench)
+        self._trainer = PhaseTrainer(context)
 
     def address(self) -> str:
-        """Where the others find the first worker."""
+        """Return an address with a free port, at which rank 0 can open the process group."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, address: str) -> None:
-        """Open the process group of the group's workers; one alone needs none."""
+        """Join the process group at rank 0's address. Does nothing in a group of one worker."""
         if self._workers == 1:
             return
         import os
@@ -73,24 +73,24 @@ class TrainingActor:
 
     def prepare(self, phase: Phase) -> None:
         """See `PhaseTrainer.prepare`."""
-        self._worker.prepare(phase)
+        self._trainer.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores, channel: Any) -> PhaseResult | None:
         """See `PhaseTrainer.train`."""
         try:
-            return self._worker.train(phase, labels, reporter_of(channel))
+            return self._trainer.train(phase, labels, reporter_of(channel))
         finally:
             allocator.release_memory()
 
 
 class ScoringActor:
-    """One scorer of a group."""
+    """Ray actor that is one scorer of a group."""
 
-    def __init__(self, bench: GroupContext, cpus: float) -> None:
+    def __init__(self, context: GroupContext, cpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
-        self._scorer = PairScorer(bench)
+        self._scorer = PairScorer(context)
 
     def score(self, phase: Phase, part: int, parts: int) -> Scores:
         """See `PairScorer.score`."""
@@ -101,142 +101,156 @@ class ScoringActor:
 
 
 class RayGroup:
-    """See `Group`.
+    """A group of Ray actors (see `Group`). Lost actors are replaced.
 
     Args:
-        bench: The group's part of the run.
-        reporter: Receives its events.
-        resources: CPUs and GPUs of one worker, which its scorer uses when it does not train.
+        context: The group's part of the run.
+        reporter: Receives the group's events.
+        resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
     """
 
-    def __init__(self, bench: GroupContext, reporter: Reporter, resources: Mapping[str, float]) -> None:
-        self.name = bench.group.name
-        self._bench, self._reporter, self._resources = bench, reporter, dict(resources)
+    def __init__(self, context: GroupContext, reporter: Reporter, resources: Mapping[str, float]) -> None:
+        self.name = context.group.name
+        self._context, self._reporter, self._resources = context, reporter, dict(resources)
         self._failures = 0
         self._closed = False
-        self._place: PlacementGroup = _place(bench.group, self._resources)
+        self._placement_group: PlacementGroup = _reserve(context.group, self._resources)
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []
 
     def prepare(self, phase: Phase) -> None:
-        # Not waited for, and a mistake in it is not heard: training does the same again, and tells it.
-        self._persist(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
+        # Not awaited, so its errors are lost: training prepares again, and raises them.
+        self._retry(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
     def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        told = ray.put(labels)
-        trained: PhaseResult | None = self._persist(phase, lambda: self._train(phase, told))
+        reference = ray.put(labels)
+        trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, reference))
         return trained
 
     def score(self, phase: Phase) -> Scores:
-        scores: Scores = self._persist(phase, lambda: self._score(phase))
+        scores: Scores = self._retry(phase, lambda: self._score(phase))
         return scores
 
     def close(self) -> None:
         self._closed = True
         self._kill()
-        remove_placement_group(self._place)
+        remove_placement_group(self._placement_group)
 
     def _train(self, phase: Phase, labels: Any) -> PhaseResult | None:
-        channel = EventChannel(f"{self._bench.run.name}-{self.name}")
+        channel = EventChannel(f"{self._context.run.name}-{self.name}")
         try:
-            trains = {"name": f"train {self.name} {phase.name}"}
-            answers = [
-                trainer.train.options(**trains).remote(phase, labels, channel.actor) for trainer in self._trainers
+            options = {"name": f"train {self.name} {phase.name}"}
+            tasks = [
+                trainer.train.options(**options).remote(phase, labels, channel.actor) for trainer in self._trainers
             ]
-            waiting = answers
+            waiting = tasks
             while waiting:
-                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
+                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
                 channel.relay(self._reporter)
                 try:
-                    ray.get(done)  # a worker that is lost leaves the others waiting for it, or failing
+                    ray.get(done)  # raises early: when a worker is lost, the others wait for it or fail
                 except RayTaskError as failed:
-                    raise _lost_among(answers, failed) or failed from None
-            trained: PhaseResult | None = ray.get(answers[0])
+                    raise _find_lost_actor(tasks, failed) or failed from None
+            trained: PhaseResult | None = ray.get(tasks[0])
             return trained
         finally:
             channel.close()
 
     def _score(self, phase: Phase) -> Scores:
-        scores = {"name": f"score {self.name} {phase.name}"}
+        options = {"name": f"score {self.name} {phase.name}"}
         number = len(self._scorers)
-        parts = [
-            scorer.score.options(**scores).remote(phase, part, number) for part, scorer in enumerate(self._scorers)
+        tasks = [
+            scorer.score.options(**options).remote(phase, part, number) for part, scorer in enumerate(self._scorers)
         ]
-        return np.concatenate(self._answers(parts))
+        return np.concatenate(self._get(tasks))
 
-    def _answers(self, asked: Sequence[Any]) -> list[Any]:
-        """What actors answer. `RunEnded` as soon as the run was asked to stop: closing the group ends what they do."""
-        waiting = list(asked)
+    def _get(self, tasks: Sequence[Any]) -> list[Any]:
+        """Wait for the results of actor tasks.
+
+        Raises:
+            RunEnded: The run was asked to stop. Closing the group ends the tasks.
+        """
+        waiting = list(tasks)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_PERIOD)
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
             ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
             if waiting and (self._closed or self._reporter.stop_requested()):
                 raise RunEnded
-        return list(ray.get(list(asked)))
+        return list(ray.get(list(tasks)))
 
-    def _persist(self, phase: Phase, work: Any) -> Any:
-        """Do something, again with new actors when one was lost; a mistake of the user's is told as it is.
+    def _retry(self, phase: Phase, work: Any) -> Any:
+        """Call `work`, and repeat it with new actors when one is lost.
 
         Raises:
-            Ended: The run was asked to stop before it began, or while something was waited for that cannot be saved half done.
+            RunEnded: The run was asked to stop before or during `work`.
+            DistcseError: An error of the user's, from an actor.
+            WorkFailedError: An unexpected exception in an actor.
+            WorkersLostError: Actors were lost more often than mutual.max_failures allows.
+            ProcessLostError: The group was closed during `work`.
         """
         while True:
             if self._reporter.stop_requested():
                 raise RunEnded
             try:
-                self._open()
+                self._start_actors()
                 return work()
             except RayTaskError as failed:
                 cause = failed.cause
-                raise cause if isinstance(cause, DistcseError) else _told(self.name, phase, failed) from failed
-            except RayError as lost:  # killed, out of memory, its node gone, or what it had made gone with it
+                raise cause if isinstance(cause, DistcseError) else _work_failed(self.name, phase, failed) from failed
+            except RayError as lost:  # an actor was killed or out of memory, or its node or a result was lost
                 if self._closed:
-                    raise ProcessLostError(f"group {self.name} was ended in {phase.name}") from lost
+                    raise ProcessLostError(f"group {self.name} was closed in {phase.name}") from lost
                 self._failures += 1
                 self._kill()
-                if self._failures > self._bench.recipe.mutual.max_failures:
+                if self._failures > self._context.recipe.mutual.max_failures:
                     raise WorkersLostError(
                         f"group {self.name} lost a worker {self._failures} times, the last time in {phase.name}: "
-                        f"{str(lost).splitlines()[0]}; --resume goes on from its last checkpoint"
+                        f"{str(lost).splitlines()[0]}; resume from the last checkpoint with --resume"
                     ) from lost
                 self._reporter.emit(
-                    LogMessage(f"lost a worker in {phase.name}; started again from its last checkpoint", True)
+                    LogMessage(f"lost a worker in {phase.name}; restarting from the last checkpoint", True)
                 )
 
-    def _open(self) -> None:
+    def _start_actors(self) -> None:
+        """Start the trainers and scorers, unless they are running, and join the trainers into a process group."""
         if self._trainers:
             return
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
-        number = self._bench.group.workers
-        self._wait_for_place(number)
-        named = unique_name(f"{self._bench.run.name}-{self.name}")
+        number = self._context.group.workers
+        self._wait_for_resources(number)
+        suffix = unique_name(f"{self._context.run.name}-{self.name}")
         for rank in range(number):
-            beside = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
+            bundle = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=rank)
             common = {
-                "scheduling_strategy": beside,
+                "scheduling_strategy": bundle,
                 "num_gpus": gpus / 2,
                 "runtime_env": {"env_vars": worker_environment(gpus)},
             }
-            trainer = ray.remote(TrainingActor).options(name=f"trainer-{named}-{rank}", num_cpus=cpus, **common)
-            scorer = ray.remote(ScoringActor).options(name=f"scorer-{named}-{rank}", num_cpus=0, **common)
-            self._trainers.append(trainer.remote(self._bench, rank, number, cpus, gpus))
-            self._scorers.append(scorer.remote(self._bench, cpus))
-        (address,) = self._answers([self._trainers[0].address.remote()])
-        self._answers([trainer.join.remote(address) for trainer in self._trainers])
+            trainer = ray.remote(TrainingActor).options(name=f"trainer-{suffix}-{rank}", num_cpus=cpus, **common)
+            scorer = ray.remote(ScoringActor).options(name=f"scorer-{suffix}-{rank}", num_cpus=0, **common)
+            self._trainers.append(trainer.remote(self._context, rank, number, cpus, gpus))
+            self._scorers.append(scorer.remote(self._context, cpus))
+        (address,) = self._get([self._trainers[0].address.remote()])
+        self._get([trainer.join.remote(address) for trainer in self._trainers])
 
-    def _wait_for_place(self, workers: int) -> None:
-        """Until nodes have room: for ever, on a cluster that may grow; but saying so, and only as long as the run goes on."""
-        ready, waited = self._place.ready(), 0.0
+    def _wait_for_resources(self, workers: int) -> None:
+        """Wait for the placement group without a timeout, because a cluster may grow; warn after a while.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
+        ready, waited = self._placement_group.ready(), 0.0
         while not ray.wait([ready], timeout=1)[0]:
             if self._closed or self._reporter.stop_requested():
                 raise RunEnded
             waited += 1
-            if waited == _TOLD_AFTER:
-                wants = format_resources(self._resources)
-                told = (
-                    f"waits for nodes with room for {workers} workers of {wants} each; ray: false runs groups in turns"
+            if waited == _WAIT_WARNING_S:
+                needed = format_resources(self._resources)
+                warning = (
+                    f"waiting for nodes with room for {workers} workers of {needed} each; "
+                    "ray: false runs the groups one after the other"
                 )
-                self._reporter.emit(LogMessage(told, warning=True))
+                self._reporter.emit(LogMessage(warning, warning=True))
         ray.get(ready)
 
     def _kill(self) -> None:
@@ -245,57 +259,65 @@ class RayGroup:
         self._trainers, self._scorers = [], []
 
 
-def _place(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
+def _reserve(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
+    """Request a placement group with one bundle per worker."""
     labels = [group.node_labels] * group.workers if group.node_labels else None
     return placement_group([dict(resources)] * group.workers, strategy="PACK", bundle_label_selector=labels)
 
 
 def resources_of(groups: Sequence[GroupSection]) -> list[dict[str, float]]:
-    """CPUs and GPUs of a worker of each group. Unasked, CPUs are shared as evenly as nodes allow.
+    """Return the CPUs and GPUs of one worker of each group.
 
-    A worker has a GPU of its own where there are enough for all; groups of one worker share those there are.
+    CPUs that a group does not set are its even share of the nodes. Without gpus_per_worker, each worker gets a GPU if there
+    are enough for all; otherwise groups of one worker share the GPUs.
+
+    Args:
+        groups: The groups that run at the same time.
 
     Raises:
-        RunError: The cluster can never give them to all groups at the same time.
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once.
+        NodeLabelError: No node has the labels of a group.
     """
     nodes = [nodes_with(group.node_labels, f"groups.{number}.node_labels") for number, group in enumerate(groups)]
     workers = sum(group.workers for group in groups)
-    there = sum(node.get("GPU", 0.0) for node in nodes_with(None, ""))
-    alone = all(group.workers == 1 for group in groups)
-    share = 1.0 if there >= workers else 1 / -(-workers // there) if there >= 1 and alone else 0.0
-    wants: list[dict[str, float]] = []
-    demands: list[ResourceRequest] = []
+    total_gpus = sum(node.get("GPU", 0.0) for node in nodes_with(None, ""))
+    can_share = all(group.workers == 1 for group in groups)
+    share = 1.0 if total_gpus >= workers else 1 / -(-workers // total_gpus) if total_gpus >= 1 and can_share else 0.0
+    per_worker: list[dict[str, float]] = []
+    requests: list[ResourceRequest] = []
     for number, group in enumerate(groups):
         gpus = share if group.gpus_per_worker is None else group.gpus_per_worker
-        even = even_share([node.get("CPU", 0.0) for node in nodes[number]], _rivals(group, groups))
-        want = {"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})}
-        wants.append(want)
-        told = f"groups.{number}.workers={group.workers}"
-        demands.append(
-            ResourceRequest(told, group.workers, want, group.node_labels, "groups.N.workers", _SMALLER, _IN_TURNS)
+        even = even_share([node.get("CPU", 0.0) for node in nodes[number]], _competing_workers(group, groups))
+        each = {"CPU": group.cpus_per_worker or even, **({"GPU": gpus} if gpus else {})}
+        per_worker.append(each)
+        description = f"groups.{number}.workers={group.workers}"
+        requests.append(
+            ResourceRequest(
+                description, group.workers, each, group.node_labels, "groups.N.workers", _SMALLER, _ALTERNATIVE
+            )
         )
-    refuse_impossible(demands, alive())
-    return wants
+    refuse_impossible(requests, alive())
+    return per_worker
 
 
-def _rivals(group: GroupSection, groups: Sequence[GroupSection]) -> int:
-    """Workers of all groups that may be put on a group's nodes, its own among them."""
-    mine = (group.node_labels or {}).items()
+def _competing_workers(group: GroupSection, groups: Sequence[GroupSection]) -> int:
+    """Count the workers of all groups that may run on a group's nodes, including its own."""
+    labels = (group.node_labels or {}).items()
     return sum(
         other.workers
         for other in groups
-        if all((other.node_labels or {}).get(name, value) == value for name, value in mine)
+        if all((other.node_labels or {}).get(name, value) == value for name, value in labels)
     )
 
 
-def _lost_among(answers: Sequence[Any], failed: RayTaskError) -> RayActorError | None:
-    """The loss of a worker that made another one fail, in a collective that nobody answers; None where none was lost."""
-    if len(answers) == 1 or isinstance(failed.cause, DistcseError):
+def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorError | None:
+    """Return the loss of another worker that made a collective operation fail; None if no worker was lost."""
+    if len(tasks) == 1 or isinstance(failed.cause, DistcseError):
         return None
-    ray.wait(list(answers), num_returns=len(answers), timeout=_TOLD_OF_A_LOSS)
-    for answer in answers:
+    ray.wait(list(tasks), num_returns=len(tasks), timeout=_LOSS_DETECTION_S)
+    for task in tasks:
         try:
-            ray.get(answer, timeout=0)
+            ray.get(task, timeout=0)
         except RayActorError as lost:
             return lost
         except (RayError, TimeoutError):
@@ -303,5 +325,5 @@ def _lost_among(answers: Sequence[Any], failed: RayTaskError) -> RayActorError |
     return None
 
 
-def _told(group: str, phase: Phase, failed: RayTaskError) -> RunError:
+def _work_failed(group: str, phase: Phase, failed: RayTaskError) -> RunError:
     return WorkFailedError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")

@@ -1,4 +1,4 @@
-"""The labelled pairs that pick the best of a phase and the best cycle."""
+"""The labelled dev pairs, by which the best model of a phase and the best cycle are chosen."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ from distcse.evaluation import (
     read_table,
     sts_score,
 )
-from distcse.evaluation.tables import file_of
+from distcse.evaluation.tables import find_table
 from distcse.files import text_checksum
 from distcse.recipe import MutualRecipe
 
 
 @dataclass(frozen=True)
 class DevPairs:
-    """One number for anything that scores pairs, higher is better."""
+    """A dev score for models of pairs, with its labelled pairs."""
 
     name: str
+    """Name of the score in events and reports."""
     score: Callable[[PairModel], float]
+    """Computes the score; higher is better."""
     first: list[str]
     second: list[str]
     gold: list[float]
 
     @property
     def fingerprint(self) -> str:
-        """Of the pairs, their order and their labels."""
+        """Checksum of the pairs, their order and their labels."""
         return text_checksum(json.dumps([self.first, self.second, self.gold]))
 
     @classmethod
     def of(cls, recipe: MutualRecipe) -> DevPairs | None:
-        """What the recipe names; None where it names none.
+        """Read the recipe's dev pairs; None if it has none.
 
         Raises:
-            EvaluationError: No such file, or it has neither scores nor labels.
+            EvaluationDataError: The file does not exist.
+            EvaluationFormatError: The file is malformed, or has neither a `score` nor a `label` column.
         """
         dev = recipe.evaluation.dev
         if dev == "none":
@@ -50,7 +53,7 @@ class DevPairs:
         if dev == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
             return cls._scored(STSB_DEV.name, pairs)
-        file = Path(dev) if Path(dev).is_absolute() else _file_of(recipe, dev)
+        file = Path(dev) if Path(dev).is_absolute() else _find_file(recipe, dev)
         table = read_table(file)
         name = f"{file.parent.name} {file.name.split('.')[0]}"
         if "score" in table.columns:
@@ -58,19 +61,21 @@ class DevPairs:
         if "label" in table.columns:
             task = PairClassificationTask.of(name, table)
             gold = task.labels.tolist()
-            return cls(f"{name}, AUC", lambda m: task.measure(m).figures["auc"].value, task.first, task.second, gold)
-        raise EvaluationFormatError(f"{file}: no column 'score' or 'label'; columns there: {', '.join(table.columns)}")
+            return cls(
+                f"{name}, AUC", lambda model: task.measure(model).scores["auc"].value, task.first, task.second, gold
+            )
+        raise EvaluationFormatError(f"{file}: no column 'score' or 'label'; its columns: {', '.join(table.columns)}")
 
     @classmethod
     def _scored(cls, name: str, pairs: ScoredPairs) -> DevPairs:
         return cls(name, lambda model: sts_score(model, pairs), pairs.first, pairs.second, pairs.gold.tolist())
 
 
-def _file_of(recipe: MutualRecipe, name: str) -> Path:
+def _find_file(recipe: MutualRecipe, name: str) -> Path:
     folder = Path(str(recipe.evaluation.data)) / "pairs" / name
-    file = file_of(folder, "dev")
+    file = find_table(folder, "dev")
     if file is None:
         raise EvaluationDataError(
-            f"evaluation.dev is {name!r}, but {folder} holds no dev table; give a file: evaluation.dev=FILE.tsv"
+            f"evaluation.dev is {name!r}, but {folder} has no dev table; name a file: evaluation.dev=FILE.tsv"
         )
     return file

@@ -1,4 +1,7 @@
-"""The scores at the end: starts, bi-encoders, cross-encoders and their ensembles, on text that may have been learned from."""
+"""Final evaluation of a mutual distillation: initial models, bi-encoders, cross-encoders and their ensembles.
+
+The test sets may overlap with the training pairs; such scores are marked.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from distcse.evaluation import (
     Evaluation,
     ModelInfo,
     Tasks,
-    candidate_of,
     collect,
     evaluate,
+    make_candidate,
+    make_pair_candidate,
     refuse_test_as_dev,
-    scorer_of,
 )
 from distcse.events import Listener, StageProgress
 from distcse.experiments.mutual.dev_pairs import DevPairs
@@ -30,19 +33,24 @@ from distcse.recipe import MutualRecipe, decided
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
-    """The labelled sets of the end, read at the beginning; none where there is no data."""
-    wanted = recipe.evaluation.final_suites
-    if wanted is None:
-        wanted = ["sts"] if recipe.evaluation.data else []
-    suites = [suite for suite in SUITES if suite in wanted]
+    """Read the labelled sets of the final evaluation; empty without labelled data.
+
+    Raises:
+        EvaluationFormatError: A set is malformed.
+    """
+    selected = recipe.evaluation.final_suites
+    if selected is None:
+        selected = ["sts"] if recipe.evaluation.data else []
+    suites = [suite for suite in SUITES if suite in selected]
     return collect(Path(str(recipe.evaluation.data)), suites, [], EvalConfig()) if suites else Tasks()
 
 
 def checked_tasks(recipe: MutualRecipe) -> Tasks:
-    """The same, held against the dev set: what chooses is not measured on unless the recipe says so. Reads both.
+    """Read the labelled sets and the dev set, and check that they don't overlap unless evaluation.dev_is_test allows it.
 
     Raises:
-        DistcseError: One of them is missing or malformed, or the dev set is a test set.
+        EvaluationError: A set is missing or malformed.
+        DistcseError: The dev set is also a test set.
     """
     tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
     if dev is not None:
@@ -51,44 +59,55 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
 
 
 def final_scores(
-    recipe: MutualRecipe, tasks: Tasks, pairs: Pairs, best: Sequence[tuple[str, Kind, Path]], post: Listener
+    recipe: MutualRecipe, tasks: Tasks, pairs: Pairs, best: Sequence[tuple[str, Kind, Path]], emit: Listener
 ) -> Evaluation | None:
-    """Measure every group's start and best models, and for each formulation the ensemble of all groups.
+    """Evaluate each group's initial and best models, and the ensemble of all groups for each formulation.
 
-    What the models were trained on is compared with every test set and noted in their folders: figures on sets whose
-    sentences were among the pairs are transductive, and are marked so in every table and card.
+    Test sentences that were among the training pairs are recorded in the models' folders. Scores on such sets are
+    transductive, and marked so in tables and model cards.
+
+    Args:
+        recipe: The run's recipe.
+        tasks: The labelled sets to evaluate on.
+        pairs: The pairs that the models were trained on.
+        best: Group, formulation and folder of each best model.
+        emit: Receives progress events.
+
+    Returns:
+        The evaluation; None without labelled sets.
     """
-    exposure = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+    contamination = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
     for _, _, model in best:
-        exposure.write(model)
+        contamination.write(model)
     if not tasks.tasks:
         return None
-    note = f"compared with {len(tasks.tasks)} sets: {exposure.describe}"
-    post(StageProgress("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
+    emit(StageProgress("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
     device, precision = default_device(), decided(recipe.evaluation.precision)
     candidates = []
-    left = {name for name, _, _ in best}
-    trusted = {group.name: group.trust_remote_code for group in recipe.groups}
+    finished_groups = {name for name, _, _ in best}
+    trust_remote_code = {group.name: group.trust_remote_code for group in recipe.groups}
     for group in recipe.groups:
-        if group.name in left:
+        if group.name in finished_groups:
             encoder = Encoder.from_section(group).to(device)
             known = Contamination.read(resolve_model(group.backbone))
-            candidates.append(candidate_of(f"{group.name} start", group.backbone, encoder, known, precision))
+            candidates.append(make_candidate(f"{group.name} start", group.backbone, encoder, known, precision))
     for kind in ("bi", "cross"):
-        ours = []
-        for name, made, model in best:
-            if made != kind:
+        trained = []
+        for name, model_kind, model in best:
+            if model_kind != kind:
                 continue
             title = f"{name} {kind}"
             if kind == "bi":
-                encoder = Encoder.load(model, trust_remote_code=trusted[name]).to(device)
-                ours.append(candidate_of(title, str(model), encoder, exposure, precision))
+                encoder = Encoder.load(model, trust_remote_code=trust_remote_code[name]).to(device)
+                trained.append(make_candidate(title, str(model), encoder, contamination, precision))
             else:
-                scorer = CrossEncoder.load(model, trust_remote_code=trusted[name]).to(device)
-                ours.append(scorer_of(title, str(model), scorer, exposure, precision))
-        candidates += ours
-        if len(ours) > 1:
-            about = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
-            candidates.append(Candidate(about, Ensemble([one.model for one in ours]), exposure))
+                scorer = CrossEncoder.load(model, trust_remote_code=trust_remote_code[name]).to(device)
+                trained.append(make_pair_candidate(title, str(model), scorer, contamination, precision))
+        candidates += trained
+        if len(trained) > 1:
+            info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
+            ensemble = Ensemble([candidate.model for candidate in trained])
+            candidates.append(Candidate(info, ensemble, contamination))
     settings = {"STS": "all", "device": device, "precision": precision}
-    return evaluate(candidates, tasks, base=candidates[0].about.name, settings=settings, post=post)
+    return evaluate(candidates, tasks, base=candidates[0].info.name, settings=settings, emit=emit)

@@ -1,4 +1,4 @@
-"""The GPUs that the groups of a mutual distillation would get, for a warning before it starts."""
+"""Warnings, before a mutual distillation starts, of GPUs that none of its groups would use."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from distcse.recipe import GroupSection, MutualRecipe
 
 
 def lost_gpus_of_groups(
-    recipe: MutualRecipe, groups: Sequence[GroupSection], wants: Sequence[Resources], nodes: Sequence[Node]
+    recipe: MutualRecipe, groups: Sequence[GroupSection], per_worker: Sequence[Resources], nodes: Sequence[Node]
 ) -> list[str]:
-    """A warning where groups get none of the GPUs of their nodes.
+    """Return warnings for groups that get none of their nodes' GPUs.
 
     Args:
-        recipe: What will be run.
-        groups: Those of its groups that still run.
-        wants: CPUs and GPUs of a worker of each.
+        recipe: The recipe to run.
+        groups: Its groups that are still running.
+        per_worker: CPUs and GPUs of one worker of each group.
         nodes: The nodes of the cluster.
     """
     undecided = sum(group.workers for group in groups if group.gpus_per_worker is None)
     rule = f"their {undecided} workers need {undecided} GPUs" if undecided > 1 else "its worker needs 1 GPU"
     if any(group.workers > 1 for group in groups):
         rule += ", and groups share GPUs only where every group has one worker"
-    return lost_gpus([_role(recipe, group, want, rule) for group, want in zip(groups, wants, strict=True)], nodes)
+    roles = [_role(recipe, group, each, rule) for group, each in zip(groups, per_worker, strict=True)]
+    return lost_gpus(roles, nodes)
 
 
-def _role(recipe: MutualRecipe, group: GroupSection, want: Resources, rule: str) -> GpuRole:
+def _role(recipe: MutualRecipe, group: GroupSection, each: Resources, rule: str) -> GpuRole:
     number = recipe.groups.index(group)
     key = f"groups.{number}.workers"
     batches = (recipe.bi.batch_size, recipe.cross.batch_size)
@@ -36,13 +37,13 @@ def _role(recipe: MutualRecipe, group: GroupSection, want: Resources, rule: str)
         demand=ResourceRequest(
             f"{key}={group.workers}",
             group.workers,
-            want,
+            each,
             group.node_labels,
             key,
             {"GPU": f"groups.{number}.gpus_per_worker"},
         ),
         is_decided=group.gpus_per_worker is not None,
-        takes_whole=True,
+        needs_full_gpu=True,
         rule=rule,
         counts=[count for count in range(1, group.workers) if not any(size % count for size in batches)],
     )

@@ -1,4 +1,4 @@
-"""A group as the run sees it, and the plainest kind: in this process, one at a time."""
+"""The interface of a group of workers, and its implementation in this process."""
 
 from __future__ import annotations
 
@@ -16,93 +16,93 @@ from distcse.experiments.mutual.phases import Phase
 
 
 class Group(Protocol):
-    """One pre-trained language model and all that works for it."""
+    """The workers of one pretrained language model."""
 
     name: str
 
     def prepare(self, phase: Phase) -> None:
-        """Begin what a phase needs and its labels do not change; returns at once."""
+        """Start preparing what a phase needs before its labels are available. May return before that has finished."""
         ...
 
     def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        """Train a phase to its end; None when the run was asked to stop."""
+        """Train the model of a phase on (n,) labels; None if the run was asked to stop."""
         ...
 
     def score(self, phase: Phase) -> Scores:
-        """Score all pairs with the best model of a phase.
+        """Score all n pairs with the best model of a phase.
 
         Raises:
-            Ended: The run was asked to stop. The scores are made again when it is resumed.
+            RunEnded: The run was asked to stop. A resumed run scores again.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the group holds."""
+        """Release the group's resources."""
         ...
 
 
 class LocalGroup:
-    """In this process.
+    """A group in this process.
 
     Args:
-        bench: The group's part of the run.
-        reporter: Receives its events.
+        context: The group's part of the run.
+        reporter: Receives the group's events.
     """
 
-    def __init__(self, bench: GroupContext, reporter: Reporter) -> None:
-        self.name = bench.group.name
+    def __init__(self, context: GroupContext, reporter: Reporter) -> None:
+        self.name = context.group.name
         self._reporter = reporter
-        self._worker, self._scorer = PhaseTrainer(bench), PairScorer(bench)
+        self._trainer, self._scorer = PhaseTrainer(context), PairScorer(context)
 
     def prepare(self, phase: Phase) -> None:
-        self._worker.prepare(phase)
+        self._trainer.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        return self._worker.train(phase, labels, self._reporter)
+        return self._trainer.train(phase, labels, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
-        return self._scorer.score(phase, on_progress=self._end_if_asked)
+        return self._scorer.score(phase, on_progress=self._raise_if_stopped)
 
-    def _end_if_asked(self, done: int, total: int) -> None:
+    def _raise_if_stopped(self, done: int, total: int) -> None:
         if done < total and self._reporter.stop_requested():
             raise RunEnded
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 class SerializedGroup:
-    """A group that works only when no other does: groups of one process share its cores and its random state.
+    """A group that works only while no other does: groups in one process share its cores and global random state.
 
     Args:
-        group: Who works.
-        turn: One for all groups.
-        stop_requested: Whether the run was asked to stop. A group that has not had its turn by then does not begin.
+        group: The wrapped group.
+        lock: One lock for all groups.
+        stop_requested: Returns whether the run was asked to stop. A group that gets the lock afterwards does not start.
     """
 
-    def __init__(self, group: Group, turn: threading.Lock, stop_requested: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, group: Group, lock: threading.Lock, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.name = group.name
-        self._group, self._turn, self._stop_requested = group, turn, stop_requested
+        self._group, self._lock, self._stop_requested = group, lock, stop_requested
 
     def prepare(self, phase: Phase) -> None:
-        with self._alone(phase):
+        with self._exclusive(phase):
             self._group.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        with self._alone(phase):
+        with self._exclusive(phase):
             return self._group.train(phase, labels)
 
     def score(self, phase: Phase) -> Scores:
-        with self._alone(phase):
+        with self._exclusive(phase):
             return self._group.score(phase)
 
     def close(self) -> None:
         self._group.close()
 
     @contextmanager
-    def _alone(self, phase: Phase) -> Iterator[None]:
-        """This group's turn. A failure that is no mistake of the user's carries its name, as it does on Ray."""
-        with self._turn:
+    def _exclusive(self, phase: Phase) -> Iterator[None]:
+        """Hold the lock. An unexpected exception becomes a `WorkFailedError` that names the group, as on Ray."""
+        with self._lock:
             if self._stop_requested():
                 raise RunEnded
             try:
@@ -110,7 +110,7 @@ class SerializedGroup:
             except (DistcseError, RunEnded):
                 raise
             except Exception as failed:
-                told = str(failed).strip().splitlines()
+                lines = str(failed).strip().splitlines()
                 raise WorkFailedError(
-                    f"group {self.name} failed in {phase.name}: {type(failed).__name__}{': ' + told[-1] if told else ''}"
+                    f"group {self.name} failed in {phase.name}: {type(failed).__name__}{': ' + lines[-1] if lines else ''}"
                 ) from failed

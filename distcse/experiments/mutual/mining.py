@@ -1,6 +1,6 @@
-"""Sentence pairs out of raw text: neighbours by vectors, in stated bands of similarity; neighbours by words; and strangers.
+"""Mining of sentence pairs from raw text: nearest neighbours in bands of cosine similarity, BM25 neighbours, random pairs.
 
-Trans-Encoder learns from a task's own pairs, the test pairs among them. With mined pairs no test set is seen.
+Trans-Encoder trains on the pairs of a task, including its test pairs. Mined pairs contain no test set.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from distcse import host
 from distcse.data import Corpus
 from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
-from distcse.evaluation import excluded_from
+from distcse.evaluation import evaluation_sentences
 from distcse.events import Listener, StageProgress
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pairs import Pairs, chosen
+from distcse.experiments.mutual.pairs import Pairs, sample_pairs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import MiningSection, MutualRecipe
@@ -27,47 +27,59 @@ from distcse.storage import resolve_path
 from distcse.teachers.knn import knn, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
-_ASKED_PER_PAIR = 10
-"""Sentences whose neighbours BM25 looks for, for each pair wanted: each costs a pass over the index."""
-_ASKED_AT_A_TIME = 2000
+_QUERIES_PER_PAIR = 10
+"""BM25 queries per requested pair, at most: each query is a pass over the index."""
+_QUERIES_PER_BATCH = 2000
 
-Found = NDArray[np.int64]
+PairRows = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
 
 
-def mine_pairs(recipe: MutualRecipe, post: Listener) -> Pairs:
-    """As many different pairs as the recipe wants, each kind its share; a kind that has too few leaves the rest to the others.
+def mine_pairs(recipe: MutualRecipe, emit: Listener) -> Pairs:
+    """Mine the recipe's number of different pairs, with a share from each source.
+
+    A source with too few pairs is topped up from the others.
+
+    Args:
+        recipe: A recipe with `pairs.mine`.
+        emit: Receives progress events.
 
     Raises:
-        RunError: A library of the extra `mining` is not installed.
-        CorpusError: Too few pairs in all.
+        MissingDependencyError: A package of the extra `mining` is not installed.
+        CorpusTooSmallError: There are too few sentences, or fewer pairs than a batch needs.
     """
     section = recipe.pairs.mine
     assert section is not None
     require_mining(section)
     dev = DevPairs.of(recipe)
-    also = [] if dev is None else [*dev.first, *dev.second]
-    excluded = excluded_from(section.corpus, recipe.evaluation.data, also)
+    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
+    excluded = evaluation_sentences(section.corpus, recipe.evaluation.data, dev_sentences)
     corpus = Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
     texts = corpus.texts(range(len(corpus)))
-    first_of = {text: row for row, text in reversed(list(enumerate(texts)))}
-    texts = list(first_of)  # each sentence once: its own double is no neighbour
+    first_row = {text: row for row, text in reversed(list(enumerate(texts)))}
+    texts = list(first_row)  # deduplicated: a copy of a sentence is not a useful neighbour
     if len(texts) < 2:
-        raise CorpusTooSmallError(f"the corpus has {len(texts)} different sentences; pairs want two")
+        raise CorpusTooSmallError(
+            f"pairs.mine.corpus has {len(texts)} different sentences, but mining needs at least 2; add sentences"
+        )
     random = np.random.Generator(np.random.PCG64([recipe.seed, _STREAM]))
-    pools: list[tuple[float, Found]] = []
+    pools: list[tuple[float, PairRows]] = []
     if any(band.share for band in section.bands):
-        pools += _bands(recipe, section, texts, post)
+        pools += _mine_bands(recipe, section, texts, emit)
     if section.bm25_share:
-        pools.append((section.bm25_share, _by_words(texts, section, recipe.seed, post)))
+        pools.append((section.bm25_share, _mine_bm25(texts, section, recipe.seed, emit)))
     if section.random_share:
-        pools.append((section.random_share, _strangers(len(texts), section.pairs, random)))
-    rows = _drawn(pools, section.pairs, random)
-    return chosen([(texts[one], texts[other]) for one, other in rows.tolist()], recipe)
+        pools.append((section.random_share, _random_pairs(len(texts), section.pairs, random)))
+    rows = _draw(pools, section.pairs, random)
+    return sample_pairs([(texts[one], texts[other]) for one, other in rows.tolist()], recipe)
 
 
 def require_mining(section: MiningSection) -> None:
-    """Raise `RunError` where a library that a section wants is not installed."""
+    """Check that the packages which the mining settings need are installed.
+
+    Raises:
+        MissingDependencyError: A package is not installed.
+    """
     if any(band.share for band in section.bands):
         require_faiss("pairs.mine")
     if section.bm25_share:
@@ -84,83 +96,89 @@ def _require_bm25s() -> Any:
     return bm25s
 
 
-def _bands(
-    recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], post: Listener
-) -> list[tuple[float, Found]]:
-    """Pairs of near sentences by the first group's bi-encoder as it starts, in bands of their cosine."""
+def _mine_bands(
+    recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], emit: Listener
+) -> list[tuple[float, PairRows]]:
+    """Pair each sentence with its nearest neighbours, and sort the pairs into bands by cosine.
+
+    The vectors are those of the first group's initial bi-encoder.
+
+    Returns:
+        The share and the pairs of each band.
+    """
     encoder = Encoder.from_section(recipe.groups[0]).to(default_device())
     use_mkldnn_linear(encoder)
     vectors = encoder.encode(
         texts,
         normalize=True,
-        on_progress=lambda done: post(StageProgress("mining", done, len(texts), "sentences encoded")),
+        on_progress=lambda done: emit(StageProgress("mining", done, len(texts), "sentences encoded")),
     )
     cosines, neighbours = knn(vectors, section.num_neighbors, "pairs.mine")
     rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
     pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
-    there = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
-    found = []
+    is_valid = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
+    bands = []
     for band in section.bands:
-        inside = there & (flat >= band.low) & (flat < band.high)
-        one = _once(pairs[inside])
-        note = f"{len(one):,} neighbours of cosine {band.low:g} to {band.high:g}"
-        post(StageProgress("mining", len(one), len(one), "pairs", finished=True, note=note))
-        found.append((band.share, one))
-    return found
+        is_inside = is_valid & (flat >= band.low) & (flat < band.high)
+        unique = _unique_pairs(pairs[is_inside])
+        note = f"{len(unique):,} neighbours of cosine {band.low:g} to {band.high:g}"
+        emit(StageProgress("mining", len(unique), len(unique), "pairs", finished=True, note=note))
+        bands.append((band.share, unique))
+    return bands
 
 
-def _by_words(texts: Sequence[str], section: MiningSection, seed: int, post: Listener) -> Found:
-    """Pairs of sentences that share telling words (BM25): neighbours of as many sentences as the wanted pairs call for."""
+def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Listener) -> PairRows:
+    """Pair sentences with their BM25 neighbours, for a sample of sentences in a large corpus."""
     bm25s = _require_bm25s()
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
     index = bm25s.BM25()
     index.index(tokens, show_progress=False)
-    asked = np.arange(len(texts))
-    if len(asked) > _ASKED_PER_PAIR * section.pairs:
+    query_rows = np.arange(len(texts))
+    if len(query_rows) > _QUERIES_PER_PAIR * section.pairs:
         random = np.random.Generator(np.random.PCG64([seed, _BM25_STREAM]))
-        asked = np.sort(random.permutation(asked)[: _ASKED_PER_PAIR * section.pairs])
-    pools: list[Found] = []
-    for begin in range(0, len(asked), _ASKED_AT_A_TIME):
-        ours = asked[begin : begin + _ASKED_AT_A_TIME]
-        queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in ours], tokens.vocab)
+        query_rows = np.sort(random.permutation(query_rows)[: _QUERIES_PER_PAIR * section.pairs])
+    pools: list[PairRows] = []
+    for begin in range(0, len(query_rows), _QUERIES_PER_BATCH):
+        batch = query_rows[begin : begin + _QUERIES_PER_BATCH]
+        queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in batch], tokens.vocab)
         neighbours = min(section.num_neighbors + 1, len(texts))
         rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=host.cpus())
-        pairs = np.stack([np.repeat(ours, neighbours), rows.ravel().astype(np.int64)], axis=1)
+        pairs = np.stack([np.repeat(batch, neighbours), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
-        post(StageProgress("mining", begin + len(ours), len(asked), "sentences compared by words"))
-    found = _once(np.concatenate(pools))
-    post(
+        emit(StageProgress("mining", begin + len(batch), len(query_rows), "BM25 queries"))
+    unique = _unique_pairs(np.concatenate(pools))
+    emit(
         StageProgress(
-            "mining", len(found), len(found), "pairs", finished=True, note=f"{len(found):,} neighbours by BM25"
+            "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbours by BM25"
         )
     )
-    return found
+    return unique
 
 
-def _strangers(sentences: int, pairs: int, random: np.random.Generator) -> Found:
+def _random_pairs(sentences: int, pairs: int, random: np.random.Generator) -> PairRows:
     drawn = random.integers(0, sentences, size=(2 * pairs, 2))
-    return _once(drawn[drawn[:, 0] != drawn[:, 1]])
+    return _unique_pairs(drawn[drawn[:, 0] != drawn[:, 1]])
 
 
-def _once(pairs: NDArray[np.int64]) -> Found:
-    """Each pair once, whichever sentence came first."""
+def _unique_pairs(pairs: NDArray[np.int64]) -> PairRows:
+    """Return each pair once, ignoring the order of its two sentences."""
     return np.unique(np.sort(pairs, axis=1), axis=0)
 
 
-def _drawn(pools: Sequence[tuple[float, Found]], wanted: int, random: np.random.Generator) -> Found:
-    """Different pairs from all pools by their shares; what one lacks the others give."""
-    orders = [pool[random.permutation(len(pool))] for _, pool in pools]
+def _draw(pools: Sequence[tuple[float, PairRows]], count: int, random: np.random.Generator) -> PairRows:
+    """Draw `count` different pairs from all pools by their shares; pools with pairs left make up for exhausted ones."""
+    shuffled = [pool[random.permutation(len(pool))] for _, pool in pools]
     shares = np.array([share for share, _ in pools])
-    taken: dict[tuple[int, int], None] = {}
-    used = [0] * len(orders)
-    while len(taken) < wanted and any(used[n] < len(order) and shares[n] for n, order in enumerate(orders)):
-        open_ = np.array([share if used[n] < len(orders[n]) else 0.0 for n, share in enumerate(shares)])
-        lacking = wanted - len(taken)
-        for number, share in enumerate(open_ / open_.sum()):
-            take = orders[number][used[number] : used[number] + int(np.ceil(share * lacking))]
-            used[number] += len(take)
-            room = wanted - len(taken)
-            new = dict.fromkeys(pair for pair in map(tuple, take.tolist()) if pair not in taken)
-            taken.update(dict.fromkeys(list(new)[:room]))
-    return np.array(list(taken), dtype=np.int64).reshape(-1, 2)
+    drawn: dict[tuple[int, int], None] = {}
+    used = [0] * len(shuffled)
+    while len(drawn) < count and any(used[n] < len(pool) and shares[n] for n, pool in enumerate(shuffled)):
+        open_shares = np.array([share if used[n] < len(shuffled[n]) else 0.0 for n, share in enumerate(shares)])
+        missing = count - len(drawn)
+        for number, share in enumerate(open_shares / open_shares.sum()):
+            candidates = shuffled[number][used[number] : used[number] + int(np.ceil(share * missing))]
+            used[number] += len(candidates)
+            still_missing = count - len(drawn)
+            new = dict.fromkeys(pair for pair in map(tuple, candidates.tolist()) if pair not in drawn)
+            drawn.update(dict.fromkeys(list(new)[:still_missing]))
+    return np.array(list(drawn), dtype=np.int64).reshape(-1, 2)

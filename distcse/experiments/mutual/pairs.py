@@ -1,4 +1,4 @@
-"""The sentence pairs that labels are for: read, made different, drawn, and kept with the run."""
+"""The unlabelled sentence pairs of a mutual distillation: read, deduplicated, sampled and stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from distcse.evaluation.tables import ENDINGS
 from distcse.recipe import MutualRecipe
 from distcse.storage import atomic_write, fetch
 
-_DRAW_STREAM = 2**31
+_SAMPLE_STREAM = 2**31
+"""Random stream that samples the pairs."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """n pairs of sentences."""
+    """n sentence pairs."""
 
     first: list[str]
     second: list[str]
@@ -34,63 +35,73 @@ class Pairs:
         return Pairs(self.first[rows], self.second[rows])
 
     def both(self) -> Iterator[tuple[str, str]]:
-        """Pair by pair."""
+        """Iterate over the pairs as tuples."""
         return zip(self.first, self.second, strict=True)
 
     @property
     def fingerprint(self) -> str:
-        """What tells these pairs, in this order, from others."""
+        """Checksum of the pairs and their order."""
         digest = hashlib.sha256()
         for one, other in self.both():
             digest.update(f"{one}\t{other}\n".encode())
         return digest.hexdigest()
 
     def write(self, file: Path) -> None:
-        """Store as Parquet."""
-        with atomic_write(file) as beside:
-            pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), beside)
+        """Store the pairs as Parquet, atomically."""
+        with atomic_write(file) as temporary:
+            pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), temporary)
 
     @classmethod
     def read(cls, file: Path) -> Pairs:
-        """What `write` stored."""
+        """Read the pairs that `write` stored.
+
+        Raises:
+            CorpusCacheError: The file is damaged.
+        """
         fetch(file)
         try:
             table = pq.read_table(file)
         except (pa.ArrowException, OSError) as broken:
-            told = " ".join(str(broken).split())
+            reason = " ".join(str(broken).split())
             raise CorpusCacheError(
-                f"{file} cannot be read: {told}; remove it and --resume: pairs are read again"
+                f"{file} cannot be read: {reason}; delete it and --resume to read the pairs again"
             ) from None
         return cls(table["sentence1"].to_pylist(), table["sentence2"].to_pylist())
 
 
 def read_pairs(recipe: MutualRecipe) -> Pairs:
-    """The pairs of a recipe that has them in files: each once, at most `limit`, drawn by the seed, in the files' order.
+    """Read the different pairs in a recipe's files, in the files' order; `pairs.limit` of them, sampled by the seed.
 
     Raises:
-        CorpusError: No such file or folder, or fewer different pairs than a batch.
+        CorpusNotFoundError: The folder of pairs.task has no table.
+        CorpusTooSmallError: There are fewer different pairs than a batch needs.
+        EvaluationError: A file is missing or malformed.
     """
     section = recipe.pairs
-    one, other = section.columns
-    found: dict[tuple[str, str], None] = {}
+    first_column, second_column = section.columns
+    unique: dict[tuple[str, str], None] = {}
     for file in _files(recipe):
         table = read_table(file)
-        found.update(dict.fromkeys(zip(table.texts(one), table.texts(other), strict=True)))
-    return chosen(list(found), recipe)
+        unique.update(dict.fromkeys(zip(table.texts(first_column), table.texts(second_column), strict=True)))
+    return sample_pairs(list(unique), recipe)
 
 
-def chosen(found: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:
-    """At most as many pairs as the recipe wants; `CorpusError` where there are too few to learn from."""
-    least = max(recipe.bi.batch_size, recipe.cross.batch_size)
+def sample_pairs(pairs: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:
+    """Sample `pairs.limit` pairs, keeping their order; all of them without a limit.
+
+    Raises:
+        CorpusTooSmallError: There are fewer pairs than a batch needs.
+    """
+    batch_size = max(recipe.bi.batch_size, recipe.cross.batch_size)
     limit = recipe.pairs.limit
-    if limit is not None and limit < len(found):
-        draw = np.random.Generator(np.random.PCG64([recipe.seed, _DRAW_STREAM])).permutation(len(found))[:limit]
-        found = [found[row] for row in np.sort(draw)]
-    if len(found) < least:
+    if limit is not None and limit < len(pairs):
+        sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(len(pairs))[:limit]
+        pairs = [pairs[row] for row in np.sort(sample)]
+    if len(pairs) < batch_size:
         raise CorpusTooSmallError(
-            f"there are {len(found)} different pairs, one batch wants {least}; give more, or lower batch_size"
+            f"there are {len(pairs)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
         )
-    return Pairs([first for first, _ in found], [second for _, second in found])
+    return Pairs([first for first, _ in pairs], [second for _, second in pairs])
 
 
 def _files(recipe: MutualRecipe) -> list[Path]:
@@ -102,6 +113,8 @@ def _files(recipe: MutualRecipe) -> list[Path]:
     folder = root / section.task
     files = sorted(file for file in folder.glob("*") if file.name.endswith(ENDINGS)) if folder.is_dir() else []
     if not files:
-        there = ", ".join(sorted(entry.name for entry in root.glob("*") if entry.is_dir())) or "nothing"
-        raise CorpusNotFoundError(f"pairs.task is {section.task!r}, but {folder} holds no table; {root} holds {there}")
+        available = ", ".join(sorted(entry.name for entry in root.glob("*") if entry.is_dir())) or "nothing"
+        raise CorpusNotFoundError(
+            f"pairs.task is {section.task!r}, but {folder} has no table; choose another ({root} has {available})"
+        )
     return files

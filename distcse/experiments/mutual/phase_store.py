@@ -1,8 +1,8 @@
-"""The state of a run: which group is through which phase, and the labels. Whatever is killed, nothing noted here is lost.
+"""Crash-safe store of a mutual distillation's state: the finished phases of each group, their scores, and the labels.
 
-<run>/ledger.json                 what follows below, replaced atomically
-      labels/start-bert.npy       scores of one group
-      labels/start.npy            labels of all, which the next phase learns from
+<run>/ledger.json                 the state, replaced atomically
+      labels/start-bert.npy       scores of one group in a phase
+      labels/start.npy            labels from a phase, on which the next phase trains
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ Scores = NDArray[np.float32]
 
 
 class PhaseStore:
-    """Notes of one run; several threads may write.
+    """The state of one run. Several threads may write.
 
     Args:
         run: The run's directory.
-        lease: Checked before each write; None only reads.
+        lease: Lease on the directory, checked before each write; None only reads.
 
     Raises:
-        RunError: The file there is none of ours; when writing, a later start of the run has taken it over.
+        RunRecordError: `ledger.json` is damaged; when loading, a file of scores is damaged.
+        RunTakenOverError: When writing, a later start has taken over the directory.
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
@@ -49,71 +50,82 @@ class PhaseStore:
             try:
                 self._state = load_checked_json(self._file)
             except (OSError, ValueError) as broken:
-                raise RunRecordError(f"{self._file} is not readable: {broken}; start a new run") from None
+                raise RunRecordError(f"{self._file} cannot be read: {broken}; start a new run") from None
 
     @property
     def dropped(self) -> Mapping[str, str]:
-        """Groups that the run goes on without, and why."""
+        """Groups without which the run continues, with the reason."""
         return dict(self._state["dropped"])
 
     @property
     def stopped_after(self) -> Phase | None:
-        """The phase after which no group had got better for long enough."""
+        """The phase after which the cycles stop early, because no group had improved; None if they don't."""
         number = self._state["stopped_after"]
         return None if number is None else Phase(number)
 
-    def begin(self, pairs: str) -> None:
-        """Note the pairs' fingerprint; `RunError` where the run began with others."""
+    def record_pairs(self, fingerprint: str) -> None:
+        """Record the fingerprint of the pairs, or compare it with the recorded one.
+
+        Raises:
+            ResumeMismatchError: The run began with different pairs.
+        """
         with self._lock:
-            if self._state["pairs"] not in (None, pairs):
+            if self._state["pairs"] not in (None, fingerprint):
                 raise ResumeMismatchError(
                     f"the pairs have changed since {self._file.parent} began; restore pairs.parquet, or start a new run"
                 )
-            self._state["pairs"] = pairs
+            self._state["pairs"] = fingerprint
             self._write()
 
     def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
-        """A group is through a phase."""
+        """Record that a group has finished a phase, with its scores.
+
+        Args:
+            group: The group's name.
+            phase: The phase.
+            scores: (n,) scores of the pairs.
+            trained: The result of the training; None for phase 0.
+        """
         with self._lock:
-            told = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
-            entry = {"sha256": self._store(f"{phase.name}-{group}", scores), **told}
+            training = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
+            entry = {"sha256": self._store(f"{phase.name}-{group}", scores), **training}
             self._state["posted"].setdefault(str(phase.number), {})[group] = entry
             self._write()
 
     def posted(self, phase: Phase) -> Mapping[str, Mapping[str, Any]]:
-        """Groups that are through a phase: dev score, step, steps."""
+        """Return the groups that have finished a phase, with `dev`, `step` and `steps` of their training."""
         return dict(self._state["posted"].get(str(phase.number), {}))
 
     def scores(self, group: str, phase: Phase) -> Scores:
-        """What a group posted."""
+        """Load the (n,) scores that a group posted for a phase."""
         return self._load(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]["sha256"])
 
-    def agree(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
-        """The labels of a phase, and whose scores they are made of: from now on they are fixed."""
+    def store_labels(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
+        """Store the final labels of a phase, and the groups whose scores they combine."""
         with self._lock:
             self._state["labels"][str(phase.number)] = {"groups": [*groups], "sha256": self._store(phase.name, labels)}
             self._write()
 
     def labels(self, phase: Phase) -> Scores | None:
-        """The labels of a phase; None as long as there are none."""
+        """Load the (n,) labels of a phase; None if not all groups have posted."""
         entry = self._state["labels"].get(str(phase.number))
         return None if entry is None else self._load(phase.name, entry["sha256"])
 
     def drop(self, group: str, why: str) -> None:
-        """The run goes on without a group."""
+        """Record that the run continues without a group, and why."""
         with self._lock:
             self._state["dropped"][group] = why
             self._write()
 
-    def stop(self, phase: Phase) -> None:
-        """No cycle follows this phase's."""
+    def stop_after(self, phase: Phase) -> None:
+        """Record that the run ends with this phase's cycle."""
         with self._lock:
             self._state["stopped_after"] = phase.number
             self._write()
 
     def _store(self, name: str, array: Scores) -> str:
         file = self._labels / f"{name}.npy"
-        with atomic_write(file) as beside, open(beside, "wb") as out:
+        with atomic_write(file) as temporary, open(temporary, "wb") as out:
             np.save(out, array)
         return hashlib.sha256(array.tobytes()).hexdigest()
 
@@ -125,7 +137,7 @@ class PhaseStore:
         except (OSError, EOFError, ValueError) as broken:
             raise RunRecordError(f"{file} cannot be read: {broken}; start a new run") from None
         if hashlib.sha256(array.tobytes()).hexdigest() != expected:
-            raise RunRecordError(f"{file} is not what was stored (its checksum differs); start a new run")
+            raise RunRecordError(f"{file} has changed since it was stored (checksum mismatch); start a new run")
         return array
 
     def _write(self) -> None:

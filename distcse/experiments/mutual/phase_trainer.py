@@ -1,4 +1,4 @@
-"""What one group does in one phase, wherever it does it: train a formulation, score the pairs with it."""
+"""The work of one group in one phase: train a bi- or cross-encoder, and score the pairs with it."""
 
 from __future__ import annotations
 
@@ -29,201 +29,219 @@ from distcse.trainer.distributed import barrier, rank, world_size
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
 
-_SLICE = 200_000
-"""Pairs whose vectors are held at a time; sentences of several pairs are encoded once in each slice."""
+_PAIRS_PER_SLICE = 200_000
+"""Pairs that are scored together, which limits the vectors in memory. A repeated sentence is encoded once per slice."""
 
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """What a phase leaves behind."""
+    """Result of the training in a phase."""
 
     model: str
-    """Folder of the best model of the phase."""
+    """Folder of the best model."""
     step: int
+    """Step of the best model."""
     dev: float | None
-    """Its dev score; None where nothing picks."""
+    """Dev score of the best model; None without dev pairs."""
     steps: int
-    """Steps of the phase."""
+    """Number of training steps."""
 
 
 @dataclass(frozen=True)
 class GroupContext:
-    """All that a group's worker or scorer is told; the folder is on storage that every one of them sees."""
+    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see."""
 
     recipe: MutualRecipe
     number: int
-    """Of the group, in the recipe."""
+    """Index of the group in the recipe."""
     run: Path
     lease: Lease
-    """The right to write in `run`."""
+    """Lease on `run`, checked before writes."""
 
     @property
     def group(self) -> GroupSection:
-        """The group's part of the recipe."""
+        """The group's section of the recipe."""
         return self.recipe.groups[self.number]
 
     @property
     def pairs_file(self) -> Path:
-        """The run's pairs."""
+        """File with the run's pairs."""
         return self.run / "pairs.parquet"
 
     def folder(self, phase: Phase) -> Path:
-        """Where a phase of this group is kept."""
+        """Return the folder of a phase of this group."""
         return self.run / "groups" / self.group.name / phase.name
 
     def section(self, kind: Kind) -> LoopSection:
-        """How this formulation is trained."""
+        """Return the recipe's training section of a formulation."""
         return self.recipe.bi if kind == "bi" else self.recipe.cross
 
     def seed(self, phase: Phase) -> int:
-        """Of fresh weights, order and noise in a phase: another for every group and phase."""
+        """Return the seed of new weights, row order and dropout, different for each group and phase."""
         return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31
 
 
 class PhaseTrainer:
-    """A group's training worker: one of several that train together, or the only one."""
+    """Trains a group's models; one of several distributed workers, or the only one."""
 
-    def __init__(self, bench: GroupContext) -> None:
-        self._bench = bench
+    def __init__(self, context: GroupContext) -> None:
+        self._context = context
         self._tokens: dict[Kind, BiTokens | CrossTokens] = {}
 
     def prepare(self, phase: Phase) -> None:
-        """What can be done before the labels are there: the pairs tokenised, dev pairs read."""
+        """Tokenize the pairs and read the dev pairs, which needs no labels."""
         if phase.kind not in self._tokens:
-            encoder = self._start(phase)
+            encoder = self._initial_model(phase)
             self._tokens[phase.kind] = (
                 BiTokens(encoder, self._pairs)
                 if isinstance(encoder, Encoder)
-                else CrossTokens(encoder, self._pairs, self._bench.recipe.cross.both_orders)
+                else CrossTokens(encoder, self._pairs, self._context.recipe.cross.both_orders)
             )
         _ = self._dev
 
     def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> PhaseResult | None:
-        """Train a formulation from its start, or go on from its last checkpoint; None when the run was asked to stop.
+        """Train the model of a phase, from its latest checkpoint if there is one.
 
-        The phase's best model is left in its folder, beside what is told of it; checkpoints go when it is there.
+        The folder of the phase then has the best model and `trained.json`; its checkpoints are deleted.
+
+        Args:
+            phase: The phase; one that has already finished returns its result at once.
+            labels: (n,) labels of the pairs.
+            reporter: Receives the training's events.
+
+        Returns:
+            The result; None if the run was asked to stop.
 
         Raises:
-            RunError: A loss is not finite.
+            DivergedError: A loss or dev score is not finite.
+            CheckpointError: The result of the phase cannot be read.
         """
-        bench, kind = self._bench, phase.kind
-        folder = bench.folder(phase)
-        if (done := _told(folder)) is not None:
+        context, kind = self._context, phase.kind
+        folder = context.folder(phase)
+        if (done := _load_result(folder)) is not None:
             return done
         self.prepare(phase)
-        encoder = self._start(phase)
+        encoder = self._initial_model(phase)
         task = PairTask(
             encoder,
             self._tokens[kind],
             labels,
-            bench.section(kind),
+            context.section(kind),
             self._dev,
-            bench.recipe.evaluation.eval_steps,
-            bench.seed(phase),
+            context.recipe.evaluation.eval_steps,
+            context.seed(phase),
             rank(),
             world_size(),
-            decided(bench.recipe.evaluation.precision),
+            decided(context.recipe.evaluation.precision),
         )
-        checkpoints = CheckpointStore(folder, bench.lease)
-        outcome = train(task, bench.section(kind), checkpoints, reporter)
-        if outcome.interrupted:
+        checkpoints = CheckpointStore(folder, context.lease)
+        result = train(task, context.section(kind), checkpoints, reporter)
+        if result.interrupted:
             return None
         if rank() == 0:
-            bench.lease.check()
-            _keep_best(self._start(phase), checkpoints, folder, outcome.steps)
+            context.lease.check()
+            _save_best(self._initial_model(phase), checkpoints, folder, result.steps)
         barrier()
-        return _told(folder)
+        return _load_result(folder)
 
     @cached_property
     def _pairs(self) -> Pairs:
-        return Pairs.read(self._bench.pairs_file)
+        return Pairs.read(self._context.pairs_file)
 
     @cached_property
     def _dev(self) -> DevPairs | None:
-        return DevPairs.of(self._bench.recipe)
+        return DevPairs.of(self._context.recipe)
 
-    def _start(self, phase: Phase) -> Encoder | CrossEncoder:
-        """What a phase begins with; fresh weights are drawn from the phase's seed."""
-        torch.manual_seed(self._bench.seed(phase))
-        group, cross = self._bench.group, self._bench.recipe.cross
-        before = Phase(phase.number - 1)
-        follows = self._bench.recipe.mutual.initialization == "sequential" and before.number > 0
-        model = str(self._bench.folder(before) / "model")
-        layers = None if follows else group.named_layers
+    def _initial_model(self, phase: Phase) -> Encoder | CrossEncoder:
+        """Load the model with which a phase starts: the previous phase's, or the group's. New weights use the phase's seed."""
+        torch.manual_seed(self._context.seed(phase))
+        group, cross = self._context.group, self._context.recipe.cross
+        previous = Phase(phase.number - 1)
+        is_sequential = self._context.recipe.mutual.initialization == "sequential" and previous.number > 0
+        model = str(self._context.folder(previous) / "model")
+        layers = None if is_sequential else group.named_layers
         if phase.kind == "bi":
-            start = Encoder.from_section(group)
-            if not follows:
-                return start
-            # A cross-encoder's folder does not say how a bi-encoder pools, nor what follows.
-            known = {"pooling": start.pooling, "prompt": start.prompt, "max_length": start.max_length}
-            taken = Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **known}))
-            taken.head, taken.normalize = start.head, start.normalize
-            return taken
-        source = model if follows else group.cross_backbone or group.backbone
+            encoder = Encoder.from_section(group)
+            if not is_sequential:
+                return encoder
+            # The folder of a cross-encoder has no pooling, head or normalization: take the bi-encoder's.
+            settings = {"pooling": encoder.pooling, "prompt": encoder.prompt, "max_length": encoder.max_length}
+            converted = Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **settings}))
+            converted.head, converted.normalize = encoder.head, encoder.normalize
+            return converted
+        source = model if is_sequential else group.cross_backbone or group.backbone
         return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
 
 
 class PairScorer:
-    """Scores pairs with the best model of a phase."""
+    """Scores the run's pairs with the best model of a phase."""
 
-    def __init__(self, bench: GroupContext) -> None:
-        self._bench = bench
-        self._pairs = Pairs.read(bench.pairs_file)
+    def __init__(self, context: GroupContext) -> None:
+        self._context = context
+        self._pairs = Pairs.read(context.pairs_file)
 
     def score(
         self, phase: Phase, part: int = 0, parts: int = 1, on_progress: Progress | None = None
     ) -> NDArray[np.float32]:
-        """Scores of one part of the pairs, in one order: raw cosines, or sigmoid outputs.
+        """Score one part of the pairs, in their order.
 
         Args:
-            phase: Whose best model scores.
-            part: Number of this part, from 0.
+            phase: The phase whose best model scores.
+            part: Index of the part.
             parts: Number of parts.
-            on_progress: Called after every forward pass; what it raises ends the scoring.
+            on_progress: Called after each forward pass; an exception from it ends the scoring.
+
+        Returns:
+            One score per pair: raw cosines of a bi-encoder, or sigmoid outputs of a cross-encoder.
 
         Raises:
-            EncoderError: A score is not finite.
+            NotFiniteError: A score is NaN or infinite.
         """
         model = self._model(phase).to(default_device())
-        precision = decided(self._bench.recipe.mutual.precision)
+        precision = decided(self._context.recipe.mutual.precision)
         use_mkldnn_linear(model, precision)
         begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
         scores = np.empty(end - begin, dtype=np.float32)
-        for here in range(begin, end, _SLICE):
-            mine = self._pairs[here : min(end, here + _SLICE)]
+        for offset in range(begin, end, _PAIRS_PER_SLICE):
+            pairs = self._pairs[offset : min(end, offset + _PAIRS_PER_SLICE)]
             scorer = pair_model(model, precision, on_progress)
-            found = scorer.similarities(mine.first, mine.second)
-            scores[here - begin : here - begin + len(mine)] = found
-        if broken := int((~np.isfinite(scores)).sum()):
-            group = self._bench.group.name
-            raise NotFiniteError(f"group {group}, {phase.name}: {broken:,} of {len(scores):,} scores are no numbers")
+            similarities = scorer.similarities(pairs.first, pairs.second)
+            scores[offset - begin : offset - begin + len(pairs)] = similarities
+        if not_finite := int((~np.isfinite(scores)).sum()):
+            group = self._context.group.name
+            raise NotFiniteError(
+                f"group {group}, {phase.name}: {not_finite:,} of {len(scores):,} scores are NaN or infinite; write "
+                "mutual.precision: fp32, or lower the learning rate"
+            )
         return scores
 
     def _model(self, phase: Phase) -> Encoder | CrossEncoder:
-        group = self._bench.group
+        group = self._context.group
         if not phase.number:
             return Encoder.from_section(group)
-        folder = self._bench.folder(phase) / "model"
+        folder = self._context.folder(phase) / "model"
         if phase.kind == "cross":
             return CrossEncoder.load(folder, trust_remote_code=group.trust_remote_code)
         return Encoder.load(folder, trust_remote_code=group.trust_remote_code)
 
 
-def _keep_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
+def _save_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
+    """Save the best checkpoint as the phase's model, and write `trained.json`, before deleting the checkpoints."""
     best = checkpoints.best() or checkpoints.latest()
     if best is None:
         raise CheckpointError(f"{folder} has no checkpoint")
-    position = load_trainer_state(best)
+    state = load_trainer_state(best)
     weights = load_model_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
-    dev = dict(position.scores).get(position.step)
-    told = PhaseResult(str(folder / "model"), position.step, dev, steps)
-    write_text_atomic(folder / "trained.json", dump_checked_json(asdict(told)))
+    dev = dict(state.scores).get(state.step)
+    result = PhaseResult(str(folder / "model"), state.step, dev, steps)
+    write_text_atomic(folder / "trained.json", dump_checked_json(asdict(result)))
     remove(folder / "checkpoints")
 
 
-def _told(folder: Path) -> PhaseResult | None:
+def _load_result(folder: Path) -> PhaseResult | None:
+    """Load the result of a finished phase; None if the phase has not finished."""
     file = folder / "trained.json"
     if not fetch(file):
         return None
@@ -231,5 +249,5 @@ def _told(folder: Path) -> PhaseResult | None:
         return replace(PhaseResult(**load_checked_json(file)), model=str(folder / "model"))
     except (OSError, ValueError) as broken:
         raise CheckpointError(
-            f"{file} cannot be read ({broken}); remove {folder} and --resume: the phase is done again"
+            f"{file} cannot be read: {broken}; delete {folder} and --resume to repeat the phase"
         ) from None

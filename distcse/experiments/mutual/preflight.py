@@ -1,4 +1,4 @@
-"""All that a run of groups needs, tried without the run: `--dry-run`."""
+"""Checks of a mutual distillation's inputs without running it: `--dry-run`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,18 @@ from distcse.trainer.engines import uses_deepspeed
 
 
 def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = False) -> None:
-    """Read pairs (or the text they are mined from) and labelled sets, load both starts of every group, join the cluster.
+    """Check everything a mutual distillation needs without mining or training.
 
-    Nothing is mined or trained. Raises a `DistcseError` that names what to mend.
+    Reads the pairs (or the corpus to mine them from) and the labelled sets, loads both initial models of each group, and
+    joins the cluster.
+
+    Args:
+        recipe: The recipe to check.
+        reporter: Receives one line per check.
+        in_sweep: Whether the recipe is run by a sweep, whose trials each run all groups in one process.
+
+    Raises:
+        DistcseError: A check failed.
     """
     require_packages(recipe.loggers)
     uses_deepspeed(recipe.bi)
@@ -33,17 +42,17 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
-        _told(reporter, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
+        _report(reporter, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
     else:
         require_mining(recipe.pairs.mine)
         corpus = Corpus.prepare(recipe.pairs.mine.corpus, resolve_path(recipe.storage.cache))
-        _told(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
+        _report(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)
         source = group.cross_backbone or group.backbone
         length, layers = recipe.cross.max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code)
-        _told(reporter, group.name, "both of its models load")
+        _report(reporter, group.name, "both of its models load")
     if recipe.ray:
         with cluster():
             from distcse.experiments.mutual.actors import resources_of  # Ray reads its settings when it is imported
@@ -51,17 +60,18 @@ def check_groups(recipe: MutualRecipe, reporter: Reporter, in_sweep: bool = Fals
             from distcse.ray_backend.nodes import alive
             from distcse.ray_backend.shared_storage import require_shared
 
-            wants = resources_of(recipe.groups)
+            per_worker = resources_of(recipe.groups)
             labels = [None] if in_sweep else [group.node_labels for group in recipe.groups]
             require_shared({"storage.runs": resolve_path(recipe.storage.runs)}, read_by_groups(recipe), labels)
-            # In a sweep's trial all groups run in one process, in turns.
-            for warning in lost_gpus_of_groups(recipe, recipe.groups, wants, alive()) if not in_sweep else []:
+            # A sweep's trial runs all groups one after the other, in one process.
+            for warning in lost_gpus_of_groups(recipe, recipe.groups, per_worker, alive()) if not in_sweep else []:
                 reporter.emit(LogMessage(warning, warning=True))
-            told = (
-                f"{group.name} {want['CPU']:g} CPUs a worker" for group, want in zip(recipe.groups, wants, strict=True)
+            notes = (
+                f"{group.name} {resources['CPU']:g} CPUs per worker"
+                for group, resources in zip(recipe.groups, per_worker, strict=True)
             )
-            _told(reporter, "cluster", ", ".join(told))
+            _report(reporter, "cluster", ", ".join(notes))
 
 
-def _told(reporter: Reporter, what: str, note: str) -> None:
-    reporter.emit(StageProgress(what, 1, 1, "", finished=True, note=note))
+def _report(reporter: Reporter, stage: str, note: str) -> None:
+    reporter.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))

@@ -1,4 +1,4 @@
-"""The roles of a mutual distillation that compute in a precision, and the devices that each may be put on."""
+"""The roles of a mutual distillation that have a precision, with the devices that each may run on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from distcse.recipe import MutualRecipe
 
 
 def with_precisions(recipe: MutualRecipe, reporter: Reporter, trial_gpus: float | None = None) -> MutualRecipe:
-    """The recipe with every `precision: auto` decided, and the choice reported.
+    """Return the recipe with every `precision: auto` decided, and report the choice.
 
-    Devices are asked only where it matters: a recipe that says fp32 everywhere measures nothing.
+    A recipe that is fp32 throughout measures no device.
 
     Args:
-        recipe: What will be run.
-        reporter: Receives the choice, and warnings of half precisions that a device is slow at.
-        trial_gpus: GPUs of a sweep's trial, whose process runs all groups in turns; None for a single run.
+        recipe: The recipe to run.
+        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
+        trial_gpus: GPUs of a sweep's trial, whose process runs all groups one after the other; None for a single run.
     """
     sections = (recipe.bi, recipe.cross, recipe.mutual, recipe.evaluation)
     if all(section.precision == "fp32" for section in sections):
@@ -26,7 +26,7 @@ def with_precisions(recipe: MutualRecipe, reporter: Reporter, trial_gpus: float 
 
 
 def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:
-    """Both formulations, label scoring and evaluation, with their devices; waits for the cluster where it has to be asked."""
+    """List both formulations, label scoring and evaluation with their devices. Joins the cluster only if its devices matter."""
     if trial_gpus is not None:
         trials = cluster_speeds().of(None, trial_gpus)
         return roles_on(recipe, trials, [*trials, local_speed()])
@@ -37,13 +37,16 @@ def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:
     speeds = cluster_speeds()
     from distcse.experiments.mutual.actors import resources_of
 
-    wants = zip(recipe.groups, resources_of(recipe.groups), strict=True)
-    groups = [device for group, want in wants for device in speeds.of(group.node_labels, want.get("GPU", 0.0))]
+    groups = [
+        device
+        for group, per_worker in zip(recipe.groups, resources_of(recipe.groups), strict=True)
+        for device in speeds.of(group.node_labels, per_worker.get("GPU", 0.0))
+    ]
     return roles_on(recipe, groups, [*groups, local_speed()])
 
 
 def roles_on(recipe: MutualRecipe, groups: list[DeviceSpeed], evaluation: list[DeviceSpeed]) -> list[Role]:
-    """All roles, the groups' workers and scorers on one set of devices: the recipe has one precision for all groups."""
+    """List all roles on the given devices. All groups share theirs, because the recipe has one precision for all groups."""
     return [
         Role("bi-encoders", "bi.precision", recipe.bi.precision, groups),
         Role("cross-encoders", "cross.precision", recipe.cross.precision, groups),

@@ -1,4 +1,4 @@
-"""One run of self- or mutual distillation: pairs, groups side by side, cycles, and the best of each formulation."""
+"""One run of self- or mutual distillation, from a recipe to the best saved models of each group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distcse.errors import DistcseError
 from distcse.evaluation import Evaluation, Tasks
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, one_by_one
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, combine_listeners
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores, wanted_tasks
 from distcse.experiments.mutual.group import Group, LocalGroup, SerializedGroup
@@ -23,118 +23,143 @@ from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.models import Encoder, model_fingerprint, resolve_model
-from distcse.ray_backend.cluster import cluster, coming_up
+from distcse.ray_backend.cluster import cluster, starting_ray
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import fetch, fetch_folder, to_uri, upload_dir
-from distcse.tracking import require_packages, tracking
+from distcse.tracking import require_packages, track_run
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import uses_deepspeed
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best model of one formulation of one group, over all cycles."""
+    """The best model of one group and formulation over all cycles."""
 
     group: str
     kind: Kind
     phase: Phase
+    """The phase that trained the model."""
     dev: float | None
+    """Its dev score; None without dev pairs."""
     model: Path
+    """Its folder."""
 
 
 @dataclass(frozen=True)
 class MutualResult:
-    """What a run leaves behind."""
+    """Result of a mutual distillation."""
 
     recipe: MutualRecipe
     directory: RunDirectory
     best: list[Best]
+    """The best models; empty if the run was interrupted."""
     dropped: dict[str, str]
-    """Groups that could not go on, and why."""
+    """Groups that failed and were dropped, with the reason."""
     pairs: int
+    """Number of pairs."""
     interrupted: bool
+    """Whether the run was asked to stop before its end."""
     evaluation: Evaluation | None
+    """Evaluation of initial and best models; None if the run was interrupted or has no labelled sets."""
 
 
 def run_mutual(recipe: MutualRecipe, reporter: Reporter, resume: RunDirectory | None = None) -> MutualResult:
-    """Carry out a recipe, or go on with a run that was interrupted or killed.
+    """Run a recipe, or resume an interrupted or killed run.
 
-    Every phase that was finished stays finished; one that was under way goes on from its last checkpoint, with the same
-    labels. Raises a `DistcseError` that names what to mend.
+    A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
+
+    Args:
+        recipe: The recipe to run.
+        reporter: Receives events. Its stop request ends the run, with checkpoints.
+        resume: The folder of the run to resume; None starts a new run.
+
+    Raises:
+        DistcseError: The recipe, the data or the cluster has a problem. Finished phases and checkpoints are kept.
     """
     require_packages(recipe.loggers)
     for section in (recipe.bi, recipe.cross):
-        uses_deepspeed(section)  # refused now rather than after the pairs
+        uses_deepspeed(section)  # raises here, rather than after the pairs are mined
     tasks = checked_tasks(recipe)
     dropped = PhaseStore(resume.path).dropped if resume else {}
-    at_work = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
-    for group in (recipe.groups[number] for number in at_work):
+    active = [number for number, group in enumerate(recipe.groups) if group.name not in dropped]
+    for group in (recipe.groups[number] for number in active):
         Encoder.from_section(group)
         resolve_model(group.cross_backbone or group.backbone)
     directory = resume or RunDirectory.create(recipe)
     with directory.leased(reporter) as lease:
-        reporter = Reporter(one_by_one(directory.log, reporter.emit), reporter.stop_requested)
+        reporter = Reporter(combine_listeners(directory.log, reporter.emit), reporter.stop_requested)
         reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
-        with coming_up(recipe.ray):
-            return _run(recipe, reporter, directory, lease, at_work, tasks)
+        with starting_ray(recipe.ray):
+            return _run(recipe, reporter, directory, lease, active, tasks)
 
 
 def _run(
-    recipe: MutualRecipe, reporter: Reporter, directory: RunDirectory, lease: Lease, at_work: list[int], tasks: Tasks
+    recipe: MutualRecipe, reporter: Reporter, directory: RunDirectory, lease: Lease, active: list[int], tasks: Tasks
 ) -> MutualResult:
-    ending, wished = threading.Event(), reporter.stop_requested
-    reporter = replace(reporter, stop_requested=lambda: ending.is_set() or wished())
-    if lease.left_here:
+    ending, stop_requested = threading.Event(), reporter.stop_requested
+    reporter = replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
+    if lease.has_local_changes:
         for phase in (directory.path / "groups").glob("*/*"):
             CheckpointStore(phase).rescue(reporter.emit)
-    asked, recipe = recipe, with_precisions(recipe, reporter)
-    if recipe != asked:
+    requested, recipe = recipe, with_precisions(recipe, reporter)
+    if recipe != requested:
         directory.decide(recipe)
-    pairs = _pairs(recipe, directory.path, reporter)
-    directory.record(recipe.seed, data_of(recipe, [recipe.groups[number] for number in at_work], pairs, tasks))
-    ledger = PhaseStore(directory.path, lease)
-    ledger.begin(pairs.fingerprint)
-    benches = [GroupContext(recipe, number, directory.path, lease) for number in at_work]
+    pairs = _load_pairs(recipe, directory.path, reporter)
+    directory.record(recipe.seed, data_fingerprints(recipe, [recipe.groups[number] for number in active], pairs, tasks))
+    store = PhaseStore(directory.path, lease)
+    store.record_pairs(pairs.fingerprint)
+    contexts = [GroupContext(recipe, number, directory.path, lease) for number in active]
     best, evaluation = [], None
-    with tracking(recipe, directory.path, reporter.emit) as tracked:
-        with _groups(recipe, benches, tracked.relay(reporter)) as (groups, heard):
-            exchange = LabelExchange(recipe, ledger, ending, wished)
-            interrupted = _side_by_side(recipe, groups, ledger, exchange, heard)
+    with track_run(recipe, directory.path, reporter.emit) as tracked:
+        with _open_groups(recipe, contexts, tracked.relay(reporter)) as (groups, groups_reporter):
+            exchange = LabelExchange(recipe, store, ending, stop_requested)
+            interrupted = _run_groups(recipe, groups, store, exchange, groups_reporter)
         if not interrupted:
-            best = _best(recipe, benches, ledger)
-            models = [(one.group, one.kind, one.model) for one in best]
+            best = _save_best(recipe, contexts, store)
+            models = [(result.group, result.kind, result.model) for result in best]
             evaluation = final_scores(recipe, tasks, pairs, models, reporter.emit)
         tracked.end(interrupted, evaluation)
     if evaluation is not None:
         evaluation.write(directory.evaluation)
     directory.store_events()
-    return MutualResult(recipe, directory, best, dict(ledger.dropped), len(pairs), interrupted, evaluation)
+    return MutualResult(recipe, directory, best, dict(store.dropped), len(pairs), interrupted, evaluation)
 
 
-def data_of(recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, tasks: Tasks) -> dict[str, str]:
-    """Fingerprints of all that decides what groups learn, by what they are of: pairs, dev set, models, test sets."""
-    found = {"pairs": pairs.fingerprint}
+def data_fingerprints(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, tasks: Tasks
+) -> dict[str, str]:
+    """Fingerprint the pairs, the dev set, the models and the test sets, by name.
+
+    Args:
+        recipe: The recipe.
+        groups: The groups whose models to include.
+        pairs: The run's pairs.
+        tasks: The labelled test sets.
+    """
+    fingerprints = {"pairs": pairs.fingerprint}
     if (dev := DevPairs.of(recipe)) is not None:
-        found["dev set"] = dev.fingerprint
+        fingerprints["dev set"] = dev.fingerprint
     for group in groups:
-        found[f"model of {group.name}"] = model_fingerprint(resolve_model(group.backbone, group.trust_remote_code))
+        model = resolve_model(group.backbone, group.trust_remote_code)
+        fingerprints[f"model of {group.name}"] = model_fingerprint(model)
         if group.cross_backbone is not None:
-            crossed = resolve_model(group.cross_backbone, group.trust_remote_code)
-            found[f"cross model of {group.name}"] = model_fingerprint(crossed)
-    return {**found, **tasks.fingerprints()}
+            cross_model = resolve_model(group.cross_backbone, group.trust_remote_code)
+            fingerprints[f"cross model of {group.name}"] = model_fingerprint(cross_model)
+    return {**fingerprints, **tasks.fingerprints()}
 
 
-def data_before(recipe: MutualRecipe) -> dict[str, str]:
-    """The same before a run; pairs that are mined are known only when they are."""
-    mined = recipe.pairs.mine is not None
-    pairs = Pairs([], []) if mined else read_pairs(recipe)
-    found = data_of(recipe, recipe.groups, pairs, wanted_tasks(recipe))
-    return {name: mark for name, mark in found.items() if not (mined and name == "pairs")}
+def read_fingerprints(recipe: MutualRecipe) -> dict[str, str]:
+    """Read the pairs and the labelled sets, and fingerprint them and the models. Pairs to be mined are left out."""
+    is_mined = recipe.pairs.mine is not None
+    pairs = Pairs([], []) if is_mined else read_pairs(recipe)
+    fingerprints = data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))
+    return {name: value for name, value in fingerprints.items() if not (is_mined and name == "pairs")}
 
 
-def _pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
+def _load_pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
+    """Load the run's pairs. A new run reads or mines them first, and stores them."""
     file = run / "pairs.parquet"
     if not fetch(file):
         if recipe.pairs.mine is None:
@@ -152,16 +177,22 @@ def _pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
 
 
 @contextmanager
-def _groups(
-    recipe: MutualRecipe, benches: list[GroupContext], reporter: Reporter
+def _open_groups(
+    recipe: MutualRecipe, contexts: list[GroupContext], reporter: Reporter
 ) -> Iterator[tuple[list[Group], Reporter]]:
-    """The groups, and the reporter of their events."""
+    """Create the groups, in this process or on Ray, and close them at the end.
+
+    Yields:
+        The groups, and the reporter for their events.
+    """
     if not recipe.ray:
-        turn = threading.Lock()
+        lock = threading.Lock()
         yield (
             [
-                SerializedGroup(LocalGroup(bench, _in_group(reporter, bench.group.name)), turn, reporter.stop_requested)
-                for bench in benches
+                SerializedGroup(
+                    LocalGroup(context, _group_reporter(reporter, context.group.name)), lock, reporter.stop_requested
+                )
+                for context in contexts
             ],
             reporter,
         )
@@ -176,18 +207,17 @@ def _groups(
         from distcse.ray_backend.nodes import alive
         from distcse.ray_backend.shared_storage import require_shared
 
-        at_work = [bench.group for bench in benches]
-        wants = resources_of(at_work)
-        for warning in lost_gpus_of_groups(recipe, at_work, wants, alive()):
+        active = [context.group for context in contexts]
+        per_worker = resources_of(active)
+        for warning in lost_gpus_of_groups(recipe, active, per_worker, alive()):
             reporter.emit(LogMessage(warning, warning=True))
-        require_shared(
-            {"storage.runs": benches[0].run}, read_by_groups(recipe), [group.node_labels for group in at_work]
-        )
-        reporter = metered(reporter, benches[0].run.name)
+        run = contexts[0].run
+        require_shared({"storage.runs": run}, read_by_groups(recipe), [group.node_labels for group in active])
+        reporter = metered(reporter, run.name)
         groups: list[Group] = []
         try:
-            for bench, want in zip(benches, wants, strict=True):
-                groups.append(RayGroup(bench, _in_group(reporter, bench.group.name), want))
+            for context, resources in zip(contexts, per_worker, strict=True):
+                groups.append(RayGroup(context, _group_reporter(reporter, context.group.name), resources))
             yield groups, reporter
         finally:
             for group in groups:
@@ -195,115 +225,120 @@ def _groups(
 
 
 def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
-    """Files and folders that a recipe names and its actors read, by knob; hub ids are among them, and are no files."""
-    read = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
-    crossed = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}
+    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist."""
+    backbones = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
+    cross = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}
     data = {"evaluation.data": Path(recipe.evaluation.data)} if recipe.evaluation.data is not None else {}
     dev = {"evaluation.dev": Path(recipe.evaluation.dev)}
-    return {**read, **{f"groups.{n}.cross_backbone": Path(name) for n, name in crossed.items()}, **data, **dev}
+    return {**backbones, **{f"groups.{n}.cross_backbone": Path(name) for n, name in cross.items()}, **data, **dev}
 
 
-def _side_by_side(
-    recipe: MutualRecipe, groups: list[Group], ledger: PhaseStore, exchange: LabelExchange, reporter: Reporter
+def _run_groups(
+    recipe: MutualRecipe, groups: list[Group], store: PhaseStore, exchange: LabelExchange, reporter: Reporter
 ) -> bool:
-    """A thread a group, until all are through; whether they were asked to stop before."""
-    stops = [False] * len(groups)
+    """Run each group in a thread until all have finished. Return whether they were asked to stop before their end."""
+    stopped = [False] * len(groups)
 
-    def follow(number: int) -> None:
+    def run_group(number: int) -> None:
         group = groups[number]
-        own = _in_group(reporter, group.name)
+        group_reporter = _group_reporter(reporter, group.name)
         try:
-            stops[number] = not _through(recipe, group, ledger, exchange, own)
-            if stops[number]:
-                exchange.end()  # whoever waits for this one's scores waits in vain
+            stopped[number] = not _run_phases(recipe, group, store, exchange, group_reporter)
+            if stopped[number]:
+                exchange.end()  # wake the groups that wait for this one's scores
         except RunEnded:
-            stops[number] = True
+            stopped[number] = True
             exchange.end()  # wake the groups that wait for this one's scores
         except DistcseError as failed:
             if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, failed.coded_message):
                 raise
             group.close()
-            own.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
-            own.emit(GroupActivity("", "dropped"))
+            group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
+            group_reporter.emit(GroupActivity("", "dropped"))
 
-    def follow_or_end(number: int) -> None:
+    def run_group_or_end(number: int) -> None:
         try:
-            follow(number)
+            run_group(number)
         except BaseException:
             exchange.end()
             raise
 
     threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
-    following = [threads.submit(follow_or_end, number) for number in range(len(groups))]
-    hurried = False
+    futures = [threads.submit(run_group_or_end, number) for number in range(len(groups))]
+    is_interrupted = False
     try:
-        for future in following:
+        for future in futures:
             future.result()
-    except KeyboardInterrupt:  # the second Ctrl-C: groups are closed under their threads
-        hurried = True
+    except KeyboardInterrupt:  # a second Ctrl-C closes the groups without waiting for their threads
+        is_interrupted = True
         raise
     finally:
         exchange.end()
-        threads.shutdown(wait=not hurried)
-    return any(stops)
+        threads.shutdown(wait=not is_interrupted)
+    return any(stopped)
 
 
-def _through(
-    recipe: MutualRecipe, group: Group, ledger: PhaseStore, exchange: LabelExchange, reporter: Reporter
+def _run_phases(
+    recipe: MutualRecipe, group: Group, store: PhaseStore, exchange: LabelExchange, reporter: Reporter
 ) -> bool:
-    """Take a group through all phases that it has not been through; False when the run was asked to stop."""
+    """Run a group's unfinished phases. Return False if the run was asked to stop."""
     last = last_phase(recipe.mutual.cycles)
     for number in range(last.number + 1):
         phase = Phase(number)
-        if group.name in ledger.posted(phase):
+        if group.name in store.posted(phase):
             continue
         trained: PhaseResult | None = None
         if number:
-            reporter.emit(GroupActivity(phase.name, "preparing", number=number))
+            reporter.emit(GroupActivity(phase.name, "preparing", phase_index=number))
             group.prepare(phase)
-            before = Phase(number - 1)
-            if missing := exchange.missing(before):
+            previous = Phase(number - 1)
+            if missing := exchange.missing(previous):
                 reporter.emit(GroupActivity(phase.name, "waiting", missing, number))
-            labels = exchange.labels(before)
+            labels = exchange.labels(previous)
             if labels is None:
                 break
-            reporter.emit(GroupActivity(phase.name, "training", number=number))
+            reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
             trained = group.train(phase, labels)
             if trained is None:
                 return False
-        reporter.emit(GroupActivity(phase.name, "scoring", number=number))
+        reporter.emit(GroupActivity(phase.name, "scoring", phase_index=number))
         exchange.post(group.name, phase, group.score(phase), trained)
     reporter.emit(GroupActivity("", "finished"))
     return True
 
 
-def _best(recipe: MutualRecipe, benches: list[GroupContext], ledger: PhaseStore) -> list[Best]:
-    """The best cycle of each formulation of each group by dev score (the last one without), copied to `models/`."""
-    found: list[Best] = []
+def _save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseStore) -> list[Best]:
+    """Copy the best model of each group and formulation to `models/`, by dev score; without dev pairs the last model."""
+    results: list[Best] = []
     kinds: tuple[Kind, ...] = ("bi", "cross")
-    for bench in benches:
-        group = bench.group
-        if group.name in ledger.dropped:
+    for context in contexts:
+        group = context.group
+        if group.name in store.dropped:
             continue
         phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]
         for kind in kinds:
-            scored = {
-                p: ledger.posted(p)[group.name]["dev"]
-                for p in phases
-                if group.name in ledger.posted(p) and p.kind == kind
+            scores = {
+                phase: store.posted(phase)[group.name]["dev"]
+                for phase in phases
+                if group.name in store.posted(phase) and phase.kind == kind
             }
-            best = max(scored, key=lambda p: (scored[p] if scored[p] is not None else p.number, -p.number))
-            target = bench.run / "models" / group.name / kind
+            best = max(
+                scores,
+                key=lambda phase: (scores[phase] if scores[phase] is not None else phase.number, -phase.number),
+            )
+            target = context.run / "models" / group.name / kind
             shutil.rmtree(target, ignore_errors=True)
-            fetch_folder(bench.folder(best) / "model")
-            shutil.copytree(bench.folder(best) / "model", target)
+            fetch_folder(context.folder(best) / "model")
+            shutil.copytree(context.folder(best) / "model", target)
             upload_dir(target)
-            found.append(Best(group.name, kind, best, scored[best], target))
-    return found
+            results.append(Best(group.name, kind, best, scores[best], target))
+    return results
 
 
-def _in_group(reporter: Reporter, name: str) -> Reporter:
-    def post(event: Event) -> None:
+def _group_reporter(reporter: Reporter, name: str) -> Reporter:
+    """Return a reporter that wraps events in a `GroupEvent` with the group's name."""
+
+    def emit(event: Event) -> None:
         reporter.emit(event if isinstance(event, GroupEvent) else GroupEvent(name, event))
 
-    return Reporter(post, reporter.stop_requested)
+    return Reporter(emit, reporter.stop_requested)

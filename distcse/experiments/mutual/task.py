@@ -1,4 +1,4 @@
-"""One phase of one group as a lesson for the loop: a formulation, its pairs, and the labels that the groups agreed on."""
+"""The training task of one phase of one group: a bi- or cross-encoder, its pairs, and the labels from the groups' scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.batching import alike
+from distcse.models.batching import group_similar_lengths
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -26,158 +26,176 @@ from distcse.trainer.task import StepInputs, describe_rows
 
 T = TypeVar("T")
 Row = NDArray[np.int32]
-FILLED = 0.5
-"""Share of the longest text that the shortest of a rectangle has at least."""
-_SLICE = 10_000
+MIN_LENGTH_RATIO = 0.5
+"""Smallest ratio of the shortest to the longest text in a padded tensor."""
+_ROWS_PER_SLICE = 10_000
 
 
 class Texts(NamedTuple):
-    """Texts of like length."""
+    """b texts of similar length, padded to (b, L)."""
 
     ids: Tensor
+    """(b, L) token ids."""
     mask: Tensor
-    places: Tensor | None
-    """Where the tokens are, see `Tokens`; None where the rectangle goes through as it is."""
+    """(b, L) attention mask."""
+    token_index: Tensor | None
+    """(T,) indices of the tokens in the flat batch (see `Tokens`); None encodes the padding too."""
     kinds: Tensor | None
-    """Token types, for cross-encoders that have them."""
+    """(b, L) token type ids, for cross-encoders that have them."""
 
-    def through(self, encoder: nn.Module) -> Tensor:
-        """What an encoder makes of them."""
-        told = {} if self.kinds is None else {"kinds": self.kinds}
-        found: Tensor = encoder(self.ids, self.mask, self.places, **told)
-        return found
+    def encode(self, encoder: nn.Module) -> Tensor:
+        """Return the encoder's b outputs."""
+        optional = {} if self.kinds is None else {"kinds": self.kinds}
+        output: Tensor = encoder(self.ids, self.mask, self.token_index, **optional)
+        return output
 
 
 class PairBatch(NamedTuple):
-    """This worker's pairs of a step, as one formulation reads them."""
+    """The texts of this worker's pairs in a step."""
 
     parts: list[Texts]
-    """By length, so that little of what goes through the model is padding."""
+    """The texts, grouped by length to reduce padding."""
     order: Tensor
-    """Places of the parts' rows, one part after the other, in the batch."""
+    """Index in the batch of each text, part after part."""
     seed: int
-    """Of the dropout noise."""
+    """Dropout seed."""
 
-    def through(self, encoder: nn.Module) -> Tensor:
-        """What an encoder makes of all texts, in the batch's order."""
+    def encode(self, encoder: nn.Module) -> Tensor:
+        """Return the encoder's outputs for all texts, in the batch's order."""
         with dropout_rng(self.seed, self.order.device):
-            found = torch.cat([part.through(encoder) for part in self.parts])
-        return found[self.order.argsort()]
+            outputs = torch.cat([part.encode(encoder) for part in self.parts])
+        return outputs[self.order.argsort()]
 
 
 class BiPairs(nn.Module):
-    """Both sentences of each pair, each as a text."""
+    """A bi-encoder for training: encodes the two sentences of each pair separately."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.encoder = encoder
 
     def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """2B sentences, the first ones before the second ones -> (B, d) and (B, d) vectors."""
-        first, second = batch.through(self.encoder).chunk(2)
+        """Encode 2B sentences, the first ones before the second ones, into two tensors of (B, d) vectors."""
+        first, second = batch.encode(self.encoder).chunk(2)
         return first, second
 
 
 class CrossPairs(nn.Module):
-    """Each pair as one text."""
+    """A cross-encoder for training: reads each pair as one text."""
 
     def __init__(self, encoder: CrossEncoder) -> None:
         super().__init__()
         self.encoder = encoder
 
     def forward(self, batch: PairBatch) -> Tensor:
-        """B pairs -> (B,) logits."""
-        return batch.through(self.encoder)
+        """Compute the (B,) logits of B pairs."""
+        return batch.encode(self.encoder)
 
 
 def _batch(
-    rows: Sequence[Row], kinds: Sequence[Row] | None, pad: int, seed: int, device: torch.device, filled: float
+    rows: Sequence[Row], kinds: Sequence[Row] | None, pad_id: int, seed: int, device: torch.device, length_ratio: float
 ) -> PairBatch:
-    # On a GPU one padded pass costs less than several small ones, or than one without its padding.
+    # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
     on_cpu = device.type == "cpu"
-    parts = alike([len(row) for row in rows], filled if on_cpu else 0.0)
+    parts = group_similar_lengths([len(row) for row in rows], length_ratio if on_cpu else 0.0)
     texts = []
     for part in parts:
-        tokens = collate([rows[place] for place in part], pad, placed=on_cpu).to(device)
-        sides = None if kinds is None else collate([kinds[place] for place in part], 0).to(device).ids
-        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, sides))
-    return PairBatch(texts, to_device(torch.tensor([place for part in parts for place in part]), device), seed)
+        tokens = collate([rows[index] for index in part], pad_id, with_token_index=on_cpu).to(device)
+        part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0).to(device).ids
+        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, part_kinds))
+    return PairBatch(texts, to_device(torch.tensor([index for part in parts for index in part]), device), seed)
 
 
 class BiTokens:
-    """Token ids of pairs, each sentence once."""
+    """Token ids of pairs for a bi-encoder. Each different sentence is tokenized and stored once."""
 
     def __init__(self, encoder: Encoder, pairs: Pairs) -> None:
-        unique = {text: place for place, text in enumerate(dict.fromkeys([*pairs.first, *pairs.second]))}
+        index = {text: number for number, text in enumerate(dict.fromkeys([*pairs.first, *pairs.second]))}
         self._rows: list[Row] = [
-            np.array(ids, dtype=np.int32) for part in slices(list(unique)) for ids in encoder.token_ids(part)
+            np.array(ids, dtype=np.int32) for part in slices(list(index)) for ids in encoder.token_ids(part)
         ]
-        self._first = np.array([unique[text] for text in pairs.first])
-        self._second = np.array([unique[text] for text in pairs.second])
-        self._pad = encoder.tokenizer.pad_token_id or 0
+        self._first = np.array([index[text] for text in pairs.first])
+        self._second = np.array([index[text] for text in pairs.second])
+        self._pad_id = encoder.tokenizer.pad_token_id or 0
 
     def __len__(self) -> int:
         return len(self._first)
 
-    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device, filled: float = FILLED) -> PairBatch:
-        """Pairs at these rows, in rectangles that are `filled` at least."""
+    def batch(
+        self, rows: NDArray[np.int64], seed: int, device: torch.device, length_ratio: float = MIN_LENGTH_RATIO
+    ) -> PairBatch:
+        """Collate the pairs at these rows.
+
+        Args:
+            rows: (B,) row ids.
+            seed: Dropout seed.
+            device: Device of the batch.
+            length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
+        """
         sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
-        return _batch(sentences, None, self._pad, seed, device, filled)
+        return _batch(sentences, None, self._pad_id, seed, device, length_ratio)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """(n,) labels of pairs -> labels of rows."""
+        """Return the labels of all rows, given the (n,) labels of the pairs."""
         return labels
 
 
 class CrossTokens:
-    """Token ids of pairs as a cross-encoder reads them, in one order or both: rows n to 2n - 1 are turned round."""
+    """Token ids of n pairs for a cross-encoder.
+
+    With `both_orders`, rows n to 2n - 1 are the pairs with their sentences swapped.
+    """
 
     def __init__(self, encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> None:
-        read = list(pairs.both())
+        texts = list(pairs.both())
         self._orders = 2 if both_orders else 1
         if both_orders:
-            read += [(second, first) for first, second in read]
+            texts += [(second, first) for first, second in texts]
         self._rows: list[Row] = []
         kinds: list[Row] = []
-        for part in slices(read):
-            found, told = encoder.token_ids(part)
-            self._rows += [np.array(row, dtype=np.int32) for row in found]
-            kinds += [np.array(row, dtype=np.int32) for row in told or []]
+        for part in slices(texts):
+            part_ids, part_kinds = encoder.token_ids(part)
+            self._rows += [np.array(row, dtype=np.int32) for row in part_ids]
+            kinds += [np.array(row, dtype=np.int32) for row in part_kinds or []]
         self._kinds = kinds or None
-        self._pad = encoder.tokenizer.pad_token_id or 0
+        self._pad_id = encoder.tokenizer.pad_token_id or 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, rows: NDArray[np.int64], seed: int, device: torch.device, filled: float = FILLED) -> PairBatch:
-        """Pairs at these rows, in rectangles that are `filled` at least."""
+    def batch(
+        self, rows: NDArray[np.int64], seed: int, device: torch.device, length_ratio: float = MIN_LENGTH_RATIO
+    ) -> PairBatch:
+        """Collate the pairs at these rows; see `BiTokens.batch`."""
         kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
-        return _batch([self._rows[row] for row in rows], kinds, self._pad, seed, device, filled)
+        return _batch([self._rows[row] for row in rows], kinds, self._pad_id, seed, device, length_ratio)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """(n,) labels of pairs -> labels of rows."""
+        """Return the labels of all rows, given the (n,) labels of the pairs."""
         return np.tile(labels, self._orders)
 
 
 def slices(rows: list[T]) -> Iterator[list[T]]:
-    """Rows in parts that are tokenised at a time: as Python's integers all of them would fill the memory."""
-    return (rows[begin : begin + _SLICE] for begin in range(0, len(rows), _SLICE))
+    """Split rows for tokenization: the token ids of all rows as Python integers could exceed the memory."""
+    return (rows[begin : begin + _ROWS_PER_SLICE] for begin in range(0, len(rows), _ROWS_PER_SLICE))
 
 
 class PairTask:
-    """See `TrainingTask`. The model as it began is not scored: the best of a phase is one that learned in it.
+    """Trains a bi- or cross-encoder on the labels of pairs (see `TrainingTask`).
+
+    The initial model is not evaluated, so that the best model of a phase is one that was trained in it.
 
     Args:
-        encoder: What is trained.
-        tokens: Its pairs.
+        encoder: The model to train.
+        tokens: The tokenized pairs.
         labels: (n,) labels of the pairs.
-        section: The recipe's part for this formulation.
-        dev: What picks the best; None takes the last.
-        every: Steps of an epoch between two scores.
-        seed: Of order and noise in this phase.
-        rank: This worker's number.
-        workers: How many there are.
-        dev_precision: Arithmetic of the dev scores.
+        section: The recipe's training section of the formulation.
+        dev: Dev pairs that select the best model; None selects the last.
+        eval_steps: Steps between two dev scores within an epoch.
+        seed: Seed of row order and dropout.
+        rank: Rank of this worker.
+        workers: Number of workers.
+        dev_precision: Precision of the dev scores' forward passes.
     """
 
     evaluates_initial_model = False
@@ -191,7 +209,7 @@ class PairTask:
         labels: NDArray[np.float32],
         section: LoopSection,
         dev: DevPairs | None,
-        every: int,
+        eval_steps: int,
         seed: int,
         rank: int = 0,
         workers: int = 1,
@@ -202,20 +220,20 @@ class PairTask:
         self._labels = torch.from_numpy(tokens.labels(labels))
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
         self._dev_precision = dev_precision
-        self._dev, self._every, self._seed, self._rank = dev, every, seed, rank
+        self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
-        # Where weights are sharded, all workers must go through the layers equally often.
-        self._filled = 0.0 if section.zero_stage == 3 and workers > 1 else FILLED
+        # With sharded weights (ZeRO 3), all workers must make the same number of forward passes.
+        self._length_ratio = 0.0 if section.zero_stage == 3 and workers > 1 else MIN_LENGTH_RATIO
         self.steps = total_steps(section, self._sampler.steps_per_epoch)
 
     def on_start(self, first_step: int) -> None:
-        """Labels are here already: nothing to request."""
+        """Do nothing: the labels are already available."""
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
-        rows, seed = self._mine(step), dropout_seed(self._seed, step, self._rank)
+        rows, seed = self._rank_rows(step), dropout_seed(self._seed, step, self._rank)
         labels = self._labels[torch.from_numpy(rows)]
-        return StepInputs(self._tokens.batch(rows, seed, device, self._filled), to_device(labels, device))
+        return StepInputs(self._tokens.batch(rows, seed, device, self._length_ratio), to_device(labels, device))
 
     def compute_loss(self, inputs: Tensor, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(output, Tensor):
@@ -230,15 +248,18 @@ class PairTask:
         return describe_rows(self._sampler.batch(step).tolist(), "the pairs")
 
     def should_evaluate(self, done: int) -> bool:
-        """At the first whole update from every `every`th step of an epoch, and from its last, on."""
-        last = done - self._accumulation
-        passed = self._milestones(done) - self._milestones(last)
-        return done % self._accumulation == 0 and passed > 0
+        """Return whether an evaluation became due since the last optimizer update, and one ends at `done`.
 
-    def _milestones(self, done: int) -> int:
-        """How many steps that call for a score lie at or before one."""
+        Evaluations are due at each `eval_steps`th step of an epoch, and at its last step.
+        """
+        last_update = done - self._accumulation
+        due = self._num_due(done) - self._num_due(last_update)
+        return done % self._accumulation == 0 and due > 0
+
+    def _num_due(self, done: int) -> int:
+        """Count the steps up to `done` at which evaluations are due."""
         epochs, in_epoch = divmod(max(done, 0), self._sampler.steps_per_epoch)
-        return epochs * -(-self._sampler.steps_per_epoch // self._every) + in_epoch // self._every
+        return epochs * -(-self._sampler.steps_per_epoch // self._eval_steps) + in_epoch // self._eval_steps
 
     @property
     def metric_name(self) -> str | None:
@@ -248,14 +269,20 @@ class PairTask:
         assert self._dev is not None
         return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
 
-    def _mine(self, step: int) -> NDArray[np.int64]:
+    def _rank_rows(self, step: int) -> NDArray[np.int64]:
         return self._sampler.batch(step)[self._rank * self.rows : (self._rank + 1) * self.rows]
 
 
 def pair_model(
     encoder: Encoder | CrossEncoder, precision: str = "fp32", on_progress: Progress | None = None
 ) -> PairModel:
-    """An encoder as something that scores pairs: raw cosines, or sigmoid outputs."""
+    """Wrap an encoder as a model of pairs.
+
+    Args:
+        encoder: A bi-encoder, which scores by raw cosines, or a cross-encoder, which scores by sigmoid outputs.
+        precision: Precision of the forward passes.
+        on_progress: Called after each forward pass.
+    """
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)

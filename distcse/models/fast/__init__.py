@@ -1,1 +1,1 @@
-"""Exact shortcuts of a forward pass: packing, the one-token last layer, oneDNN layout, fast dropout bits. Each equals the plain way."""
+"""Exact shortcuts of the forward pass: packing, a one-token last layer, oneDNN weight layout, fast dropout."""

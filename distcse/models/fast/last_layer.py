@@ -1,9 +1,11 @@
-"""The last layer at one token of each text, where nothing reads the others: its keys and values are those of all tokens; query,
-attention's output and feed-forward are that token's alone. Exact, and a tenth of a six-layer step.
+"""Compute the last layer for one token per text, where pooling reads no other.
 
-Known are the layers of BERT (and what is shaped like it: MiniLM, BGE, E5), RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT,
-MPNet and ModernBERT. Any other backbone computes all of its last layer. With dropout, the last layer's noise is another than that
-of a whole layer, drawn for one token instead of all.
+Keys and values are those of all tokens; the query, attention output and feed-forward are computed for one token. Exact,
+and saves a tenth of a six-layer training step.
+
+Supported are the layers of BERT (also MiniLM, BGE, E5), RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet and
+ModernBERT; other backbones compute the full last layer. The last layer draws dropout for one token instead of all, so its
+dropout masks differ from those of the full layer.
 """
 
 from __future__ import annotations
@@ -24,32 +26,35 @@ _ATTENTIONS = ("eager", "sdpa")
 
 
 def can_stop_at_one(backbone: nn.Module) -> bool:
-    """Whether a backbone's last layer is one that is known here."""
+    """Return whether `last_layer_at` supports the backbone's last layer."""
     config: Any = backbone.config
     if config._attn_implementation not in _ATTENTIONS or getattr(config, "is_decoder", False):
         return False
     try:
         kind = type(layers_of(backbone)[-1])
-    except EncoderError:  # no list of layers: ALBERT goes through one of them again and again
+    except EncoderError:  # no list of layers: ALBERT repeats one layer
         return False
-    return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")  # a model's own code may differ
+    return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")  # custom code may differ
 
 
 @contextmanager
-def last_layer_at(backbone: nn.Module, places: Tensor) -> Iterator[None]:
-    """Inside, a backbone's last hidden state is (B, 1, H): its last layer's output at these (B,) places.
+def last_layer_at(backbone: nn.Module, positions: Tensor) -> Iterator[None]:
+    """Compute only one token per text in the backbone's last layer: its last hidden state is (B, 1, H).
 
-    For a backbone that `can_stop_at_one`. The layer's `forward` is replaced on the object, so that hooks, ZeRO's among them, run
-    as ever.
+    The layer's `forward` is replaced on the instance, so that hooks, such as ZeRO's, still run.
+
+    Args:
+        backbone: An encoder that `can_stop_at_one`.
+        positions: (B,) position of each text's token.
     """
     layer = layers_of(backbone)[-1]
-    with forward_of(layer, partial(_KNOWN[type(layer).__name__], layer, SingleToken(places))):
+    with replace_forward(layer, partial(_KNOWN[type(layer).__name__], layer, SingleToken(positions))):
         yield
 
 
 @contextmanager
-def forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a layer computes this."""
+def replace_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a layer's `forward` on the instance inside the context."""
     before = layer.__dict__.get("forward")
     layer.forward = forward
     try:
@@ -62,77 +67,94 @@ def forward_of(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class QueryStates(Protocol):
-    """Which tokens a layer is asked for, and what they see."""
+    """Selects the tokens that a layer computes, and their attention to all tokens."""
 
-    def asked(self, hidden: Tensor) -> Tensor:
-        """Of a layer's input, the tokens whose output is wanted."""
+    def select(self, hidden: Tensor) -> Tensor:
+        """Select from a layer's input the tokens to compute."""
         ...
 
-    def seen(
-        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    def attend(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, dropout_p: float, training: bool
     ) -> Tensor:
-        """Queries of the tokens asked for, keys and values of all -> what attention makes of them, laid out as what is asked."""
+        """Compute attention from the queries of the selected tokens to the keys and values of all tokens.
+
+        Args:
+            parts: Projected queries (shaped like the selected tokens), keys and values (shaped like the layer's input).
+            heads: Number of heads.
+            mask: See `compute_attention`.
+            dropout_p: Dropout probability of the attention weights.
+            training: Whether dropout is active.
+
+        Returns:
+            The context vectors, shaped like the queries.
+        """
         ...
 
 
 class SingleToken:
-    """One token of each text."""
+    """Selects one token per text.
 
-    def __init__(self, places: Tensor) -> None:
-        self.places = places
+    Args:
+        positions: (B,) position of each text's token.
+    """
 
-    def asked(self, hidden: Tensor) -> Tensor:
-        """(B, L, H) -> (B, 1, H)."""
-        return hidden.gather(1, self.places[:, None, None].expand(-1, -1, hidden.shape[2]))
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """Select (B, 1, H) from a (B, L, H) input."""
+        return hidden.gather(1, self.positions[:, None, None].expand(-1, -1, hidden.shape[2]))
 
     def row(self, mask: Tensor | None) -> Tensor | None:
-        """(B, heads, L, L) mask of all queries -> that of the one."""
-        return None if mask is None else _row(mask, self.places)
+        """Select the token's row of a (B, heads, L, L) mask."""
+        return None if mask is None else _row(mask, self.positions)
 
-    def seen(
-        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    def attend(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, dropout_p: float, training: bool
     ) -> Tensor:
         """See `QueryStates`."""
-        query, key, value = split(parts, heads)
-        return side_by_side(attended(query, key, value, heads, self.row(mask), noise, training), heads)
+        query, key, value = split_heads(parts, heads)
+        return merge_heads(compute_attention(query, key, value, heads, self.row(mask), dropout_p, training), heads)
 
 
-def bert(layer: Any, reading: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any) -> Tensor:
-    """A layer shaped like BERT's."""
-    attention, asked = layer.attention.self, reading.asked(hidden)
-    parts = attention.query(asked), attention.key(hidden), attention.value(hidden)
-    seen = reading.seen(parts, attention.num_attention_heads, mask, attention.dropout.p, layer.training)
-    met = layer.attention.output(seen, asked)
-    found: Tensor = layer.output(layer.intermediate(met), met)
-    return found
-
-
-def distilbert(
-    layer: Any, reading: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any
+def bert_layer(
+    layer: Any, queries: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any
 ) -> Tensor:
-    """A layer of DistilBERT."""
-    attention, asked = layer.attention, reading.asked(hidden)
-    parts = attention.q_lin(asked), attention.k_lin(hidden), attention.v_lin(hidden)
-    seen = reading.seen(parts, attention.n_heads, mask, attention.dropout.p, layer.training)
-    met = layer.sa_layer_norm(attention.out_lin(seen) + asked)
-    found: Tensor = layer.output_layer_norm(layer.ffn(met) + met)
-    return found
+    """Compute a BERT layer for the selected tokens."""
+    attention, selected = layer.attention.self, queries.select(hidden)
+    parts = attention.query(selected), attention.key(hidden), attention.value(hidden)
+    context = queries.attend(parts, attention.num_attention_heads, mask, attention.dropout.p, layer.training)
+    attended = layer.attention.output(context, selected)
+    output: Tensor = layer.output(layer.intermediate(attended), attended)
+    return output
 
 
-def _mpnet(
-    layer: Any, reading: SingleToken, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
+def distilbert_layer(
+    layer: Any, queries: QueryStates, hidden: Tensor, mask: Tensor | None, *rest: Any, **more: Any
+) -> Tensor:
+    """Compute a DistilBERT layer for the selected tokens."""
+    attention, selected = layer.attention, queries.select(hidden)
+    parts = attention.q_lin(selected), attention.k_lin(hidden), attention.v_lin(hidden)
+    context = queries.attend(parts, attention.n_heads, mask, attention.dropout.p, layer.training)
+    attended = layer.sa_layer_norm(attention.out_lin(context) + selected)
+    output: Tensor = layer.output_layer_norm(layer.ffn(attended) + attended)
+    return output
+
+
+def _mpnet_layer(
+    layer: Any, queries: SingleToken, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
 ) -> tuple[Tensor]:
-    attention, asked = layer.attention.attn, reading.asked(hidden)
-    parts = attention.q(asked), attention.k(hidden), attention.v(hidden)
-    added = bias if mask is None else bias + mask
-    seen = reading.seen(parts, attention.num_attention_heads, added, attention.dropout.p, layer.training)
-    met = layer.attention.LayerNorm(layer.attention.dropout(attention.o(seen)) + asked)
-    return (layer.output(layer.intermediate(met), met),)
+    attention, selected = layer.attention.attn, queries.select(hidden)
+    parts = attention.q(selected), attention.k(hidden), attention.v(hidden)
+    biased_mask = bias if mask is None else bias + mask
+    context = queries.attend(parts, attention.num_attention_heads, biased_mask, attention.dropout.p, layer.training)
+    attended = layer.attention.LayerNorm(layer.attention.dropout(attention.o(context)) + selected)
+    return (layer.output(layer.intermediate(attended), attended),)
 
 
-def _modernbert(
+def _modernbert_layer(
     layer: Any,
-    reading: SingleToken,
+    queries: SingleToken,
     hidden: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -142,56 +164,65 @@ def _modernbert(
 
     assert position_embeddings is not None
     attention = layer.attn
-    mixed = attention.Wqkv(layer.attn_norm(hidden))
-    query, key, value = mixed.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
+    projected = attention.Wqkv(layer.attn_norm(hidden))
+    query, key, value = projected.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    mask = reading.row(attention_mask)
-    heads, noise = query.shape[1], attention.attention_dropout
-    query, key, value = (part.flatten(0, 1) for part in (_row(query, reading.places), key, value))
-    seen = side_by_side(attended(query, key, value, heads, mask, noise, layer.training), heads)
-    met = reading.asked(hidden) + attention.out_drop(attention.Wo(seen))
-    found: Tensor = met + layer.mlp(layer.mlp_norm(met))
-    return found
+    mask = queries.row(attention_mask)
+    heads, dropout_p = query.shape[1], attention.attention_dropout
+    query, key, value = (part.flatten(0, 1) for part in (_row(query, queries.positions), key, value))
+    context = merge_heads(compute_attention(query, key, value, heads, mask, dropout_p, layer.training), heads)
+    attended = queries.select(hidden) + attention.out_drop(attention.Wo(context))
+    output: Tensor = attended + layer.mlp(layer.mlp_norm(attended))
+    return output
 
 
 _KNOWN: dict[str, Callable[..., Any]] = {
-    "BertLayer": bert,
-    "RobertaLayer": bert,
-    "XLMRobertaLayer": bert,
-    "CamembertLayer": bert,
-    "ElectraLayer": bert,
-    "TransformerBlock": distilbert,
-    "MPNetLayer": _mpnet,
-    "ModernBertEncoderLayer": _modernbert,
+    "BertLayer": bert_layer,
+    "RobertaLayer": bert_layer,
+    "XLMRobertaLayer": bert_layer,
+    "CamembertLayer": bert_layer,
+    "ElectraLayer": bert_layer,
+    "TransformerBlock": distilbert_layer,
+    "MPNetLayer": _mpnet_layer,
+    "ModernBertEncoderLayer": _modernbert_layer,
 }
 
 
-def _row(table: Tensor, places: Tensor) -> Tensor:
-    """(B, heads, L, …) of all queries -> (B, heads, 1, …) of one; a table of one row is that of every query."""
+def _row(table: Tensor, positions: Tensor) -> Tensor:
+    """Select (B, heads, 1, …) from (B, heads, L, …), one query per text; a table with one row applies to every query."""
     if table.shape[2] == 1:
         return table
-    wide = table.expand(len(places), -1, -1, -1)
-    return wide.gather(2, places[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
+    wide = table.expand(len(positions), -1, -1, -1)
+    return wide.gather(2, positions[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
 
 
-def split(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
-    """(B, L, heads · d) each -> (B · heads, L, d)."""
+def split_heads(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
+    """Reshape each part from (B, L, heads · d) to (B · heads, L, d)."""
     return (part.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1) for part in parts)
 
 
-def side_by_side(seen: Tensor, heads: int) -> Tensor:
-    """(B · heads, Q, d) -> (B, Q, heads · d)."""
-    split_again: Tensor = seen.unflatten(0, (-1, heads))
-    return split_again.transpose(1, 2).flatten(2)
+def merge_heads(context: Tensor, heads: int) -> Tensor:
+    """Reshape (B · heads, Q, d) to (B, Q, heads · d)."""
+    by_head: Tensor = context.unflatten(0, (-1, heads))
+    return by_head.transpose(1, 2).flatten(2)
 
 
-def attended(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, noise: float, training: bool
+def compute_attention(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, dropout_p: float, training: bool
 ) -> Tensor:
-    """(B · heads, Q, d) queries among (B · heads, L, d) keys and values -> (B · heads, Q, d).
+    """Compute scaled dot-product attention.
 
-    Masks are of (B, 1 or heads, 1 or Q, L); they are added, or true where a token is seen, as transformers makes them for `eager`
-    and for `sdpa`.
+    Args:
+        query: (B · heads, Q, d) queries.
+        key: (B · heads, L, d) keys.
+        value: (B · heads, L, d) values.
+        heads: Number of heads.
+        mask: (B, 1 or heads, 1 or Q, L), as in transformers: additive for `eager`, or true at visible tokens for `sdpa`.
+        dropout_p: Dropout probability of the attention weights.
+        training: Whether dropout is active.
+
+    Returns:
+        (B · heads, Q, d) context vectors.
     """
     scores, scale = torch.bmm(query, key.transpose(1, 2)), query.shape[2] ** -0.5
     if mask is None:
@@ -200,5 +231,5 @@ def attended(
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
         scores = torch.add(mask, scores.unflatten(0, (-1, heads)), alpha=scale).flatten(0, 1)
-    weights = dropout(scores.softmax(dim=2), noise, training)
+    weights = dropout(scores.softmax(dim=2), dropout_p, training)
     return torch.bmm(weights.to(value.dtype), value)

@@ -1,8 +1,8 @@
-"""Weights of a frozen model as a CPU's kernels read them: brought into that order once, and not at every product.
+"""Linear layers of frozen models with weights in oneDNN's memory layout, reordered once instead of in every product.
 
-oneDNN, which PyTorch uses for bf16, multiplies float32 too, and on CPUs that MKL was not written for faster than MKL does.
-PyTorch has the two operators for its compiler's own use. Models stay as they are where the operators are missing, where oneDNN
-has no bf16 products on this CPU (the operator raises there), and where a timed float32 product is slower than PyTorch's own.
+PyTorch uses oneDNN for bf16. oneDNN also multiplies float32, and is faster than MKL on CPUs that MKL does not target. The
+two operators are internals of PyTorch's compiler. A model is left unchanged where the operators are missing, where oneDNN
+does not support bf16 on this CPU (the operator would raise), or where a timed float32 product is slower than PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor, nn
 
 from distcse.device import LARGE, onednn_supports, speedup
 
-_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIN_SPEEDUP = 0.9
-"""oneDNN's float32 products are used from this ratio on: below 1, so that noise decides nothing where both are equally fast."""
+"""Smallest speedup over PyTorch's float32 products; below 1, so that timing noise does not change the choice on a tie."""
 
 
 def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
-    """Lay out the linear maps of a model that learns no more and is not saved, in place; on a GPU nothing is done.
+    """Replace the linear layers of a frozen model by oneDNN ones, in place, where that is faster; a no-op on a GPU.
 
-    The plain weights are let go. Vectors move by rounding alone.
+    Releases the original weights, so that the model can be neither trained nor saved. Outputs differ by rounding only.
 
     Args:
-        model: On its device, for inference.
-        precision: Of the passes that follow, `fp32` or `bf16`; for `fp16` nothing is done.
+        model: The model, on its final device.
+        precision: Precision of the forward passes, `fp32` (default) or `bf16`; `fp16` is a no-op.
     """
-    if not pays(precision):
+    if not is_faster(precision):
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.device.type == "cpu":
-                setattr(parent, name, _MkldnnLinear(child, _KINDS[precision]))
-    for parameter in model.parameters():  # one left in the file's mapping would hold all of it
+                setattr(parent, name, _MkldnnLinear(child, _DTYPES[precision]))
+    for parameter in model.parameters():  # copied, because one view of the mapped file keeps all of it in memory
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
 
 
-def products_with(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """What makes of (m, d) rows their (m, n) inner products with a matrix's (n, d), which is laid out once."""
-    if not pays("fp32"):
+def build_inner_products(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """Return a function from (m, d) rows to their (m, n) inner products with the rows of an (n, d) matrix."""
+    if not is_faster("fp32"):
         return lambda rows: rows @ matrix.T
-    laid_out = _in_order(torch.from_numpy(np.ascontiguousarray(matrix)))
-    return lambda rows: _mapped(torch.from_numpy(np.ascontiguousarray(rows)), laid_out, None).numpy()
+    reordered = _reorder(torch.from_numpy(np.ascontiguousarray(matrix)))
+    return lambda rows: _linear(torch.from_numpy(np.ascontiguousarray(rows)), reordered, None).numpy()
 
 
-def pays(precision: str) -> bool:
-    """Whether laid-out weights are supported on this CPU and not slower there than PyTorch's own products."""
-    if precision not in _KINDS or not _has_operators():
+def is_faster(precision: str) -> bool:
+    """Return whether this CPU supports oneDNN's layout, and is not slower with it than with PyTorch's products."""
+    if precision not in _DTYPES or not _has_operators():
         return False
     return onednn_supports("bf16") if precision == "bf16" else _fp32_speedup() >= _MIN_SPEEDUP
 
@@ -61,38 +61,38 @@ def pays(precision: str) -> bool:
 def _fp32_speedup() -> float:
     rows, inputs, outputs = LARGE
     hidden, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-    laid_out = _in_order(weight)
-    return speedup(lambda: nn.functional.linear(hidden, weight), lambda: _mapped(hidden, laid_out, None))
+    reordered = _reorder(weight)
+    return speedup(lambda: nn.functional.linear(hidden, weight), lambda: _linear(hidden, reordered, None))
 
 
 def _has_operators() -> bool:
-    here = torch.ops.mkldnn
+    operators = torch.ops.mkldnn
     return torch.backends.mkldnn.is_available() and all(
-        hasattr(here, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+        hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )
 
 
-def _in_order(weight: Tensor) -> Tensor:
-    laid_out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return laid_out
+def _reorder(weight: Tensor) -> Tensor:
+    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return reordered
 
 
-def _mapped(rows: Tensor, laid_out: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, laid_out, bias, "none", [], "")
-    return found
+def _linear(rows: Tensor, reordered: Tensor, bias: Tensor | None) -> Tensor:
+    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(rows, reordered, bias, "none", [], "")
+    return outputs
 
 
 class _MkldnnLinear(nn.Module):
-    """A linear map without a gradient; `weight` can be asked for its shape and kind alone."""
+    """A linear layer without gradient; only the shape and type of `weight` are accessible."""
 
-    def __init__(self, plain: nn.Linear, kind: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = plain.in_features, plain.out_features
-        weight = _in_order(plain.weight.detach().to(kind))
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = _reorder(linear.weight.detach().to(dtype))
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer(
-            "bias", None if plain.bias is None else plain.bias.detach().to(kind, copy=True), persistent=False
+            "bias", None if linear.bias is None else linear.bias.detach().to(dtype, copy=True), persistent=False
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _mapped(hidden.to(self.weight.dtype), self.weight, self.bias)  # type: ignore[arg-type]
+        return _linear(hidden.to(self.weight.dtype), self.weight, self.bias)  # type: ignore[arg-type]

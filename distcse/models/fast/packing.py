@@ -1,8 +1,8 @@
-"""Tokens without their padding: maps, norms and dropout see a batch's tokens side by side, attention alone its rectangle.
+"""Packing: linear maps, norms and dropout compute a batch's tokens without padding; only attention uses the padded batch.
 
-For a training step on a CPU, where time goes with the tokens. On a GPU it would be as many launches more as arithmetic less.
-Known are layers shaped like BERT's and DistilBERT's, with `eager` attention. Noise is drawn for tokens alone, so it is another
-than that of a padded pass.
+For training on a CPU, where time is proportional to tokens; on a GPU, the extra kernel launches cost as much as the saved
+arithmetic. Supports layers like BERT's and DistilBERT's with `eager` attention. Dropout is drawn for tokens only, so its
+masks differ from those of a padded pass.
 """
 
 from __future__ import annotations
@@ -17,187 +17,209 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.models.fast.last_layer import attended, bert, can_stop_at_one, distilbert, forward_of, last_layer_at
+from distcse.models.fast.last_layer import (
+    bert_layer,
+    can_stop_at_one,
+    compute_attention,
+    distilbert_layer,
+    last_layer_at,
+    replace_forward,
+)
 from distcse.models.layers import layers_of
 
-_KNOWN = {"TransformerBlock": distilbert, "MPNetLayer": None, "ModernBertEncoderLayer": None}
-WORTH = 0.95
-"""Share of a rectangle that is tokens, above which it goes through as it is."""
+_KNOWN = {"TransformerBlock": distilbert_layer, "MPNetLayer": None, "ModernBertEncoderLayer": None}
+MAX_TOKEN_FRACTION = 0.95
+"""Fraction of tokens in a padded batch above which packing does not save time."""
 
 
 def worth_packing(lengths: NDArray[np.int64]) -> bool:
-    """Whether rows of these (parts, rows) lengths, each part a rectangle, take less time packed.
+    """Return whether packing saves time.
 
-    Asked of the global batch and not of a worker's part: where weights are sharded, a worker that took another way through the
-    layers than the others would wait for them for ever.
+    The decision is for the global batch, not for a worker's part: with sharded weights, workers that execute different
+    code paths would deadlock.
+
+    Args:
+        lengths: (parts, rows) number of tokens in each row; each part is padded by itself.
     """
-    return bool(lengths.sum() <= WORTH * lengths.max(axis=1).sum() * lengths.shape[1])
+    return bool(lengths.sum() <= MAX_TOKEN_FRACTION * lengths.max(axis=1).sum() * lengths.shape[1])
 
 
 def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
-    """Whether a backbone's layers are known here, and its (B, L) masks are on a CPU."""
+    """Return whether packing supports the backbone's layers, and the (B, L) mask is on a CPU."""
     config: Any = backbone.config
     return mask.device.type == "cpu" and config._attn_implementation == "eager" and has_known_layers(backbone)
 
 
 def has_known_layers(backbone: nn.Module) -> bool:
-    """Whether a backbone's layers are known here."""
-    return can_stop_at_one(backbone) and _layer_of(backbone) is not None
+    """Return whether packing supports the backbone's layers."""
+    return can_stop_at_one(backbone) and _layer_function(backbone) is not None
 
 
 def short_cut(
-    backbone: nn.Module, mask: Tensor, places: Tensor | None, one: Tensor | None
+    backbone: nn.Module, mask: Tensor, token_index: Tensor | None, position: Tensor | None
 ) -> AbstractContextManager[None]:
-    """Inside, a backbone does no more than is asked: without padding where places are told and it can, its last layer at `one`.
+    """Return a context in which the backbone skips padding, and all but one token per text in its last layer.
 
-    See `packed` and `last_layer_at`; None for `one` wants all tokens, for places the rectangle.
+    Args:
+        backbone: The encoder; it computes the padded batch where packing does not support it.
+        mask: (B, L), 1 at tokens and 0 at padding.
+        token_index: Tokens to compute (see `packed`); None computes the padded batch.
+        position: (B,) position of the token to compute in the last layer; None computes all tokens.
     """
-    if places is not None and can_pack(backbone, mask):
-        return packed(backbone, places, mask, one)
-    return nullcontext() if one is None else last_layer_at(backbone, one)
+    if token_index is not None and can_pack(backbone, mask):
+        return packed(backbone, token_index, mask, position)
+    return nullcontext() if position is None else last_layer_at(backbone, position)
 
 
 @contextmanager
-def packed(backbone: nn.Module, places: Tensor, mask: Tensor, one: Tensor | None) -> Iterator[None]:
-    """Inside, a backbone's layers take a batch packed, for a backbone that one `can_pack`.
+def packed(backbone: nn.Module, token_index: Tensor, mask: Tensor, position: Tensor | None) -> Iterator[None]:
+    """Compute the backbone's layers on the packed batch inside the context.
 
     Args:
-        backbone: The encoder.
-        places: (T,) places in the flat (B · L,) batch to go through, ascending: its tokens, and padding that is among them.
-        mask: (B, L).
-        one: (B,) place of the token of each text that the last hidden state, (B, 1, H) then, is wanted of; None wants (B, L, H).
+        backbone: An encoder that `can_pack`.
+        token_index: (T,) ascending indices into the flattened (B · L,) batch: all tokens, and any padding among them.
+        mask: (B, L), 1 at tokens and 0 at padding.
+        position: (B,) position of the only token of each text in the last hidden state, which is then (B, 1, H); None
+            computes all tokens, (B, L, H).
     """
-    layers, compute = list(layers_of(backbone)), _layer_of(backbone)
-    whole = _Packed(places, mask)
+    layers, compute = list(layers_of(backbone)), _layer_function(backbone)
+    all_tokens = _Packed(token_index, mask)
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
             last = number == len(layers) - 1
-            reading = whole if one is None or not last else _OneOfPacked(places, mask, one)
-            forward = partial(_through, partial(compute, layer, reading), whole, number == 0, last and one is None)
-            stack.enter_context(forward_of(layer, forward))
+            queries = all_tokens if position is None or not last else _SingleTokenPacked(token_index, mask, position)
+            forward = partial(
+                _forward, partial(compute, layer, queries), all_tokens, number == 0, last and position is None
+            )
+            stack.enter_context(replace_forward(layer, forward))
         yield
 
 
-def _layer_of(backbone: nn.Module) -> Any:
-    return _KNOWN.get(type(layers_of(backbone)[-1]).__name__, bert)
+def _layer_function(backbone: nn.Module) -> Any:
+    return _KNOWN.get(type(layers_of(backbone)[-1]).__name__, bert_layer)
 
 
-def _through(compute: Any, batch: _Packed, first: bool, last: bool, hidden: Tensor, *rest: Any, **more: Any) -> Tensor:
-    found: Tensor = compute(batch.pack(hidden) if first else hidden, *rest, **more)
-    return batch.unpack(found) if last else found
+def _forward(compute: Any, batch: _Packed, first: bool, last: bool, hidden: Tensor, *rest: Any, **more: Any) -> Tensor:
+    output: Tensor = compute(batch.pack(hidden) if first else hidden, *rest, **more)
+    return batch.unpack(output) if last else output
 
 
-class _Spread(torch.autograd.Function):
-    """(T, d) tokens at their places among (rows, d) zeros. `index_copy` would keep them for the way back, which needs none."""
+class _Scatter(torch.autograd.Function):
+    """Scatters (T, d) tokens to their indices in (rows, d) zeros; unlike `index_copy`, saves no tokens for backward."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, places: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, places, tokens)
+    def forward(ctx: Any, tokens: Tensor, index: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return tokens.new_zeros(rows, tokens.shape[1]).index_copy_(0, index, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].index_select(0, places), None, None
+        (index,) = ctx.saved_tensors
+        return gradients[0].index_select(0, index), None, None
 
 
-class _Pick(torch.autograd.Function):
-    """(rows, d) -> (T, d), those at these places, each once: what `index_select` adds up on the way back is copied here."""
+class _Gather(torch.autograd.Function):
+    """Gathers (T, d) tokens from (rows, d) at distinct indices, so that backward copies where `index_select` accumulates."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.rows = len(rows)
-        return rows.index_select(0, places)
+        return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].new_zeros(ctx.rows, gradients[0].shape[1]).index_copy_(0, places, gradients[0]), None
+        (index,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.rows, gradients[0].shape[1]).index_copy_(0, index, gradients[0]), None
 
 
-class _Repeat(torch.autograd.Function):
-    """(T, d) tokens at their places among (rows, d), and any of them where there is none.
+class _Pad(torch.autograd.Function):
+    """Pads (T, d) tokens to (rows, d); padding repeats an arbitrary token.
 
-    What stands in for padding is seen by no token, so that its gradient is zero and is not asked for.
+    No token attends to padding, so its gradient is zero and is not computed.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         return tokens.index_select(0, sources)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].index_select(0, places), None, None
+        (index,) = ctx.saved_tensors
+        return gradients[0].index_select(0, index), None, None
 
 
 class _Packed:
-    """All tokens; a layer's input and output are (1, T, H)."""
+    """`QueryStates` of all tokens; a layer's input and output are (1, T, H)."""
 
-    def __init__(self, places: Tensor, mask: Tensor) -> None:
-        self.places, self.shape = places, mask.shape
-        self._heads: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, token_index: Tensor, mask: Tensor) -> None:
+        self.token_index, self.shape = token_index, mask.shape
+        self._indices_by_heads: dict[int, tuple[Tensor, Tensor]] = {}
 
     def pack(self, padded: Tensor) -> Tensor:
-        picked: Tensor = _Pick.apply(padded.flatten(0, 1), self.places)
-        return picked[None]
+        tokens: Tensor = _Gather.apply(padded.flatten(0, 1), self.token_index)
+        return tokens[None]
 
     def unpack(self, tokens: Tensor) -> Tensor:
-        rectangle: Tensor = _Spread.apply(tokens[0], self.places, self.shape.numel())
-        return rectangle.view(*self.shape, -1)
+        padded: Tensor = _Scatter.apply(tokens[0], self.token_index, self.shape.numel())
+        return padded.view(*self.shape, -1)
 
-    def asked(self, hidden: Tensor) -> Tensor:
+    def select(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def seen(
-        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    def attend(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, dropout_p: float, training: bool
     ) -> Tensor:
-        query, key, value = (self._by_head(part, heads) for part in parts)
-        found = attended(query, key, value, heads, mask, noise, training)
-        places, _ = self._places_of(heads)
-        picked: Tensor = _Pick.apply(found.flatten(0, 1), places)
-        return picked.view_as(parts[0])
+        query, key, value = (self._pad_by_head(part, heads) for part in parts)
+        context = compute_attention(query, key, value, heads, mask, dropout_p, training)
+        index, _ = self._head_indices(heads)
+        tokens: Tensor = _Gather.apply(context.flatten(0, 1), index)
+        return tokens.view_as(parts[0])
 
-    def _by_head(self, tokens: Tensor, heads: int) -> Tensor:
-        """(1, T, heads · d) -> (B · heads, L, d), in one pass."""
-        places, sources = self._places_of(heads)
-        found: Tensor = _Repeat.apply(tokens.view(len(places), -1), sources, places)
-        return found.view(-1, self.shape[1], found.shape[1])
+    def _pad_by_head(self, tokens: Tensor, heads: int) -> Tensor:
+        """Pad (1, T, heads · d) tokens and split their heads, in one copy: (B · heads, L, d)."""
+        index, sources = self._head_indices(heads)
+        padded: Tensor = _Pad.apply(tokens.view(len(index), -1), sources, index)
+        return padded.view(-1, self.shape[1], padded.shape[1])
 
-    def _places_of(self, heads: int) -> tuple[Tensor, Tensor]:
-        """(T · heads,) places of all tokens' heads among (B · heads · L), and (B · heads · L,) which of them stands at each."""
-        if heads not in self._heads:
-            (rows, length), tokens = self.shape, torch.arange(len(self.places), device=self.places.device)
-            every = torch.arange(heads, device=self.places.device)
+    def _head_indices(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Return the indices between the heads of packed tokens and those of the padded batch.
+
+        Returns:
+            (T · heads,) indices of all tokens' heads in (B · heads · L,), and (B · heads · L,) indices of the token's head
+            at each position.
+        """
+        if heads not in self._indices_by_heads:
+            (rows, length), tokens = self.shape, torch.arange(len(self.token_index), device=self.token_index.device)
+            head = torch.arange(heads, device=self.token_index.device)
             row, column = (
-                self.places.div(length, rounding_mode="floor")[:, None],
-                self.places.remainder(length)[:, None],
+                self.token_index.div(length, rounding_mode="floor")[:, None],
+                self.token_index.remainder(length)[:, None],
             )
-            places = ((row * heads + every) * length + column).flatten()
-            standing = torch.zeros(rows * length, dtype=torch.int64, device=self.places.device)
-            standing[self.places] = tokens
-            sources = (standing.view(rows, 1, length) * heads + every[:, None]).flatten()
-            self._heads[heads] = places, sources
-        return self._heads[heads]
+            index = ((row * heads + head) * length + column).flatten()
+            token_at = torch.zeros(rows * length, dtype=torch.int64, device=self.token_index.device)
+            token_at[self.token_index] = tokens
+            sources = (token_at.view(rows, 1, length) * heads + head[:, None]).flatten()
+            self._indices_by_heads[heads] = index, sources
+        return self._indices_by_heads[heads]
 
 
-class _OneOfPacked(_Packed):
-    """One token of each text out of all; a layer's output is (B, 1, H)."""
+class _SingleTokenPacked(_Packed):
+    """`QueryStates` of one token per text; a layer's output is (B, 1, H)."""
 
-    def __init__(self, places: Tensor, mask: Tensor, one: Tensor) -> None:
-        super().__init__(places, mask)
-        begins = torch.arange(self.shape[0], device=mask.device) * self.shape[1]
-        self._one = torch.searchsorted(places, begins + one)
+    def __init__(self, token_index: Tensor, mask: Tensor, position: Tensor) -> None:
+        super().__init__(token_index, mask)
+        row_starts = torch.arange(self.shape[0], device=mask.device) * self.shape[1]
+        self._selected = torch.searchsorted(token_index, row_starts + position)
 
-    def asked(self, hidden: Tensor) -> Tensor:
-        return hidden[0].index_select(0, self._one)[:, None]
+    def select(self, hidden: Tensor) -> Tensor:
+        return hidden[0].index_select(0, self._selected)[:, None]
 
-    def seen(
-        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, noise: float, training: bool
+    def attend(
+        self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, dropout_p: float, training: bool
     ) -> Tensor:
-        asked, *others = parts
-        key, value = (self._by_head(part, heads) for part in others)
-        query = asked.reshape(len(key), 1, -1)
-        return attended(query, key, value, heads, mask, noise, training).view_as(asked)
+        selected, *others = parts
+        key, value = (self._pad_by_head(part, heads) for part in others)
+        query = selected.reshape(len(key), 1, -1)
+        return compute_attention(query, key, value, heads, mask, dropout_p, training).view_as(selected)

@@ -1,4 +1,4 @@
-"""Engines that carry the student's steps: DeepSpeed, and plain PyTorch behind the same interface."""
+"""Engines for forward, backward and update: DeepSpeed and plain PyTorch, with the same interface."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ __all__ = ["Engine", "TorchEngine", "make_engine", "uses_deepspeed"]
 
 
 def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None) -> Engine:
-    """The engine the recipe asks for; `auto` is DeepSpeed where it is installed.
+    """Create the recipe's engine; `auto` is DeepSpeed if it is installed, else PyTorch.
 
     Args:
-        model: The student, its weights restored already.
-        training: The recipe's part.
+        model: The student, with restored weights.
+        training: The recipe's training section.
         rows: Rows of a batch on this worker.
-        restored: Where the optimiser goes on from.
+        restored: State to restore the optimizer from; None starts a new training.
+
+    Raises:
+        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
     """
     if not uses_deepspeed(training):
         return TorchEngine(model, training, restored)
@@ -32,17 +35,21 @@ def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: Mo
 
 
 def uses_deepspeed(training: LoopSection) -> bool:
-    """Whether the recipe's engine comes to DeepSpeed. `RunError` where it wants it and it is not installed."""
+    """Return whether the recipe's engine is DeepSpeed.
+
+    Raises:
+        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
+    """
     if training.engine == "torch":
         return False
     if find_spec("deepspeed") is not None:
         return True
     if training.zero_stage:
         raise MissingDependencyError(
-            'training.zero_stage needs DeepSpeed, which is not installed; pip install "distcse[deepspeed]"'
+            'training.zero_stage needs DeepSpeed, which is not installed; run pip install "distcse[deepspeed]"'
         )
     if training.engine == "deepspeed":
         raise MissingDependencyError(
-            'training.engine is deepspeed, which is not installed; pip install "distcse[deepspeed]"'
+            'training.engine is deepspeed, which is not installed; run pip install "distcse[deepspeed]"'
         )
     return False

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, accumulation and clipping by DeepSpeed; checkpoints in distcse's own form."""
+"""The DeepSpeed engine: ZeRO 0 to 3, with accumulation and clipping by DeepSpeed, and checkpoints in distcse's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw
 
 
 class DeepSpeedEngine:
-    """Wraps `deepspeed.initialize`. Needs torch.distributed up; opens a group of one where there is none."""
+    """Trains with `deepspeed.initialize`. It creates a process group with one rank if there is none.
+
+    Args:
+        model: The student, with restored weights.
+        training: The recipe's training section.
+        rows: Rows of a batch on this worker.
+        restored: State to restore the optimizer from; None starts a new training.
+    """
 
     def __init__(self, model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None) -> None:
         self._owns_group = _open_group_of_one()
@@ -31,9 +38,9 @@ class DeepSpeedEngine:
         self._stage = training.zero_stage
         self._parameters = trained_parameters(model)
         optimizer = make_adamw(self._parameters.values(), training)
-        if torch.cuda.is_available():  # DeepSpeed takes this for the GPU's number, and two workers may be on one
+        if torch.cuda.is_available():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
-        self._linear = nn.functional.linear  # ZeRO 3 puts its own in its place, for the whole process
+        self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(training, rows)
         )
@@ -48,20 +55,20 @@ class DeepSpeedEngine:
         return self._engine(inputs)
 
     def backward(self, share: Tensor) -> None:
-        # DeepSpeed averages over workers; shares add up. It divides by the accumulation itself.
+        # DeepSpeed averages over workers, but shares must be summed. It divides by the accumulation steps itself.
         self._engine.backward(share * world_size())
 
     def step(self, lr: float | Tensor) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        moves = self._engine.is_gradient_accumulation_boundary()
+        is_update = self._engine.is_gradient_accumulation_boundary()
         self._engine.step()
-        self._updates += moves
+        self._updates += is_update
 
     def state(self) -> ModelState:
         with self._gathered():
-            found = {name: tensor.detach().cpu() for name, tensor in self._engine.module.state_dict().items()}
-            weights = {name: t.clone() for name, t in found.items()} if self._stage == 3 else found
+            tensors = {name: tensor.detach().cpu() for name, tensor in self._engine.module.state_dict().items()}
+            weights = {name: t.clone() for name, t in tensors.items()} if self._stage == 3 else tensors
         moments = {name: self._moments(p) for name, p in self._parameters.items()} if self._updates else {}
         return ModelState(weights, moments, self._updates)
 
@@ -69,7 +76,7 @@ class DeepSpeedEngine:
         self._engine.destroy()
         nn.functional.linear = self._linear
         if self._owns_group:
-            # Not torch's own: DeepSpeed keeps a second record of the group, and the next engine would trip over it.
+            # Not torch's function: DeepSpeed has a second record of the group, which would break the next engine.
             self._deepspeed.comm.destroy_process_group()
 
     @contextmanager
@@ -89,14 +96,14 @@ class DeepSpeedEngine:
         return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in MOMENTS}
 
     def _restore(self, restored: ModelState) -> None:
-        """Weights came with the model; AdamW's moments and count are put where this stage keeps them."""
+        """Restore AdamW's moments and update count; the model's weights are already restored."""
         self._updates = restored.updates
         if not restored.moments:
             return
         if self._stage == 0:
             for name, parameter in self._parameters.items():
                 moments = {kind: t.to(self.device) for kind, t in restored.moments[name].items()}
-                self._optimizer.state[parameter] = {"step": _count(restored.updates, self.device), **moments}
+                self._optimizer.state[parameter] = {"step": _step_count(restored.updates, self.device), **moments}
             return
         from deepspeed.utils import safe_set_full_optimizer_state
 
@@ -105,9 +112,9 @@ class DeepSpeedEngine:
                 safe_set_full_optimizer_state(parameter, restored.moments[name][kind].to(self.device), kind)
 
     def _open_partitioned_state(self, updates: int) -> None:
-        """ZeRO fills AdamW's state at its first step, and then finds that of the first of its groups alone.
+        """Create AdamW's state for ZeRO, so that a resumed run can write moments into it before the first step.
 
-        A resumed run needs it before, to have something to write into.
+        ZeRO itself would create it in the first step, and then only find the state of its first parameter group.
         """
         inner = self._optimizer.optimizer
         flats = (
@@ -117,7 +124,7 @@ class DeepSpeedEngine:
         )
         for flat in flats:
             inner.state[flat] = {
-                "step": _count(updates, flat.device),
+                "step": _step_count(updates, flat.device),
                 **{kind: torch.zeros_like(flat) for kind in MOMENTS},
             }
         if self._stage < 3:
@@ -125,24 +132,24 @@ class DeepSpeedEngine:
 
 
 def _config(training: LoopSection, rows: int) -> dict[str, Any]:
-    given = training.deepspeed or {}
+    user_config = training.deepspeed or {}
     config: dict[str, Any] = {
         "steps_per_print": 10**9,
-        **given,
+        **user_config,
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": training.gradient_accumulation,
-        # Said even when it is 0: DeepSpeed's own default is 1.0.
+        # Also passed when it is 0, because DeepSpeed's default is 1.0.
         "gradient_clipping": training.gradient_clipping,
-        "zero_optimization": {**given.get("zero_optimization", {}), "stage": training.zero_stage},
+        "zero_optimization": {**user_config.get("zero_optimization", {}), "stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
     }
     if decided(training.precision) == "bf16":
-        # Autocast, not DeepSpeed's bf16 mode: parameters stay float32, as in the plain engine and in what is saved.
+        # Autocast instead of DeepSpeed's bf16 mode: parameters stay float32, as in TorchEngine and in checkpoints.
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
 
 
-def _count(updates: int, device: torch.device) -> Tensor:
+def _step_count(updates: int, device: torch.device) -> Tensor:
     return torch.tensor(float(updates), device=None if device.type == "cpu" else device)
 
 
@@ -160,12 +167,12 @@ def _quiet_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # ZeRO-3 calls a deprecated collective every step; the line says nothing to a user.
+    # ZeRO-3 calls a deprecated collective in every step, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     import deepspeed
 
     if not torch.cuda.is_available():
-        # No compiler is asked for: the one op it would build on a CPU serves inference only.
+        # Do not require a compiler: the only op that DeepSpeed would build on a CPU is for inference.
         deepspeed.ops.__compatible_ops__ = {}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed

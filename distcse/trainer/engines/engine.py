@@ -1,4 +1,4 @@
-"""What the loop needs of an engine, and what all engines share."""
+"""Interface of an engine, as the training loop uses it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from distcse.trainer.checkpoints import ModelState
 
 
 class Engine(Protocol):
-    """Forward, backward and update of the student over all workers."""
+    """Runs the student's forward pass, backward pass and update across all workers."""
 
     device: torch.device
+    """Device of the model."""
 
     def forward(self, inputs: Any) -> Any:
-        """The model's answer, under the engine's precision."""
+        """Return the model's output, computed in the engine's precision."""
         ...
 
     def backward(self, share: Tensor) -> None:
-        """Gradient of this worker's share of the loss; shares of all workers add up to the loss of the global batch."""
+        """Accumulate the gradient of this worker's share of the loss. All workers' shares sum to the global batch's loss."""
         ...
 
     def step(self, lr: float | Tensor) -> None:
-        """Count one batch; every `gradient_accumulation` batches, clip and move the weights at rate `lr`.
+        """Count one batch; after every `gradient_accumulation` batches, clip the gradient and update the weights.
 
-        The plain engine takes a rate that is a tensor on its device, too.
+        Args:
+            lr: Learning rate. `TorchEngine` also accepts a tensor on its device.
         """
         ...
 
     def state(self) -> ModelState:
-        """Full weights and moments, on every worker (all workers must call).
+        """Gather full weights and moments on every worker. Every worker must call it.
 
-        What is on a CPU already is not copied: it is of this step until the next one.
+        Tensors that are on the CPU are not copied: the next step changes them.
         """
         ...
 
     def close(self) -> None:
-        """Free what the engine holds of the process."""
+        """Release the engine's resources."""
         ...
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that receive a gradient, by name."""
+    """Return the parameters that require a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,11 +1,10 @@
-"""AdamW over all weights in one call, the gradients' clipping in it.
+"""AdamW for all weights in one kernel call that includes gradient clipping.
 
-Biases and norms, whose tensors have one dimension, are not decayed: so have it the papers' trainers (references: SimCSE's, and
-sentence-transformers' under Trans-Encoder). With decay the call is made twice, for what is decayed and for what is not.
+Biases and norms (tensors with one dimension) have no weight decay, as in the trainers of SimCSE and of sentence-transformers,
+which Trans-Encoder uses. With weight decay there are two calls: with and without decay.
 
-`torch.optim.AdamW(fused=True)` calls the same kernel. It counts updates once a tensor, though, and clipping before it goes over
-all gradients once more: with the 199 tensors of a BERT-base student, 1,400 of an update's 2,600 operations. The kernel has no
-public name of its own.
+`torch.optim.AdamW(fused=True)` calls the same kernel, which has no public name. But it keeps a step counter per tensor, and
+separate clipping reads all gradients again. For the 199 tensors of BERT-base, these are 1,400 of an update's 2,600 operations.
 """
 
 from __future__ import annotations
@@ -24,32 +23,35 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], training: LoopSection) -> torch.optim.AdamW:
-    """PyTorch's own, fused, for DeepSpeed, which does its clipping itself and wants an `Optimizer`."""
-    kinds = _by_decay(parameters, training.weight_decay, lambda parameter: parameter)
-    groups = [{"params": kind, "weight_decay": decay} for decay, kind in kinds]
+    """Create PyTorch's fused AdamW for DeepSpeed, which clips gradients itself and requires an `Optimizer`."""
+    decay_groups = _split_by_decay(parameters, training.weight_decay, lambda parameter: parameter)
+    groups = [{"params": group, "weight_decay": decay} for decay, group in decay_groups]
     return torch.optim.AdamW(groups, lr=training.lr, betas=_BETAS, eps=_EPSILON, fused=True)
 
 
-def _by_decay(
-    given: Iterable[T], decay: float, parameter_of: Callable[[T], nn.Parameter]
+def _split_by_decay(
+    items: Iterable[T], decay: float, parameter_of: Callable[[T], nn.Parameter]
 ) -> list[tuple[float, list[T]]]:
-    """What is decayed and what is not, each with its decay; all together where nothing is."""
-    everything = list(given)
+    """Group items by the weight decay of their parameters: one group if `decay` is 0."""
+    all_items = list(items)
     if not decay:
-        return [(0.0, everything)]
-    matrices = [each for each in everything if parameter_of(each).ndim > 1]
-    others = [each for each in everything if parameter_of(each).ndim <= 1]
-    return [kind for kind in ((decay, matrices), (0.0, others)) if kind[1]]
+        return [(0.0, all_items)]
+    matrices = [item for item in all_items if parameter_of(item).ndim > 1]
+    others = [item for item in all_items if parameter_of(item).ndim <= 1]
+    return [group for group in ((decay, matrices), (0.0, others)) if group[1]]
 
 
 class FusedAdamW:
-    """AdamW with the papers' constants (β = .9, .999; ε = 1e-8) and clipping by the norm of all gradients.
+    """AdamW with the papers' constants (β = 0.9, 0.999; ε = 1e-8) and clipping by the global gradient norm.
 
     Args:
-        parameters: What moves, by name; all on one device and of one kind.
-        training: Weight decay and the longest gradient; 0 clips nothing.
-        updates: How many there were before.
-        moments: Of a run that goes on, by name; a parameter without has none yet.
+        parameters: Parameters to update, by name, all on one device and of one dtype.
+        training: Gives `weight_decay` and `gradient_clipping` (0: no clipping).
+        updates: Number of updates before. Default: 0.
+        moments: Restored `exp_avg` and `exp_avg_sq` by parameter name. Default: none; missing ones start at 0.
+
+    Source:
+        Decoupled Weight Decay Regularization (Loshchilov and Hutter 2019), algorithm 2.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class FusedAdamW:
         updates: int = 0,
         moments: dict[str, dict[str, Tensor]] | None = None,
     ) -> None:
-        self._parameters, self._decay, self._longest = parameters, training.weight_decay, training.gradient_clipping
+        self._parameters, self._decay, self._max_norm = parameters, training.weight_decay, training.gradient_clipping
         device = next(iter(parameters.values())).device
         self._updates = torch.tensor(float(updates), device=device)
         self.moments: dict[str, dict[str, Tensor]] = {
@@ -68,47 +70,47 @@ class FusedAdamW:
 
     @property
     def updates(self) -> int:
-        """How many there were. Asks the device."""
+        """Number of updates so far. Reading it synchronizes with the device."""
         return int(self._updates)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
-        """Move every parameter that has a gradient; the gradients are left as they were clipped."""
-        moving = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        for name, parameter in moving.items():
+        """Update every parameter that has a gradient, and leave the clipped gradients in place."""
+        updated = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        for name, parameter in updated.items():
             if name not in self.moments:
                 self.moments[name] = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-        divisor = self._divisor([p.grad for p in moving.values()])  # type: ignore[misc]
+        clip_divisor = self._clip_divisor([p.grad for p in updated.values()])  # type: ignore[misc]
         self._updates += 1
-        for decay, names in _by_decay(moving, self._decay, lambda name: moving[name]):
+        for decay, names in _split_by_decay(updated, self._decay, lambda name: updated[name]):
             torch._fused_adamw_(
-                [moving[name] for name in names],
-                [moving[name].grad for name in names],  # type: ignore[misc]
+                [updated[name] for name in names],
+                [updated[name].grad for name in names],  # type: ignore[misc]
                 [self.moments[name]["exp_avg"] for name in names],
                 [self.moments[name]["exp_avg_sq"] for name in names],
                 [],
                 [self._updates] * len(names),
-                lr=lr,  # type: ignore[arg-type]  # it takes either
+                lr=lr,  # type: ignore[arg-type]  # the kernel accepts numbers and tensors
                 beta1=_BETAS[0],
                 beta2=_BETAS[1],
                 weight_decay=decay,
                 eps=_EPSILON,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=divisor,
+                grad_scale=clip_divisor,
             )
 
-    def forget(self) -> None:
-        """Let the gradients go."""
+    def zero_grad(self) -> None:
+        """Free all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _divisor(self, gradients: list[Tensor]) -> Tensor | None:
-        """What makes the gradients as long as they may be; NaN for a norm that is not finite.
+    def _clip_divisor(self, gradients: list[Tensor]) -> Tensor | None:
+        """Return the divisor that clips the gradients.
 
-        Divided by infinity they would be zero, and nobody would see.
+        It is NaN for a norm that is not finite: dividing by infinity would hide the divergence behind zero gradients.
         """
-        if not self._longest:
+        if not self._max_norm:
             return None
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        return torch.where(norm.isfinite(), (norm / self._longest).clamp(min=1), torch.nan)
+        return torch.where(norm.isfinite(), (norm / self._max_norm).clamp(min=1), torch.nan)

@@ -1,4 +1,4 @@
-"""The engine of PyTorch alone: same interface, same numbers, no DeepSpeed."""
+"""The engine without DeepSpeed: same interface, same numerical results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from distcse.trainer.distributed import all_reduce_sum, world_size
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 
-MANY = 4096
-"""Rows of an embedding that a batch leaves mostly alone."""
+MIN_TABLE_ROWS = 4096
+"""Smallest embedding table whose gradient is sent by rows: a batch touches few of its rows."""
 
 
 class TorchEngine:
-    """PyTorch alone: AdamW, clipping, accumulation, gradients summed over workers by one all-reduce."""
+    """Trains with plain PyTorch: AdamW, clipping, gradient accumulation, and one all-reduce of the gradients per update."""
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
         self.device = torch.device(default_device())
         self._model = model.to(self.device)
         self._training = training
         self._parameters = trained_parameters(model)
-        self._words: set[Tensor] = words_of(model) if self.device.type == "cpu" else set()
+        self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self._optimizer = FusedAdamW(self._parameters, training, updates, moments)
@@ -44,9 +44,9 @@ class TorchEngine:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
-        sum_over_workers(self._parameters.values(), self._words)
+        all_reduce_gradients(self._parameters.values(), self._embedding_tables)
         self._optimizer.step(lr)
-        self._optimizer.forget()
+        self._optimizer.zero_grad()
 
     def state(self) -> ModelState:
         weights = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
@@ -57,38 +57,46 @@ class TorchEngine:
         return ModelState(weights, moments, self._optimizer.updates)
 
     def close(self) -> None:
-        self._optimizer.forget()
+        self._optimizer.zero_grad()
 
 
-def words_of(model: nn.Module) -> set[Tensor]:
-    """Weights of the embeddings that have many more rows than a batch touches."""
-    return {part.weight for part in model.modules() if isinstance(part, nn.Embedding) and part.num_embeddings >= MANY}
+def large_embeddings(model: nn.Module) -> set[Tensor]:
+    """Return the weights of embedding tables that have many more rows than a batch touches."""
+    return {
+        part.weight
+        for part in model.modules()
+        if isinstance(part, nn.Embedding) and part.num_embeddings >= MIN_TABLE_ROWS
+    }
 
 
-def sum_over_workers(parameters: Iterable[nn.Parameter], words: Set[Tensor] = frozenset()) -> None:
-    """Gradients of all workers added up, by one all-reduce.
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor] = frozenset()) -> None:
+    """Sum gradients over all workers in place, with one all-reduce.
 
-    Of words' embeddings only rows are sent that are not zero on all workers: those of the batch's words. They are most of what a
-    small student has, and a batch has a twentieth of them. Which rows they are is asked of the device, so this is for CPUs.
+    Of an embedding table's gradient, only rows that are nonzero on a worker are sent, about 5 % of the rows. These tables are
+    most of a small student. Finding the rows synchronizes with the device, so pass tables on CPUs only.
+
+    Args:
+        parameters: Parameters whose gradients are summed.
+        tables: Those of them that are embedding tables to send by rows. Default: none.
     """
     if world_size() == 1:
         return
-    gradients = [(p in words, p.grad) for p in parameters if p.grad is not None]
-    whole = [gradient for is_table, gradient in gradients if not is_table]
-    tables = [gradient for is_table, gradient in gradients if is_table]
-    rows = _seen_anywhere([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in tables])
-    sent = [*whole, *(table[those] for table, those in zip(tables, rows, strict=True))]
+    gradients = [(p in tables, p.grad) for p in parameters if p.grad is not None]
+    dense = [gradient for is_table, gradient in gradients if not is_table]
+    by_rows = [gradient for is_table, gradient in gradients if is_table]
+    row_ids = _union_over_workers([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in by_rows])
+    sent = [*dense, *(table[ids] for table, ids in zip(by_rows, row_ids, strict=True))]
     summed = all_reduce_sum(torch.cat([part.flatten() for part in sent])).split([part.numel() for part in sent])
     totals = [total.view_as(part) for part, total in zip(sent, summed, strict=True)]
-    for gradient, total in zip(whole, totals, strict=False):
+    for gradient, total in zip(dense, totals, strict=False):
         gradient.copy_(total)
-    for table, those, total in zip(tables, rows, totals[len(whole) :], strict=True):
-        table.index_copy_(0, those, total)
+    for table, ids, total in zip(by_rows, row_ids, totals[len(dense) :], strict=True):
+        table.index_copy_(0, ids, total)
 
 
-def _seen_anywhere(seen: Sequence[Tensor]) -> list[Tensor]:
-    """(n,) whether this worker has each row, of each table -> row ids that any worker has."""
-    if not seen:
+def _union_over_workers(masks: Sequence[Tensor]) -> list[Tensor]:
+    """Return, for each table, the ids of the rows that any worker's (n,) boolean mask selects."""
+    if not masks:
         return []
-    workers = all_reduce_sum(torch.cat(list(seen)).int())
-    return [numbers.nonzero()[:, 0] for numbers in workers.split([len(each) for each in seen])]
+    counts = all_reduce_sum(torch.cat(list(masks)).int())
+    return [part.nonzero()[:, 0] for part in counts.split([len(mask) for mask in masks])]
