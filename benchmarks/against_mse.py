@@ -1,4 +1,4 @@
-"""A student taught by lists against sentence-transformers' own layer-reduction distillation, at equal text.
+"""A student distilled from lists against sentence-transformers' own layer-reduction distillation, at equal text.
 
 Both start from the same layers of all-MiniLM-L6-v2 and see the same sentences the same number of times; both keep the
 checkpoint with the best STS-B dev score. The baseline is `MSELoss` on the teacher's vectors, as in sentence-transformers'

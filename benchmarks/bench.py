@@ -1,10 +1,10 @@
-"""All rows that a CPU can measure, script by script, each in a process of its own; then what moved, and the table anew.
+"""Measure all rows that a CPU can measure, one process per script; then list what moved and rewrite the table.
 
     make bench                      or: python -m benchmarks.bench --data ../shared/data
     python -m benchmarks.bench --quick    every script at its smallest: shows that they work, stores nothing
 
-Scripts that work on one core at a time run on one each, where there are two, at the same time; the others have the machine to
-themselves. A script that fails keeps its stored report; the others go on, and the exit status is 1.
+Single-core scripts run concurrently on one core each if there are two cores; the others have the machine to themselves. A
+script that fails keeps its stored report; the others continue, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.protocol import Report, moved, read_reports
 from benchmarks.table import write_readme
 
 LANES = (("step", "rank_encoder", "loops"), ("pairs", "parts", "teachers"))
-"""Scripts that work on one core at a time, each lane one after the other."""
+"""Single-core scripts; those of one lane run one after the other."""
 ALONE = ("orchestration", "scale")
 
 

@@ -1,4 +1,4 @@
-"""Which small student is best for the compute: each lever alone, the baselines, and what they come to together.
+"""Which small student is best for the compute: each lever alone, the baselines, and the levers combined.
 
 Every row is a three-layer student of all-MiniLM-L6-v2 (the rows named so: two layers) that sees the same Wikipedia sentences
 once, batches, rates and terms being the row's own; its best STS-B dev score in eight looks picks the checkpoint. `MSELoss` is
@@ -33,7 +33,7 @@ from distcse.experiments.distillation.run import run
 from distcse.files import write_text_atomic
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
-from distcse.trainer.allocator import FAST
+from distcse.trainer.allocator import MALLOC_ENV
 
 PAGE = Path("docs/explanation/students.md")
 BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"
@@ -91,7 +91,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
     "two layers (2, 5), a fifth of the start": (*VECTORS, "student.layers=[2, 5]", "student.init_weight_mix=0.2"),
 }
-"""Overrides of `minilm-3layer`; TWO stands for the second teacher."""
+"""Overrides of `minilm-3layer`; TWO represents the second teacher."""
 
 BASELINES: dict[str, tuple[tuple[int, ...], float]] = {
     "MSELoss, lr 8e-4": ((0, 2, 4), 0.1),
@@ -108,8 +108,8 @@ BASELINE_LR = 8e-4
 
 def main() -> None:
     options = parse()
-    if any(name not in os.environ for name in FAST):  # glibc reads them when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **FAST})
+    if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_ENV})
     book = Book(options.out, options.runs / "claims")
     tasks = chosen_tasks(options.data)
     for name, layers in (("teacher 0: all-MiniLM-L6-v2", None), ("start: layers 0, 2, 4", [0, 2, 4])):

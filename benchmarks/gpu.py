@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --device cpu --tiny    whether this script works; none of its figures counts
 
 Random weights of BERT-base's and -large's shape, random ids of real lengths (lengths.json: 20,000 sentences of Wikipedia, cut at
-32). CUDA events over blocks of steps, the ways by turns. What distcse has no GPU code for yet is named and not run. Exit status
-2: no CUDA device here.
+32). CUDA events over blocks of steps, the ways interleaved. What distcse has no GPU code for yet is named and not run. Exit
+status 2: no CUDA device here.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Bench:
         return BertModel(config, add_pooling_layer=False).to(self.device)
 
     def lengths(self, count: int) -> np.ndarray:
-        """Of so many sentences."""
+        """Lengths of `count` random sentences."""
         values, weights = self._lengths
         return self.draw.choice(values, count, p=weights / weights.sum())
 
@@ -172,7 +172,7 @@ class Student:
         graphs: bool = False,
     ) -> None:
         self.taught: Callable[[slice], Tensor] | None = None
-        """The teachers' lists of so many rows of the eight batches; None for SimCSE."""
+        """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
         encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
         self.engine = TorchEngine(self.model, LoopSection(precision=precision), None)
@@ -274,7 +274,7 @@ def unit_vectors(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 def steps(bench: Bench) -> Iterator[Figure]:
-    """Rows 1 to 3, 5, 6 and the host's time of 7; ours are recorded steps, the same call by call beside them."""
+    """Rows 1 to 3, 5, 6 and the host's time of 7; ours are CUDA graphs, compared with the same steps in eager mode."""
     student = Student(bench, "base", RANKCSE, "bf16", graphs=True)
     by_call = Student(bench, "base", RANKCSE, "bf16")
     by_call.batches = student.batches

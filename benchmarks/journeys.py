@@ -1,4 +1,4 @@
-"""The journeys of docs/tutorials, walked again: each command of a page is run, what it prints takes the place of what is there.
+"""Run each command of the pages in docs/tutorials again and replace the recorded output with the new one.
 
 A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
 in which `data` is the folder of labelled sets. What follows, up to the next such line, is what it printed, and `[12 s]` how long
@@ -76,7 +76,7 @@ class Shell:
 
 
 def commands(lines: Sequence[str]) -> Iterator[str]:
-    """What is typed in a block; a command goes on after a backslash, and to the END of a text that is given to it."""
+    """Yield a block's commands; a command continues after a backslash and up to the END of a here-document."""
     rest = iter(lines)
     for line in rest:
         if line.startswith("$ "):

@@ -1,7 +1,7 @@
 """Levers that a recipe might pull, tried before they are built: one plain loop, scored on STS-B dev.
 
 Every lever is the same short run with one thing changed: a three-layer student of all-MiniLM-L6-v2 learns its teacher's vectors
-(cosine, lr 1.2e-3, batch 128, linear schedule with 5 % warm-up, bf16). Weight averaging with the start needs no run of its own.
+(cosine, lr 1.2e-3, batch 128, linear schedule with 5 % warm-up, bf16). Weight averaging with the start needs no separate run.
 
     python benchmarks/levers.py --data ../shared/data --seeds 0 1 2
 
@@ -63,7 +63,7 @@ class Lever:
     whitened: float = 0.0
     """Power of the principal components' variances that is divided out in a second cosine error."""
     lists: float = 0.0
-    """Weight of ListNet beside the vectors."""
+    """Weight of ListNet, added to the vector loss."""
     cooling: bool = False
     """Whether the lists' temperature falls from 0.05 to 0.0125 over the run."""
     fading: bool = False

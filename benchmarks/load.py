@@ -4,9 +4,9 @@
     python -m benchmarks.load --rows 20000 --requests 400 --cache FOLDER
 
 Tables are written by the run's own writer (random unit vectors of a run's shape: no text was embedded), served by its own
-server actors, and asked by its own client: a block of steps' row ids at a time, one block ahead. A trial does nothing with its
-lists, so servers are asked as fast as answers can be taken. Ends with status 1 where an answer was wrong, a queue longer than two
-blocks a trial, or memory not flat.
+server actors, and asked by its own client: the row ids of one block of steps per request, one block ahead. A trial does
+nothing with its lists, so servers are asked as fast as answers can be taken. Ends with status 1 where an answer
+was wrong, a queue longer than two blocks a trial, or memory not flat.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Load:
     """Of each teacher."""
     trials: int = 8
     requests: int = 10_000
-    """At least so many in all: every trial asks every teacher for the same number of blocks."""
+    """Minimum in all: every trial asks every teacher for the same number of blocks."""
     batch: int = 64
     block_steps: int = 32
     seconds: float = 1800.0
@@ -73,7 +73,7 @@ class Load:
 
     @property
     def section(self) -> TeachersSection:
-        """The teachers as a recipe would say it. Their tables are whole, so that none of them is ever asked to embed."""
+        """The recipe section of the teachers. Their tables are complete, so that no teacher is asked to embed."""
         nobody = EndpointSection(url="http://127.0.0.1:9/v1")
         encoders = [TeacherSection(backbone=f"load-{n}", endpoint=nobody, alpha=n + 1) for n in range(self.teachers)]
         return TeachersSection(encoders=encoders, num_servers=self.servers, prefetch_steps=self.block_steps)
@@ -107,7 +107,7 @@ class Clock:
 
 
 class Trial:
-    """A training worker without a student: row ids of its own order go out, mixed lists come in.
+    """A training worker without a student: it requests row ids in its own order and receives mixed lists.
 
     Args:
         load: How much is asked.
@@ -315,7 +315,7 @@ class Found:
 
 
 def deepest(times: NDArray[np.float64]) -> int:
-    """(2, n) moments of asking and answering -> most questions that were open at a time."""
+    """(2, n) times of requests and answers -> the largest number of requests in flight."""
     asked, answered = times
     moments = np.concatenate([asked, answered])
     changes = np.concatenate([np.ones(len(asked)), -np.ones(len(answered))])

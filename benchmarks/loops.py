@@ -2,7 +2,7 @@
 
     python -m benchmarks.loops --data ../shared/data [--quick] [--rows 24 25]
 
-The steps are one function, in processes of their own that work by turns (stepping.py). The A/A run is of two bare processes: how
+The steps are one function, in separate processes that work alternately (stepping.py). The A/A run is of two bare processes: how
 fortunate one is with its memory is part of the noise.
 """
 

@@ -120,7 +120,7 @@ def list_recipe(
     /,
     **others: Any,
 ) -> Recipe:
-    """A recipe of a student that learns from lists, all in this process, with lists asked for a step at a time.
+    """A recipe of a student that learns from lists, all in this process, with one request for lists per step.
 
     Asked for in blocks of 32 steps, lists would fall into one sample of many, and a median would not see them.
     """

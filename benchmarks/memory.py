@@ -31,7 +31,7 @@ class Course:
         return float(slope * (seconds[-1] - seconds[late][0]))
 
     def told(self, points: int = 60) -> dict[str, Any]:
-        """The course in MiB, thinned to so many points for a report."""
+        """The course in MiB, thinned to at most `points` points for a report."""
         every = max(1, -(-len(self.seconds) // points))
         return {
             "seconds": [round(second, 1) for second in self.seconds[::every]],

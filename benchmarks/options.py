@@ -1,4 +1,4 @@
-"""What all scripts are told on the command line, and what their processes need."""
+"""Command-line options of all scripts, and the environment that their processes need."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
 def exposed(folder: Path, options: Options) -> Figure:
     """Row 31's asynchronous part: how long the worker stands still for a dev score that another process makes meanwhile.
 
-    The first score, which waits for that process to start, and the last, which nothing goes on beside, are left out.
+    The first score, which waits for that process to start, and the last, which no training overlaps, are left out.
     """
     n, every = (16, 4) if options.quick else (32, 10)
     student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
@@ -156,7 +156,7 @@ def first_step(*arguments: str) -> float:
 
 
 def next_trials(recipe: Recipe) -> list[float]:
-    """Seconds from the end of a trial to the first step of the one after it, in a sweep that runs one at a time."""
+    """Seconds from the end of a trial to the first step of the one after it, in a sweep without concurrent trials."""
     scored = recipe.evaluation.model_copy(update={"dev": "agreement", "num_heldout": 8})
     recipe = recipe.model_copy(update={"evaluation": scored})
     space = {"name": "rates", "parameters": {"training.lr": {"values": [1e-5, 2e-5, 3e-5, 4e-5]}}}

@@ -60,7 +60,7 @@ def measure(options: Options) -> Report:
 
 
 def sts_pairs(data: Path) -> Pairs:
-    """The unlabelled STS pairs, in an order of their own."""
+    """The unlabelled STS pairs, in a fixed random order."""
     (file,) = (data / "pairs" / "sts_unlabelled").iterdir()
     table = read_table(file)
     first, second = table.texts("sentence1"), table.texts("sentence2")
@@ -192,14 +192,14 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
 
 
 class Batches:
-    """What a model scores of the whole task, each sentence or pair once, as batches by length; some of them stand for all.
+    """Batches by length of all that a model scores in the task, each sentence or pair once; some of them represent all.
 
     A sample of pairs would not do: what is sorted by length is filled the better the more there is of it.
 
     Attributes:
         real: Tokens of all batches.
         processed: The same with their padding.
-        many: How often the samples fit into the whole.
+        many: Number of all batches over the number of sampled ones.
     """
 
     SAMPLES = 2
@@ -283,7 +283,7 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
 
 
 def largest_logits(ours: OurStep) -> float:
-    """MB of the generator's logits that are there at a time, in a step."""
+    """Peak size of the generator's logits in a step, in MB."""
     detector = ours.task.model.detector
     assert detector is not None
     sizes: list[float] = []

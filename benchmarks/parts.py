@@ -104,7 +104,7 @@ def same_or_stop(one: OurStep, other: OurStep) -> None:
 
 
 def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 33: what chunks cost beside one pass, and what a step holds at two lengths of lists."""
+    """Row 33: what chunks cost compared with one pass, and what a step holds at two lengths of lists."""
     n, chunk, lists = (16, 4, (16, 32)) if options.quick else (64, 16, (256, 2048))
     size = "tiny" if options.quick else "minilm"
     student = str(stand_in(folder / "student", "tiny")) if options.quick else MINILM
@@ -137,7 +137,7 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
 
 
 def settled(step: OurStep) -> Sampler:
-    """Samples a step that follows one like it: the first after a step in chunks takes memory anew that those gave back."""
+    """Samples a step that follows one like it: the first after a step in chunks allocates memory again that those released."""
     measured = timed(step)
 
     def sample(repeats: int) -> Duration:

@@ -4,11 +4,11 @@
 
 Three recipes of unlike depth, batch, precision and objective, on sentences of Wikipedia, with all-MiniLM-L6-v2 as teacher and as
 start of the students. In every round each recipe's passes are measured (`--calibrate`), its step and its memory are foretold, and
-then it is trained for some dozens of steps in a process of its own, which finds text and table ready as a worker does: no Ray,
+then it is trained for some dozens of steps in a separate process, which finds text and table ready as a worker does: no Ray,
 one thread, the plain engine, the allocator's settings of training processes. So what a plan says and what happens lie next to
 each other in time. Medians of all rounds count.
 
-A step takes the CPU time of the process, which other programs change less than the wall time beside it. Memory is
+A step takes the CPU time of the process, which other programs change less than the wall time. Memory is
 the highest of what is no file's (RssAnon), looked at every 20 ms.
 """
 
@@ -91,7 +91,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace, number: int) -
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(document(RECIPES[name], folder, options)))
     said = planned(load_recipe(str(file)))
-    environment = {**os.environ, **allocator.FAST, "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, **allocator.MALLOC_ENV, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--train", str(file)]
     for _ in range(2):  # a worker finds text and table made by others: the first time makes them
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace, number: int) -
 
 
 def document(parts: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole recipe, as YAML has it."""
+    """The full recipe, as YAML has it."""
     training = {
         "workers": 0,
         "engine": "torch",
@@ -140,7 +140,7 @@ def planned(recipe: Recipe) -> dict[str, Any]:
     cluster = open_cluster("local", here, recipe, 1e10)
     run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, None))
     plan = StudentPlan.of(run, cluster)
-    # The teacher's lists are made on a thread beside: CPU time of this process, though no time of the step's.
+    # A separate thread makes the teacher's lists: that is CPU time of this process, but not of the step.
     beside = run.serving_seconds(cluster.machine, 1, recipe.training.batch_size)
     step = plan.step
     own = step.math + step.traffic + step.host
@@ -181,17 +181,17 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     pairs = list(pairwise(marks))
     cpu = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs]
     wall = [(later[2] - earlier[2]) / (later[0] - earlier[0]) for earlier, later in pairs]
-    return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "queue": highest[0]}
+    return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "memory": highest[0]}
 
 
 def tell(figures: list[dict[str, Any]]) -> None:
-    """Medians over the rounds, planned beside measured."""
+    """Print medians over the rounds, planned next to measured."""
     print(f"\n{'recipe':<62}{'step':>10}{'measured':>10}{'ratio':>8}{'memory':>10}{'measured':>10}{'ratio':>8}")
     for name in RECIPES:
         mine = [figure for figure in figures if figure["recipe"] == name]
         step, cpu, memory, highest = (
             statistics.median(figure[key] for figure in mine)
-            for key in ("planned_step", "step_cpu", "planned_memory", "queue")
+            for key in ("planned_step", "step_cpu", "planned_memory", "memory")
         )
         ratio = statistics.median(figure["planned_step"] / figure["step_cpu"] for figure in mine)
         print(

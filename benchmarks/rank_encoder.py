@@ -48,9 +48,9 @@ MANY = 256
 
 
 class WideRanks:
-    """A rank-space teacher over references of its own, so that a small table serves 100,000 of them.
+    """A rank-space teacher over separate references, so that a small table serves 100,000 of them.
 
-    `RankSpaceTeacher` takes references from its table; here they stand beside it.
+    `RankSpaceTeacher` takes references from its table; here they are passed separately.
     """
 
     def __init__(self, table: EmbeddingTable, references: NDArray[np.float32]) -> None:
@@ -179,7 +179,7 @@ def _once(similarities: torch.Tensor) -> torch.Tensor:
 def inference(options: Options, effort: Effort, references: NDArray[np.float32]) -> list[Figure]:
     """Row 19: the pairs of STS-B and SICK-R by ranks, each sentence ranked once, against scipy pair by pair.
 
-    Ours are timed whole, once, and the ranks of a sample of it in every round beside scipy's sample.
+    Ours are timed once in full; in every round, the ranks of a sample are timed next to scipy's sample.
     Sentences are the first of the references: their orders cost what any cost.
     """
     first: list[str] = []

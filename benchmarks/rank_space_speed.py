@@ -3,7 +3,7 @@
     python benchmarks/rank_space_speed.py --data ../shared/data [--references 10000] [--batch 128] [--pairs 400] [--rounds 3]
 
 Real sentences, all-MiniLM-L6-v2's vectors. Ours ranks each sentence once and takes one product. scipy's time is taken on some
-of the batch's pairs and given a pair; ours is the time of the whole batch over its pairs (each pair once). First, ours is
+of the batch's pairs and given a pair; ours is the time of the full batch over its pairs (each pair once). First, ours is
 compared with spearmanr on 200 random pairs.
 """
 

@@ -226,7 +226,7 @@ class PairLoop(PublicLoop):
 
     Args:
         model: A Hugging Face encoder, or a sequence classifier for `cross`.
-        batches: (step) -> (rows of the first side, rows of the second, labels); one side of whole pairs for `cross`.
+        batches: (step) -> (rows of the first side, rows of the second, labels); one side of joined pairs for `cross`.
         cross: Which formulation.
         pooling: Of the bi-encoder.
     """
@@ -286,7 +286,7 @@ def score_cross(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str
 
 
 def batches_of(texts: Sequence[str], batch: int = 128) -> list[list[int]]:
-    """Places of texts, by their number of words, so many a batch."""
+    """Places of texts, sorted by their number of words, in batches of `batch`."""
     order = sorted(range(len(texts)), key=lambda place: len(texts[place].split()))
     return [order[begin : begin + batch] for begin in range(0, len(order), batch)]
 

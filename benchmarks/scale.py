@@ -2,13 +2,13 @@
 
     python -m benchmarks.scale --data ../shared/data [--quick] [--rows 28]
 
-Row 22 simulates two groups side by side from the phase times of the same groups in turns, and from those beside each other.
+Row 22 simulates two groups side by side from the phase times of the same groups run alternately and run concurrently.
 Row 27 deals the tokens of real shards to actors. Row 28 runs the first worker's share alone, takes the slowest worker's to be
 longer by what it has more tokens, and runs the collectives of two workers without the work; for more workers, which this
 machine has no cores for, they are those of two that have all words of the larger batch, times 2 (k - 1) / k, what a ring sends
 and receives, at this machine's speed to itself. What the loop adds around a step is row 24's, and left out. Teachers' vectors
-are made up: lists of them cost the same. Two workers take real steps, and by turns with them, in the same processes, what the
-simulation puts together: shares alone, and beside each other, which have the memory to share.
+are made up: lists of them cost the same. Two workers alternate real steps, in the same processes, with the parts of
+the simulation: shares alone, and concurrent shares, which share the memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from tests.workers import run_workers
 WORKERS, FAR = (2, 4, 8), (64, 512)
 _MILLION = 1_000_000
 TURNS = 9
-"""Real steps of two workers, and what the simulation makes them of, by turns."""
+"""Rounds in which two workers alternate real steps with the parts of the simulation."""
 _STEPS = 20
 """Steps whose tokens say how much longer than the timed share the longest is."""
 Prepared = tuple[TrainSpec, list[EmbeddingTable | None]]
@@ -100,7 +100,7 @@ def several_workers(folder: Path, options: Options, effort: Effort) -> list[Figu
 
 
 def groups(folder: Path, options: Options) -> list[Figure]:
-    """Row 22: two groups of three layers, one cycle, in turns and side by side, by turns."""
+    """Row 22: two groups of three layers, one cycle, run alternately and side by side, interleaved."""
     with cluster(cpus=2):
         folder.mkdir()
         recipe = recipe_of(options.data, folder, 140 if options.quick else 300, epochs=1 if options.quick else 2)
@@ -157,7 +157,7 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
 def _real_actors(
     folder: Path, corpus: Corpus, section: TeacherSection, teachers: TeachersSection, effort: Effort
 ) -> list[Figure]:
-    """One and two actors that are up and have loaded the teacher, by turns over the same shards."""
+    """One and two actors that have loaded the teacher, interleaved over the same shards."""
     import ray
     from ray.util import ActorPool
 
@@ -189,7 +189,7 @@ def _real_actors(
 
 
 def recipe_for(folder: Path, options: Options, student: str, n: int, limit: int) -> Recipe:
-    """RankCSE with one teacher on so many sentences, for global batches of n."""
+    """RankCSE with one teacher on `limit` sentences, for global batches of n."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     place = folder / str(n)
     storage = {"cache": str(folder / "cache"), "runs": str(place / "runs")}
@@ -275,7 +275,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
 
 
 def for_real(spec: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
-    """Two workers' real step, and what the simulation makes of it from what the same two measure by turns with it."""
+    """Two workers' real step, and its simulation from parts that the same two measure interleaved with it."""
     workers = run_workers(_by_turns, 2, spec, 2 if effort.shortest == 0 else TURNS)
     turns = [{way: max(each[way] for each in turn) for way in turn[0]} for turn in zip(*workers, strict=True)]
     middle = {f"{way} s": median(turn[way] for turn in turns) for way in turns[0]}
@@ -292,7 +292,7 @@ def for_real(spec: Prepared, alone: float, at: str, effort: Effort) -> list[Figu
 
 
 def off(row: int, part: str, times: Sequence[tuple[float, float]], at: str) -> Figure:
-    """How far simulated times are from the real ones that were measured by turns with them, in percent, by the median."""
+    """How far simulated times are from the real ones that were interleaved with them, in percent, by the median."""
     apart = spread_of([100 * (simulated / real - 1) for simulated, real in times])
     simulated, real = (median(each) for each in zip(*times, strict=True))
     terms = {"simulated s": simulated, "real s": real, "interval from, %": apart.low, "to, %": apart.high}

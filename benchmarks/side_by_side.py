@@ -89,9 +89,9 @@ class Clocked:
 
     Args:
         group: Who works.
-        worked: Is told when.
-        ahead: Whether it prepares a phase before the labels are there. It goes on with that while others have their turn, so a
-            group that has turns leaves it to its training, which does the same.
+        worked: Records when.
+        ahead: Whether it prepares a phase before the labels are there. It continues that while other groups work,
+            so a group that alternates leaves it to its training, which does the same.
     """
 
     def __init__(self, group: Group, worked: Worked, ahead: bool) -> None:
@@ -123,7 +123,7 @@ class Clocked:
 
 
 def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
-    """A whole run; in turns, the same groups on the same actors, but only one of them at work at a time."""
+    """A full run; with `in_turns`, the same groups on the same actors, but only one of them works at any moment."""
     whole, worked = runs._open_groups, Worked()
 
     @contextmanager

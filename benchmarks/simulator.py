@@ -45,7 +45,7 @@ def efficiency(alone: float, together: Terms, work: float = 1.0) -> float:
     Args:
         alone: Seconds of a step of one worker.
         together: Of k workers.
-        work: work_k / work_1: k where each has a batch of its own, 1 where they share one.
+        work: work_k / work_1: k where each has its own batch, 1 where they share one.
     """
     return alone * work / (len(together.shares) * together.step)
 

@@ -1,7 +1,7 @@
 """What do shorter vectors and static students cost in quality, and what do they bring? Whether distcse should make them.
 
 Every model is measured on five STS sets (Spearman, 'all') and by how many of their sentences it encodes a second, on one core:
-whole; with vectors cut to their first numbers; cut after a rotation by the principal axes of Wikipedia sentences' vectors,
+in full; with vectors cut to their first numbers; cut after a rotation by the principal axes of Wikipedia sentences' vectors,
 which needs no training; and as a table of word vectors that model2vec makes of it.
 
     python -m benchmarks.smaller --data ../shared/data student=runs/my-run/model
@@ -63,7 +63,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="NAME=FOLDER", help="models to measure beside all-MiniLM-L6-v2")
+    parser.add_argument("models", nargs="*", metavar="NAME=FOLDER", help="models to measure besides all-MiniLM-L6-v2")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/smaller.json"))
     return parser.parse_args()

@@ -1,8 +1,8 @@
-"""Distillations on a cluster of several nodes, each with one fault at a random moment; do they come to the same weights?
+"""Distillations on a cluster of several nodes, each with one fault at a random moment; do they reach the same weights?
 
     python -m benchmarks.soak --data ../shared/data --seeds 20 --minutes 60
 
-Every round is the command `distcse.train` as a user types it, on real Ray processes and a table of its own where that is to be
+Every round is the command `distcse.train` as a user types it, on real Ray processes and a separate table where one is to be
 built. A line a round, a summary by kind at the end; the same as JSON in --out.
 
 Kinds: a training worker, a teacher's server, a builder of its table, a node's raylet or the driver is sent SIGKILL (a driver is
@@ -63,13 +63,13 @@ class Round:
     difference: float | None = None
     """Largest difference of a final weight to an undisturbed run's."""
     checkpoints_lost: int = 0
-    """Starts that went on from before the checkpoint that was the latest when the fault came."""
+    """Starts that resumed from before the checkpoint that was the latest when the fault came."""
     rows_again: int = 0
-    """Rows of shards that were whole when the fault came, and were embedded again."""
+    """Rows of shards that were complete when the fault came, and were embedded again."""
     in_flight: int = 0
     """Rows of shards that were under way, at most."""
     restarts: int = 0
-    """Times that training went on from a checkpoint."""
+    """Times that training resumed from a checkpoint."""
     told: list[str] = field(default_factory=list)
     """Warnings, and the error if it ended in one."""
 
@@ -92,7 +92,7 @@ class Round:
 
 
 class Soak:
-    """Models, text, a cluster, and what undisturbed runs come to.
+    """Models, text, a cluster, and the results of undisturbed runs.
 
     Args:
         folder: For everything.
@@ -238,7 +238,7 @@ class _Command:
             time.sleep(0.05)
 
     def events(self, kind: str) -> Iterator[dict[str, Any]]:
-        """What the run told so far."""
+        """Events of this kind that the run has reported so far."""
         file = self.folder / "events.jsonl"
         for line in file.read_text().splitlines() if file.exists() else []:
             with suppress(ValueError):  # the line that is being written
@@ -248,12 +248,12 @@ class _Command:
 
     @property
     def steps(self) -> list[int]:
-        """Steps in the order they were told."""
+        """Steps in the order they were reported."""
         return [event["step"] for event in self.events("StepReport")]
 
     @property
     def restarts(self) -> list[int]:
-        """Steps of the checkpoints that training went on from, in order."""
+        """Steps of the checkpoints that training resumed from, in order."""
         told = (_GOES_ON.match(event["text"]) for event in self.events("LogMessage"))
         return [int(found[1].replace(",", "")) for found in told if found]
 
@@ -282,7 +282,7 @@ class _Command:
 
     @property
     def whole_shards(self) -> dict[int, tuple[int, int]]:
-        """Shards of the table that are whole, with what shows whether they are written again."""
+        """Complete shards of the table, with what shows whether they are written again."""
         labels = self._cache.glob("tables/*/shard-*.json")
         return {number: self.shard(number) for number in (int(label.stem.removeprefix("shard-")) for label in labels)}
 

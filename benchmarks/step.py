@@ -288,7 +288,7 @@ class DevEvaluations:
                 table = read_table(file)
                 whole += [*table.texts("sentence1"), *table.texts("sentence2")]
         assert len(whole) == REFERENCE_SENTENCES
-        # Whole batches, as they come of all sentences by length: the fewer there are, the worse a sample fills them.
+        # Full batches, as they come of all sentences by length: the fewer there are, the worse a sample fills them.
         batches = batches_of(whole, 8 if options.quick else 128)
         picked = [batches[(2 * number + 1) * len(batches) // (2 * SAMPLES)] for number in range(SAMPLES)]
         self._batches = [[whole[place] for place in batch] for batch in picked]

@@ -1,6 +1,6 @@
-"""The same step in processes of their own: bare, under an engine, in a Ray Train worker. One works at a time, the others wait.
+"""The same step in separate processes: bare, under an engine, in a Ray Train worker. One works while the others wait.
 
-Every process answers "so many steps, please" with their wall and CPU time; to the protocol it is one more way.
+Every process answers a request for N steps with their wall and CPU time; to the protocol it is one more way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distcse.recipe import Recipe
 
 @dataclass(frozen=True)
 class Told:
-    """What a stepping process is told: the address of whoever asks, and what to step."""
+    """Arguments of a stepping process: the address of the requester, and what to step."""
 
     address: tuple[str, int]
     key: bytes

@@ -1,4 +1,4 @@
-"""A sweep of T trials against T times one run of its own, each with an empty cache, paired and interleaved.
+"""A sweep of T trials against T times one standalone run, each with an empty cache, paired and interleaved.
 
     python benchmarks/sweep_cost.py --data ../shared/data [--trials 8] [--sentences 4000] [--rounds 1]
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, place: Path) -> float:
-    """One run of its own, its teacher pass included."""
+    """Time one standalone run, its teacher pass included."""
     return timed(["-m", "distcse.train", str(recipe(options, place))])
 
 
@@ -83,7 +83,7 @@ def tune(options: argparse.Namespace, place: Path) -> float:
 
 
 def recipe(options: argparse.Namespace, place: Path) -> Path:
-    """A recipe with storage of its own."""
+    """A recipe with its own storage."""
     place.mkdir(parents=True)
     second = place / "teacher"
     layers = StudentSection(backbone=MINILM, pooling="mean", layers=[0, 1, 2, 3])

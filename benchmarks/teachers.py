@@ -87,7 +87,7 @@ def measure(options: Options) -> Report:
 
 
 def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 8: what goes through a teacher, and what a pass costs beside T trials of E epochs."""
+    """Row 8: what goes through a teacher, and what a pass costs compared with T trials of E epochs."""
     n = 8 if options.quick else 32
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
     objective = {"consistency": None, "rank": None}
@@ -121,7 +121,7 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
 
 
 def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
-    """Row 9: tables of base's and large's width, opened and read in processes of their own."""
+    """Row 9: tables of base's and large's width, opened and read in separate processes."""
     shard = 8192
     draw = np.random.default_rng(0)
     tables = []
@@ -147,7 +147,7 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
 
 
 def _opened(places: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
-    """Seconds to the first vectors; bytes that a hundred gathers left beside the files' own pages, which all workers share."""
+    """Seconds to the first vectors; bytes that a hundred gathers left besides the files' own pages, which all workers share."""
     before, begun = anonymous_bytes(), time.perf_counter()
     tables = [EmbeddingTable(directory, identity) for directory, identity in places]
     for table in tables:

@@ -3,7 +3,7 @@
     python benchmarks/transfer_fits.py [--data ../shared/data] [--sets CR,TREC] [--outer 10] [--rounds 3]
 
 Each round does the same fits of one set twice in this process, batched and one by one, in alternating order, and the ratio
-of the medians is printed. One by one is SentEval's own loop: one `nn.Linear`, `torch.optim.Adam`, one batch at a time. Both
+of the medians is printed. One by one is SentEval's own loop: one `nn.Linear`, `torch.optim.Adam`, one batch per step. Both
 give their ten-fold accuracies, which must agree.
 """
 

@@ -14,7 +14,7 @@ from distcse.errors import CommandDependencyError, CommandLineError
 
 COMMANDS = {
     "train": "train a student from a recipe, or resume a run",
-    "tune": "search a recipe's knobs",
+    "tune": "search a recipe's parameters",
     "embed": "embed a corpus with a recipe's teachers, or compare the teachers",
     "evaluate": "evaluate models side by side",
     "export": "export a model to ONNX",
@@ -69,8 +69,8 @@ def _complete(shell: str) -> int:
         import shtab
     except ImportError:
         raise CommandDependencyError('completion needs the package shtab; pip install "distcse[completion]"') from None
-    whole = argparse.ArgumentParser(prog="distcse")
-    commands = whole.add_subparsers()
+    parser = argparse.ArgumentParser(prog="distcse")
+    commands = parser.add_subparsers()
     for name, about in COMMANDS.items():
         parent = _import_command(name).build_parser()
         command = commands.add_parser(name, help=about, parents=[parent], add_help=False)
@@ -79,7 +79,7 @@ def _complete(shell: str) -> int:
                 action.complete = _RECIPE if action.dest == "recipe" else shtab.FILE  # type: ignore[attr-defined]
     names = " ".join(packaged_recipes())
     preamble = {shell: function.replace("NAMES", names) for shell, function in _RECIPES.items()}
-    sys.stdout.write(shtab.complete(whole, shell, preamble=preamble) + "\n")
+    sys.stdout.write(shtab.complete(parser, shell, preamble=preamble) + "\n")
     return 0
 
 

@@ -23,7 +23,7 @@ STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 in
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """`--quiet` and `--json`, alike for all commands."""
+    """Add `--quiet` and `--json`, which are the same for all commands."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-q", "--quiet", action="store_true", help="no progress: warnings and the results alone")
     how.add_argument(
@@ -32,28 +32,29 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> int:
-    """Do a command's work; an error is one line on stderr.
+    """Run a command and return its exit status; an error becomes one line on stderr.
 
     Args:
-        work: Returns the exit status where nothing went wrong.
-        kept: What a second Ctrl-C leaves.
-        as_json: Tell an error on stdout too, as an object like the others there.
+        work: Runs the command and returns its exit status.
+        kept: What remains after a second Ctrl-C, for the message.
+        as_json: Also print the error as a JSON object on stdout.
 
     Returns:
-        What `work` says; 1 where it failed, 2 for a mistake in what was asked, 130 where it was stopped without a new checkpoint.
+        The status of `work`; 1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new
+        checkpoint.
     """
     try:
         return work()
     except DistcseError as mistake:
         sys.stderr.write(f"distcse: {mistake.coded_message}\n")
         if as_json:
-            told = {
+            error = {
                 "event": "Error",
                 "code": mistake.code,
                 "kind": type(mistake).__name__,
                 "message": str(mistake),
             }
-            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.write(json.dumps(error) + "\n")
         if isinstance(mistake, StoppedEarlyError):
             return INTERRUPTED
         return 2 if isinstance(mistake, RecipeError) else 1
@@ -63,32 +64,32 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
 
 
 class StopOnSignal:
-    """The first Ctrl-C (or SIGTERM) asks the run for a checkpoint and an end; the second ends it at once."""
+    """Handles Ctrl-C and SIGTERM: the first requests a checkpoint and a stop, the second stops at once."""
 
     def __init__(self) -> None:
-        self._wished = False
+        self._requested = False
 
     def stop_requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._wished
+        """Return whether a signal has arrived."""
+        return self._requested
 
     def __enter__(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
 
     def __exit__(self, *raised: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._wished:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
             raise KeyboardInterrupt
-        self._wished = True
+        self._requested = True
         sys.stderr.write(f"stopping at the next report, with a checkpoint; {_limit(number)}\n")
 
 
 def _limit(number: int) -> str:
-    """What ends a run before its next report."""
+    """Describe what stops the run before its next report."""
     if number == signal.SIGTERM and _RAY_JOB in os.environ:
         seconds = os.environ.get(_RAY_WAITS, "3")
         return f"Ray kills a stopped job after {seconds} s ({_RAY_WAITS}): without a new checkpoint by then, the last one stays"

@@ -59,8 +59,8 @@ def _main(options: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in ("ok", "warn", "fail")}
-        told = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-        print_lines([*(check.line for check in found), "", told])
+        summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+        print_lines([*(check.line for check in found), "", summary])
     return int(any(check.verdict == "fail" for check in found))
 
 
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Example: python -m distcse.doctor my-recipe.yaml",
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     return parser
 

@@ -16,7 +16,7 @@ from distcse.storage import to_uri
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, embed or compare, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
     options = build_parser().parse_intermixed_args(arguments)
-    return exit_status(lambda: _main(options), kept="whole shards are kept", as_json=options.json)
+    return exit_status(lambda: _main(options), kept="completed shards are kept", as_json=options.json)
 
 
 def _main(options: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
-    # Torch, transformers and Ray take seconds to import; a mistake in the recipe is told before.
+    # Torch, transformers and Ray take seconds to import; report a mistake in the recipe first.
     with gc_paused():
         from distcse.events import Reporter
         from distcse.experiments.distillation.preparation import embed_corpus
@@ -57,7 +57,7 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
-        print_lines([f"nothing stands in the way of this {what}; leave out --dry-run to begin it"])
+        print_lines([f"the dry run of this {what} passed; leave out --dry-run to start it"])
     return 0
 
 
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"Example: python -m distcse.embed my-recipe.yaml --compare. {STATUSES}",
     )
     parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
     parser.add_argument(
         "--compare",
         action="store_true",

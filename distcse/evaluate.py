@@ -94,7 +94,7 @@ def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
     if options.json:
         print_json([{"event": "Checked", "models": options.models}])
     else:
-        print_lines(["nothing stands in the way of this measurement; leave out --dry-run to begin it"])
+        print_lines(["the dry run of this measurement passed; leave out --dry-run to start it"])
     return 0
 
 
@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SUITE[:NAME]=PATH",
-        help="a set of your own: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
+        help="a custom set: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
     )
     parser.add_argument(
         "--documents",

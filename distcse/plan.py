@@ -32,7 +32,7 @@ def _main(options: argparse.Namespace) -> int:
         raise CommandLineError(f"--network is {options.network:g}; write gigabits a second, more than 0")
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
-    # Torch and transformers take seconds to import; a mistake in recipe or cluster is told before.
+    # Torch and transformers take seconds to import; report a mistake in recipe or cluster first.
     from distcse.planning.opening import calibrate_for, open_cluster, with_precisions
     from distcse.runs.directory import require_lasting
 
@@ -62,7 +62,7 @@ def _student(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> i
     rows = scaling(run, cluster, options.gpus) if options.gpus else []
     lines = student_lines(plan) + (scaling_lines(rows, cluster.machine.name) if rows else [])
     described = {**plan.described, "scaling": [_row(row) for row in rows]}
-    return _tell(lines, described, [str(problem) for problem in plan.problems], options.json)
+    return _print_plan(lines, described, [str(problem) for problem in plan.problems], options.json)
 
 
 def _groups(recipe: MutualRecipe, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -72,10 +72,10 @@ def _groups(recipe: MutualRecipe, cluster: Cluster, options: argparse.Namespace)
     if options.gpus:
         raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
     plan = MutualPlan.of(recipe, cluster, options.corpus_rows)
-    return _tell(mutual_lines(plan), plan.described, [str(problem) for problem in plan.problems], options.json)
+    return _print_plan(mutual_lines(plan), plan.described, [str(problem) for problem in plan.problems], options.json)
 
 
-def _tell(lines: list[str], described: dict[str, Any], problems: list[str], as_json: bool) -> int:
+def _print_plan(lines: list[str], described: dict[str, Any], problems: list[str], as_json: bool) -> int:
     from distcse.report.terminal import print_lines
 
     if as_json:
@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--gpus 1 8 64 512 1000",
     )
     parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
     parser.add_argument(
         "--cluster",
         default="local",

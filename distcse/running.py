@@ -1,7 +1,6 @@
-"""A recipe carried out, as a function: the command prints what it returns.
+"""Run, resume and rerun recipes from Python; the commands print what these functions return.
 
-It is `distcse.run` and not `train`: that is a module that `python -m` runs, and importing it would put it in the
-function's place.
+The function is `distcse.run`, not `distcse.train`: importing the module `distcse.train` would replace a function of that name.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What a run left behind."""
+    """Results and files of a run."""
 
     result: Result | MutualResult
     reports: Sequence[Path] = ()
-    """The pages it was written up in."""
+    """Paths of the report pages."""
     compared: Compared | None = None
-    """Of a rerun: its weights and the first run's."""
+    """Of a rerun: the comparison of its weights with the first run's."""
 
     @property
     def directory(self) -> Path:
@@ -50,12 +49,12 @@ class Run:
 
     @property
     def uri(self) -> str:
-        """What the run is called for `distcse.resume` and the commands, on this machine or another."""
+        """Address of the run for `distcse.resume` and the commands, on this machine or another."""
         return to_uri(self.directory)
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was asked to stop before its end; `distcse.resume(run.directory)` goes on."""
+        """Whether the run was stopped early; `distcse.resume(run.directory)` continues it."""
         return self.result.train_result.interrupted if isinstance(self.result, Result) else self.result.interrupted
 
     @property
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Folder of its one model. `RunError` where there are several."""
+        """Folder of its only model. Raises `RunArgumentError` if there are several."""
         if len(models := self.models) != 1:
             raise RunArgumentError(
                 f"{self.uri} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
@@ -76,7 +75,7 @@ class Run:
 
     @property
     def scores(self) -> Measurement | None:
-        """Start, student and teachers side by side; None where nothing was measured."""
+        """Scores of the initial student, the student and the teachers; None if nothing was evaluated."""
         from distcse.measuring import Measurement
 
         return None if self.result.evaluation is None else Measurement(self.result.evaluation)
@@ -85,7 +84,7 @@ class Run:
         return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
 
     def encoder(self) -> Encoder:
-        """The student, loaded."""
+        """Load the student."""
         return Encoder.load(self.model)
 
 
@@ -95,17 +94,17 @@ def run(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Carry out a recipe, as `python -m distcse.train` does.
+    """Train from a recipe, as `python -m distcse.train` does.
 
     Args:
         recipe: A recipe, a packaged one's name, or a YAML file.
-        overrides: Knobs set over it, as on the command line: "training.lr=2e-5".
-        listen: Hears every event; None shows progress on standard error.
-        stop_requested: Asked now and then; True ends the run with a checkpoint.
+        overrides: Values that override the recipe's, as on the command line: "training.lr=2e-5".
+        listen: Called with every event; None shows progress on standard error.
+        stop_requested: Polled during the run; True ends it with a checkpoint.
 
     Raises:
-        StoppedEarlyError: `stop_requested` while the run waited for room or for another run; there is no new checkpoint.
-        DistcseError: With what to mend. Whatever was finished stays.
+        StoppedEarlyError: `stop_requested` returned True while the run waited for resources or another run; no new checkpoint.
+        DistcseError: The run failed; the message names the fix. Finished work is kept.
     """
     if isinstance(recipe, str | Path):
         recipe = read_recipe(str(recipe), overrides)
@@ -113,7 +112,7 @@ def run(
         raise RunArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
-    return _carried_out(recipe, None, listen, stop_requested)
+    return _execute(recipe, None, listen, stop_requested)
 
 
 def resume(
@@ -122,11 +121,11 @@ def resume(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Go on with a run that was interrupted or killed, from its last checkpoint.
+    """Resume a run that was interrupted or killed, from its last checkpoint.
 
     Args:
         directory: The run's folder, or its address.
-        overrides: Knobs that do not change what is learned, such as "training.workers=4".
+        overrides: Settings that do not change what is learned, such as "training.workers=4".
         listen: As for `run`.
         stop_requested: As for `run`.
     """
@@ -134,7 +133,7 @@ def resume(
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
-    return _carried_out(recipe, begun, listen, stop_requested)
+    return _execute(recipe, begun, listen, stop_requested)
 
 
 def rerun(
@@ -143,16 +142,16 @@ def rerun(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Do a run again in a new directory, on the same data, and compare the weights (`Run.compared`).
+    """Repeat a run in a new directory, on the same data, and compare the weights (`Run.compared`).
 
     Args:
         directory: The first run's folder, or its address.
-        overrides: Knobs that do not change what is learned, and `storage.runs`.
-        listen: As for `run`; packages, machine or code that are others now come as warnings.
+        overrides: Settings that do not change what is learned, and `storage.runs`.
+        listen: As for `run`; changed packages, machine or code are reported as warnings.
         stop_requested: As for `run`.
 
     Raises:
-        RunError: The first run did not come to its end, or its data are not what they were.
+        RunError: The first run did not finish, or its data have changed.
     """
     with open_listener(listen) as post:
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), Reporter(post, stop_requested))
@@ -161,11 +160,11 @@ def rerun(
         read_group_fingerprints(recipe) if isinstance(recipe, MutualRecipe) else read_fingerprints(recipe)
     )
     others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
-    done = _carried_out(recipe, None, listen, stop_requested, others)
+    done = _execute(recipe, None, listen, stop_requested, others)
     return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
 
 
-def _carried_out(
+def _execute(
     recipe: Recipe | MutualRecipe,
     begun: RunDirectory | None,
     listen: Listener | None,
@@ -187,6 +186,6 @@ def _carried_out(
     folder, evaluation = result.directory.path, result.evaluation
     if evaluation is None:
         return Run(result, [])
-    from distcse.report.page import write_pages  # it draws, and what draws takes half a second to import
+    from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
 
     return Run(result, write_pages(evaluation, folder, read_run(folder)))

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     if options.rerun is not None:
-        return _again(options)
+        return _rerun(options)
     if options.resume is None and options.recipe is None:
         raise CommandLineError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
     overrides = list(options.overrides)
@@ -42,8 +42,7 @@ def _main(options: argparse.Namespace) -> int:
         sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
         return 0
 
-    # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
-    # mistake in the recipe is told before.
+    # Report a mistake in the recipe first. Then start Ray while torch and transformers are imported: each takes seconds.
     if options.resume is None:
         recipe = read_recipe(options.recipe, overrides)
         if options.dry_run:
@@ -68,17 +67,17 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _stored(run: str) -> str:
-    """The recipe of a run."""
+    """Fetch a run's stored recipe and return its path."""
     file = resolve_path(run) / "recipe.yaml"
     fetch(file)
     return str(file)
 
 
-def _again(options: argparse.Namespace) -> int:
-    """`--rerun`."""
+def _rerun(options: argparse.Namespace) -> int:
+    """Carry out `--rerun`."""
     if options.resume is not None or options.print_recipe or options.dry_run:
         raise CommandLineError(
-            "--rerun takes the recipe from the run's folder and begins anew; leave out the other option"
+            "--rerun takes the recipe from the run's folder and starts over; leave out the other option"
         )
     overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
     if overrides and "=" not in overrides[0]:
@@ -96,7 +95,7 @@ def _again(options: argparse.Namespace) -> int:
 
 
 def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
-    """`--dry-run`."""
+    """Carry out `--dry-run`."""
     from distcse.events import Reporter
     from distcse.experiments.distillation.preflight import check_run
     from distcse.experiments.mutual.preflight import check_groups
@@ -111,7 +110,7 @@ def _check(recipe: Recipe | MutualRecipe, options: argparse.Namespace) -> int:
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
-        print_lines(["nothing stands in the way of this run; leave out --dry-run to begin it"])
+        print_lines(["the dry run passed; leave out --dry-run to start the run"])
     return 0
 
 
@@ -125,11 +124,11 @@ def _print(done: Run, as_json: bool) -> None:
     if evaluation is not None:
         print_remarks(evaluation)
         print_evaluation(evaluation)
-    print_lines(["", *_told(done), *(f"report  {to_uri(file)}" for file in done.reports), *_what_next(done)])
+    print_lines(["", *_result_lines(done), *(f"report  {to_uri(file)}" for file in done.reports), *_what_next(done)])
 
 
-def _told(done: Run) -> list[str]:
-    """The models, and the run's folder."""
+def _result_lines(done: Run) -> list[str]:
+    """List the models and the run's folder."""
     from distcse.experiments.mutual import MutualResult
 
     lines = [f"model   {to_uri(model)}" for model in done.models.values()]
@@ -176,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
         + STATUSES,
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="knobs set over the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument(
         "--dry-run",
@@ -186,9 +185,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rerun",
         metavar="RUN",
-        help="do the run in this directory, or at this address, again in a new one, on the same data; are the weights the same?",
+        help="repeat the run in this directory, or at this address, in a new one, on the same data, and compare the weights",
     )
-    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory, or at this address")
+    parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory, or at this address")
     add_output_options(parser)
     return parser
 

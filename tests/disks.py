@@ -1,4 +1,4 @@
-"""Storage that refuses: full and read-only file systems where this machine may mount them, and a limit on files where not."""
+"""Storage that refuses writes: full and read-only file systems if this machine can mount them, else a limit on file sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("full", "read-only", "limited")
 
 
 class Disk:
-    """A folder whose storage can be made to refuse."""
+    """A folder whose storage can refuse writes."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path
@@ -22,7 +22,7 @@ class Disk:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """While this holds, nothing of more than 4 KiB (of anything, where it is read-only) can be written."""
+        """Context manager: refuse files of more than 4 KiB, or all writes for the kind `read-only`."""
         if self.kind == "limited":
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -37,25 +37,25 @@ class Disk:
             finally:
                 _run("mount", "-o", "remount,rw", str(self.path))
         else:
-            filling = self.path / "filling"
-            with pytest.raises(OSError, match="No space left"), open(filling, "wb", buffering=0) as file:
+            filler = self.path / "filling"
+            with pytest.raises(OSError, match="No space left"), open(filler, "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 16))
             try:
                 yield
             finally:
-                filling.unlink()
+                filler.unlink()
 
 
 @contextmanager
 def disk(path: Path, kind: str) -> Iterator[Disk]:
-    """A disk at `path`, which is made; 32 MiB where it is one of its own."""
+    """Create a disk at `path`; a separate one has 32 MiB."""
     path.mkdir()
     if kind == "limited":
         yield Disk(path, kind)
         return
     if not _run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)):
-        pytest.skip("this machine does not let tests mount a file system; the kind `limited` runs without")
+        pytest.skip("this machine does not allow mounts; only the kind `limited` is tested")
     try:
         yield Disk(path, kind)
     finally:

@@ -1,4 +1,4 @@
-"""Assertions about the errors that distcse raises: the type, which stands for the code, and what the message names."""
+"""Assertions about the errors that distcse raises: the type, which has the code, and what the message names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distcse.errors import DistcseError
 def fails_with(kind: type[DistcseError], *named: str) -> Iterator[pytest.ExceptionInfo[DistcseError]]:
     """Assert that the block raises an error of exactly this class, whose message names what the user needs.
 
-    Unlike `pytest.raises`, a subclass of `kind` does not pass: the class stands for the error's code, which is stable. The
+    Unlike `pytest.raises`, a subclass of `kind` does not pass: the class determines the error's code, which is stable. The
     rest of the message is not compared, so that its wording can change.
 
     Args:

@@ -1,4 +1,4 @@
-"""A stand-in for the model hub: what a push and a load ask of it, over HTTP, kept in memory."""
+"""A fake model hub with the HTTP requests of a push and a load, in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = "hf_standin"
 
 
 class Hub:
-    """Models by name: file by file; and who was let in."""
+    """Files of models, by name, and the paths of all GET and HEAD requests."""
 
     def __init__(self) -> None:
         self.models: dict[str, dict[str, bytes]] = {}
@@ -42,10 +42,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if parts == ["api", "validate-yaml"]:
                 return self._json({"errors": [], "warnings": []})
             if parts == ["api", "repos", "create"]:
-                asked = json.loads(body)
-                name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+                repo = json.loads(body)
+                name = f"{repo['organization']}/{repo['name']}" if repo.get("organization") else repo["name"]
                 hub.models.setdefault(name, {})
-                hub.private[name] = bool(asked.get("private") or asked.get("visibility") == "private")
+                hub.private[name] = bool(repo.get("private") or repo.get("visibility") == "private")
                 return self._json({"url": f"{hub.url}/{name}"})
             name = "/".join(parts[2:4])
             if parts[4] == "preupload":
@@ -71,8 +71,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts[0] == "api":
                 name = "/".join(parts[2:4])
-                stranger = self.headers.get("Authorization") != f"Bearer {TOKEN}"
-                if name not in hub.models or (hub.private[name] and stranger):
+                is_anonymous = self.headers.get("Authorization") != f"Bearer {TOKEN}"
+                if name not in hub.models or (hub.private[name] and is_anonymous):
                     return self._json({"error": "Repository not found"}, 401, {"X-Error-Code": "RepoNotFound"})
                 files = [
                     {"type": "file", "path": f, "rfilename": f, "oid": sha1(c).hexdigest(), "size": len(c)}
@@ -99,15 +99,15 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-        def log_message(self, *told: object) -> None:
-            """Nothing on standard error."""
+        def log_message(self, *arguments: object) -> None:
+            """Log nothing to standard error."""
 
     return Handler
 
 
 @contextmanager
 def standing_in() -> Iterator[Hub]:
-    """A hub on a port of this machine; `HF_ENDPOINT` names its `url`."""
+    """Context manager: run a hub on a local port. Set `HF_ENDPOINT` to its `url`."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""Machines on this machine: each a raylet in namespaces of its own, joined by a bridge.
+"""Simulated machines: each is a raylet in separate namespaces, joined by a bridge.
 
 A machine has its own network (no loopback in common), processes, host name, object store, and disks where a path says so; what
 is left of the file system is shared, as by NFS. Killed, all of it ends at once, as by a power cut.
@@ -73,8 +73,8 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
 
     Args:
         folder: For logs.
-        nodes: What `ray start` is told on each, beside addresses and ports.
-        disks: Folders that are a disk of its own on each machine.
+        nodes: Arguments of `ray start` on each, without addresses and ports.
+        disks: Folders that are a separate disk on each machine.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 
 def free_ports(number: int) -> list[int]:
-    """All different: one that is let go may be drawn again."""
+    """Return distinct free ports. They stay bound until all are drawn: a released one could be drawn again."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(number)]
         for probe in probes:

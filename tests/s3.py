@@ -1,4 +1,4 @@
-"""A real S3-compatible server (moto's) on loopback, and a gate before it that refuses when it is told to."""
+"""A real S3-compatible server (moto's) on loopback, and a proxy in front of it that refuses requests on demand."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BUCKET = "bucket"
 RUNS, CACHE = f"s3://{BUCKET}/runs", f"s3://{BUCKET}/cache"
 IN_THE_BUCKET = (f"storage.runs={RUNS}", f"storage.cache={CACHE}")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "SentinelOfTheBucket", "AWS_SECRET_ACCESS_KEY": "SentinelOfItsSecret"}
-"""What moto takes from anybody; nothing that is stored or told may hold them."""
+"""moto accepts any credentials; nothing that is stored or printed may contain these."""
 
 
 def environment(port: int, mirror: Path) -> dict[str, str]:
-    """What a process needs to use the server at a port, and a folder of mirrors of its own."""
+    """Environment variables to use the server at a port, with a separate folder of mirrors."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_REGION": "us-east-1",
@@ -135,7 +135,7 @@ def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class Gate:
-    """Passes requests on to the server behind it, but for those that it is told to refuse."""
+    """Forwards requests to the server, except those to refuse."""
 
     port: int
     behind: int
@@ -146,7 +146,7 @@ class Gate:
     lock: Lock = field(default_factory=Lock)
 
     def refuse_from(self, number: int, status: int = 403, code: str = "AccessDenied") -> None:
-        """Let so many changes through from now on, and then none."""
+        """Forward the given number of changes from now on, then refuse all."""
         self.changes.clear()
 
         def refuses(method: str, path: str) -> tuple[int, str] | None:

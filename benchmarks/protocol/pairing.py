@@ -1,4 +1,4 @@
-"""Ways of doing the same thing, run by turns: what disturbs the machine disturbs all of them alike."""
+"""Ways of doing the same thing, interleaved: what disturbs the machine disturbs all of them alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe: every knob of a run in one typed, validated document. Nothing else in distcse parses configuration."""
+"""The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.encoders import (
     EncoderSection,

@@ -19,7 +19,7 @@ _MODELINE = "# yaml-language-server:"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; without one, print them. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked."""
+    """Run a subcommand; without one, print the help. Returns the exit status: 0 done, 1 failed, 2 invalid input."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.subcommand is None:
@@ -51,7 +51,7 @@ def _list() -> str:
 
 
 def _lines(name: str) -> list[str]:
-    """A packaged recipe, without the line that tells editors where its schema lies in the repository."""
+    """Read a packaged recipe without the modeline that gives editors the schema's path in the repository."""
     if name not in (known := packaged_recipes()):
         raise RecipeNotFoundError(
             f"no packaged recipe {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
@@ -71,7 +71,7 @@ def _migrate(file: str, output: str | None) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Build the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python -m distcse.recipe",
         description="Look at recipes, and rewrite those of earlier versions.",

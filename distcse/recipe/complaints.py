@@ -1,4 +1,4 @@
-"""Validation errors in words: the key, the value found, and the nearest valid key or the allowed range."""
+"""Formats validation errors: the key, its value, and the nearest valid key or the allowed range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
-"""Names of keys whose values are not told: messages end in logs."""
+"""Names of keys whose values are not shown: messages end in logs."""
 _TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -30,7 +30,7 @@ _TYPES = {
 
 
 def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, source: str) -> str:
-    """One message for all errors of a validation, a line each."""
+    """Format all errors of a validation as one message, one line per error."""
     lines = dict.fromkeys(
         _complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model)
     )
@@ -40,27 +40,27 @@ def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, 
 
 
 def error_class(invalid: ValidationError, model: type[BaseModel]) -> type[RecipeError]:
-    """`UnknownKeyError` where all errors of a validation are unknown keys, else `InvalidValueError`."""
+    """Return `UnknownKeyError` if all errors of a validation are unknown keys, else `InvalidValueError`."""
     kinds = {error["type"] for error in _one_per_place(invalid.errors(include_url=False), model)}
     return UnknownKeyError if kinds == {"extra_forbidden"} else InvalidValueError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest known name, or nothing."""
+    """Return `; did you mean 'x'?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key's name says that its value belongs in no message."""
+    """Return whether a key's name suggests a secret, which messages must not show."""
     return _SECRET.search(key) is not None
 
 
 def _one_per_place(errors: list[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:
-    """A value that fits no branch of a union fails once a branch; one of them speaks for all.
+    """Keep one error per key: a value that fits no branch of a union fails once per branch.
 
-    A word is told which words there are, anything else what the first branch wants; and a branch that looked into the value
-    knows more than one that looked at it.
+    For a string, an error that lists the choices is preferred; for anything else, the first branch's error. Errors inside a
+    value are preferred over errors about the value.
     """
     spoken: dict[tuple[str, ...], ErrorDetails] = {}
     for error in errors:
@@ -108,7 +108,7 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys a user wrote: pydantic also names the branch of a union it tried, which is no key."""
+    """The keys as the user wrote them: pydantic also names the branch of a union, which is no key."""
     path: list[str] = []
     place: Any = model
     for part in loc:
@@ -169,7 +169,7 @@ def _range(model: type[BaseModel], path: list[str]) -> str:
 
 
 def _rules(field: Any) -> list[Any]:
-    """Bounds of a field, also those inside `Annotated[...] | None` and `list[Annotated[...]]`."""
+    """Bounds of a field, including those inside `Annotated[...] | None` and `list[Annotated[...]]`."""
     found, open_ = list(field.metadata), [field.annotation]
     while open_:
         annotation = open_.pop()

@@ -1,4 +1,4 @@
-"""The encoders of a recipe: who learns, who teaches, and the actors that host teachers."""
+"""Recipe sections of the encoders: the student, the teachers, and the actors that host teachers."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 
 
 class EncoderSection(Section):
-    """An encoder to load: a backbone and how its token vectors become one vector."""
+    """An encoder to load: a backbone and its pooling."""
 
     backbone: str
     """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
     pooling: Pooling | None = None
-    """How token vectors become one vector; null reads it from the folder (sentence-transformers layout)."""
+    """How token vectors are pooled into one sentence vector; null reads it from the folder (sentence-transformers layout)."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = None
-    """Tokens kept of a sentence, special tokens included; null reads it from the folder."""
+    """Maximum tokens per sentence, special tokens included; longer sentences are truncated. null reads it from the folder."""
     prompt: str = ""
-    """Text put before every sentence, or a template with `{sentence}` in it."""
+    """Text prepended to every sentence, or a template that contains `{sentence}`."""
     trust_remote_code: bool = False
-    """Let the folder's own Python code run. Only for models you have read."""
+    """Run Python code from the model's folder. Set it only for code that you have read."""
 
 
 class TrainedSection(EncoderSection):
-    """An encoder that learns and is saved."""
+    """An encoder that is trained and saved."""
 
     pooling: Pooling | None = "cls"
-    """Its pooling; it is saved with the model."""
+    """How token vectors are pooled into one sentence vector; saved with the model. null reads it from the folder."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
-    """Tokens kept of a sentence in training and in the saved model."""
+    """Maximum tokens per sentence, in training and in the saved model; longer sentences are truncated. null reads it from the
+    folder."""
     layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] | None = None
-    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student. `auto` (a student's, with
-    `depth`) tries which ones agree best with the teachers before anything is learned."""
+    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student; null keeps all. `auto`
+    (students only, with `num_layers`) tests before training which layers agree best with the teachers."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Dropout of the backbone in training; null keeps the backbone's own."""
+    """Dropout probability of the backbone in training; null keeps the backbone's configuration."""
 
     @property
     def named_layers(self) -> list[int] | None:
-        """The layers to keep, where they are named."""
+        """The indices of the layers to keep; None for all layers or `auto`."""
         return self.layers if isinstance(self.layers, list) else None
 
     @model_validator(mode="after")
@@ -64,18 +65,18 @@ class TrainedSection(EncoderSection):
 
 
 class StudentSection(TrainedSection):
-    """The encoder that learns from lists."""
+    """The student encoder."""
 
     num_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers to keep where `layers` is `auto`; null elsewhere."""
+    """Number of layers to keep with `layers: auto`; null otherwise."""
     embedding_size: Annotated[int, Field(ge=2)] | None = None
-    """Numbers of a word embedding, by principal components of the backbone's: for very small students, most of whose weights
-    are vocabulary. The saved model is an ELECTRA then. null keeps the backbone's."""
+    """Size of the word embeddings, reduced from the backbone's by principal components: for very small students, most of
+    whose weights are vocabulary. The saved model is then an ELECTRA. null keeps the backbone's size."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the weights it began with in the student that is scored and saved (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
-    itself goes on from what was learned. 0 saves that alone."""
+    """Weight of the initial parameters in the evaluated and saved model (WiSE-FT interpolation, Wortsman et al. 2022, Eq. 1).
+    Training continues from the uninterpolated parameters. 0 saves the trained parameters unchanged."""
     projection: Projection = "tanh_mlp"
-    """Head between the pooled vector and the objective. In training only; never saved."""
+    """Projection head between the pooled vector and the objective. It is used in training only and never saved."""
 
     @model_validator(mode="after")
     def _depth_belongs_to_auto(self) -> Self:
@@ -91,22 +92,23 @@ class EndpointSection(Section):
     """An OpenAI-compatible embeddings endpoint."""
 
     url: str
-    """Its base, such as http://host:8080/v1; `/embeddings` is asked. The teacher's `backbone` is the model's name there."""
+    """Base URL, such as http://host:8080/v1; requests go to its `/embeddings`. The teacher's `backbone` is the model name
+    there."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, where one is needed; the key itself is in no recipe."""
+    """Environment variable that holds the API key, if the endpoint needs one. Recipes never contain the key."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Sentences of one request."""
+    """Sentences per request."""
     connections: Annotated[int, Field(ge=1)] = 4
-    """Requests under way at a time."""
+    """Concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for an answer."""
+    """Seconds to wait for a response."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """Attempts after a lost connection or an answer such as 429 or 503, the pause doubling from half a second."""
+    """Retries after a lost connection or a status such as 429 or 503. The delay starts at 0.5 s and doubles each time."""
 
     @field_validator("url")
     @classmethod
     def _is_a_base_without_secrets(cls, url: str) -> str:
-        """What is refused for a secret is not repeated: messages end in logs."""
+        """Check the URL. An error about a secret does not repeat the value: messages end in logs."""
         scheme, _, rest = url.rpartition("://")
         if "@" in rest.partition("/")[0]:
             raise ValueError(
@@ -122,7 +124,7 @@ class EndpointSection(Section):
     @field_validator("api_key_env")
     @classmethod
     def _is_a_variable(cls, name: str) -> str:
-        """What is refused is not repeated: it may be the key itself."""
+        """Check the variable's name. The error does not repeat the value, which may be the key itself."""
         if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
             raise ValueError(
                 "api_key_env is no name of an environment variable (capitals, digits, _); the key itself belongs in no recipe"
@@ -131,40 +133,40 @@ class EndpointSection(Section):
 
 
 class TeacherSection(EncoderSection):
-    """One frozen teacher: an encoder, a cross-encoder (its folder says so), an endpoint, or a class of your own."""
+    """One frozen teacher: a bi-encoder or a cross-encoder (read from its folder), an endpoint, or a custom class."""
 
     endpoint: EndpointSection | None = None
-    """Where the teacher is asked over HTTP instead of being loaded."""
+    """HTTP endpoint that computes the embeddings; null loads the model."""
     class_path: ClassPath | None = None
-    """`module:Class` of a custom kind of teacher ([how to write one](../how-to/extend.md)); `backbone` is then its name."""
+    """`module:Class` of a custom teacher ([how to write one](../how-to/extend.md)); `backbone` is then its name."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
-    """What `class_path` is made with, by name."""
+    """Keyword arguments of `class_path`'s constructor."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this teacher's cosines. Weights are divided by their sum: 1 and 2 are the paper's α = 1/3 and
-    1 − α (RankCSE §4.4, the unnumbered formula)."""
+    """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are the paper's α = 1/3 and 1 − α (RankCSE
+    §4.4, the unnumbered formula)."""
     alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Weights in its place in lists for rows of a domain (`corpus.domain`): {legal: 3, news: 0}; alpha for any other."""
+    """Weight in lists by the row's domain (`corpus.domain`), such as {legal: 3, news: 0}; other domains use `alpha`."""
     similarity: Literal["cosine", "rank"] = "cosine"
-    """What a list holds: cosines, or rank-space similarities (RankEncoder Eq. 4) among `num_references` sentences."""
+    """Similarity in the lists: cosine, or rank-space similarity (RankEncoder Eq. 4) over `num_references` sentences."""
     num_references: Annotated[int, Field(ge=2)] = 100_000
-    """Sentences of the corpus that a rank-space teacher orders, drawn alike for every seed; all of a smaller corpus."""
+    """Corpus sentences that a rank-space teacher ranks: the same for every seed, and all of a smaller corpus."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """How a rank-space teacher orders them: exactly, or by counting into 65,536 bins, which takes less time among tens of
-    thousands and moves a similarity by 1e-5 at most (1e-6 among 100,000)."""
+    """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster for tens of
+    thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000)."""
     precision: FrozenPrecision = "auto"
-    """Arithmetic of the frozen forward pass, and on a GPU its weights, which take half the memory then. fp16 moves cosines by up
-    to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way. `auto` is bf16 where all devices that may
-    host this teacher have fast bf16 units, else fp32."""
+    """Precision of the frozen forward pass and, on a GPU, of the weights, which halves their memory below fp32. fp16 changes
+    cosines by up to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way. `auto` is bf16 where
+    all devices that may host this teacher have fast bf16 units, else fp32."""
 
     @property
     def forward_precision(self) -> str:
-        """The decided precision; fp32 for a teacher that is not loaded here. `ValueError` while it is still `auto`."""
+        """The resolved precision; fp32 for a teacher that is not loaded here. Raises `ValueError` while it is `auto`."""
         return decided(self.precision) if self.is_model else "fp32"
 
     @property
     def is_model(self) -> bool:
-        """Whether `backbone` names a model that is loaded: neither one behind an endpoint nor one of your own."""
+        """Whether `backbone` names a model to load, rather than an endpoint's or a custom class's."""
         return self.endpoint is None and self.class_path is None
 
     @model_validator(mode="after")
@@ -193,30 +195,31 @@ class TeachersSection(Section):
     """The frozen teachers and the actors that host them."""
 
     encoders: list[TeacherSection] = Field(default_factory=list)
-    """The teachers; none leaves the rank term without lists."""
+    """The teachers; without any, terms that need teachers must be null."""
     mode: Literal["auto", "table", "live"] = "auto"
-    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is
-    `table` wherever the rows are fixed. A cross-encoder has no vectors and always runs live."""
+    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
+    wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
-    """Actors that embed the corpus side by side; null takes one for every CPU (or GPU) of the cluster."""
+    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
     gpus_per_actor: Gpus | None = None
-    """GPUs, or a fraction of one, for each embedding actor and each server that answers live or in rank space; null gives an
-    embedding actor a whole one where there are any, and a server, which works beside the students, none."""
+    """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
+    one GPU to an embedding actor where there are GPUs, and none to a server, which runs during training."""
     node_labels: Labels | None = None
-    """Labels of the nodes that embedding actors and servers are put on; null takes any."""
+    """Node labels that embedding actors and servers require; null allows any node."""
     num_servers: Annotated[int, Field(ge=1)] = 1
-    """List servers of each teacher; workers share them evenly."""
+    """List servers per teacher; workers are distributed evenly over them."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a sign of life after which a server, an embedding actor or the process of dev scores hangs, and is ended
-    and started again. It gives signs while it works, however long a list or a shard takes."""
+    """Seconds without a heartbeat before a server, an embedding actor or the dev-score process counts as hung and is killed
+    and restarted. Heartbeats are sent during work, however long a list or a shard takes."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Steps whose lists travel as one object; the next block is always asked for ahead."""
+    """Steps whose lists are sent as one object; the next block is always prefetched."""
     shard_rows: Annotated[int, Field(ge=1)] = 4096
-    """Rows of one table shard: what is lost at most when a builder is killed."""
+    """Rows per table shard, which is the most work lost when an embedding actor is killed."""
     rank_noise_group: Annotated[int, Field(ge=2)] | None = None
-    """Noise: so many neighbours in a list's order change places at random in every step (DistillCSE's Group-P)."""
+    """Shuffle groups of this many neighbours in each list's order, again in every step (DistillCSE's Group-P); null adds no
+    noise."""
     disagreement_scale: Annotated[float, Field(gt=0)] | None = None
-    """Pairs on which several teachers disagree count less: by exp(-spread / trust), the spread being the standard deviation
-    over teachers of a pair's similarity, in standard deviations of its list. null lets all pairs count alike."""
+    """Down-weight pairs on which several teachers disagree, by exp(-spread / disagreement_scale). The spread is the standard
+    deviation over teachers of a pair's similarity, in standard deviations of its list. null weighs all pairs equally."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
-    """Tokens in one frozen forward pass."""
+    """Tokens per forward pass of a frozen model."""

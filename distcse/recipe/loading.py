@@ -1,4 +1,4 @@
-"""From a recipe's name or file, and overrides, to one validated recipe; and back to YAML. Sweeps are read the same way."""
+"""Reads recipes and search spaces from names or files, applies overrides and validates them; writes them as YAML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Recipe | MutualRecipe)
 S = TypeVar("S", bound=Recipe | MutualRecipe | Sweep)
 
 _MOST_VALUES = 100_000
-"""In one document, aliases written out: ten lines of YAML can stand for a thousand million."""
+"""Maximum values of one document with aliases expanded: ten lines of YAML can expand to a thousand million."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,14 +56,18 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def packaged_recipes() -> list[str]:
-    """Names of the recipes that come with distcse."""
+    """List the names of the recipes in the package."""
     return sorted(
         entry.name.removesuffix(".yaml") for entry in files("distcse.recipes").iterdir() if entry.name.endswith(".yaml")
     )
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a student that learns from lists; see `read_recipe`."""
+    """Read a student's recipe; see `read_recipe`.
+
+    Raises:
+        InvalidValueError: It is a recipe of mutual distillation.
+    """
     recipe = read_recipe(name, overrides)
     if isinstance(recipe, MutualRecipe):
         raise InvalidValueError(
@@ -73,13 +77,13 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualRecipe:
-    """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, validate.
+    """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
 
-    A document with `groups` is a recipe of mutual distillation. Relative paths are taken from the current directory and
-    made absolute, because a Ray worker's current directory is its own.
+    A document with `groups` is a recipe of mutual distillation. Relative paths are resolved against the current directory,
+    because a Ray worker has another one.
 
     Raises:
-        RenamedKeyError: A key or value has another name now.
+        RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     document = _read(name, overrides)
@@ -92,11 +96,12 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
 
 
 def with_values(recipe: R, values: Mapping[str, Any]) -> R:
-    """A recipe with other values at some paths, validated again.
+    """Return a copy of a recipe with other values at some paths, validated again.
 
     Raises:
-        RenamedKeyError: A path has another name now.
-        RecipeError: A path is no knob of this recipe, or is inside a section that the recipe leaves out; or a value is refused.
+        RenamedKeyError: A path has been renamed.
+        OverrideError: A path is inside a section that the recipe leaves out.
+        RecipeError: A path is no key of this recipe, or a value is invalid.
     """
     refuse_renamed_values(values)
     document = recipe.model_dump(mode="json")
@@ -113,15 +118,15 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
 
 
 def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
-    """Read a sweep from a YAML file, apply `key.path=value` overrides, validate.
+    """Read a search space from a YAML file, apply `key.path=value` overrides, and validate it.
 
     Args:
-        file: Its name.
+        file: Path of the file.
         overrides: `key.path=value`.
         override_prefix: What the user wrote before each path, for errors about renamed keys.
 
     Raises:
-        RenamedKeyError: A key or value has another name now.
+        RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     if not os.path.isfile(file):
@@ -145,12 +150,12 @@ def _validated(kind: type[S], document: Document, name: str) -> S:
 
 
 def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:
-    """A recipe whose student keeps these layers, where it left the choice to the run."""
+    """Return a copy of a recipe with `layers: auto` replaced by these layers of the student."""
     return with_values(recipe, {"student.layers": list(layers), "student.num_layers": None})
 
 
 def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
-    """The resolved recipe as YAML, every knob with its value; `read_recipe` reads it back unchanged."""
+    """Format the resolved recipe as YAML, with the value of every key; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -174,7 +179,7 @@ def _read(name: str, overrides: Sequence[str]) -> Document:
 
 
 def decode(text: bytes) -> str:
-    """A document's text: UTF-8, or UTF-16 with a byte-order mark, as YAML has it."""
+    """Decode a document: UTF-8, or UTF-16 with a byte-order mark, as YAML allows."""
     return text.decode("utf-16" if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8")
 
 
@@ -198,7 +203,7 @@ def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: 
 
 
 def _read_in_engine_settings(document: Document) -> None:
-    """A file that a recipe names for DeepSpeed becomes part of it: a resumed run does not ask whether it has changed."""
+    """Inline the DeepSpeed files that a recipe names, so that a resumed run does not depend on later changes of them."""
     for name in ("training", "bi", "cross"):
         section = document.get(name)
         file = section.get("deepspeed") if isinstance(section, dict) else None
@@ -213,7 +218,7 @@ def _read_in_engine_settings(document: Document) -> None:
 
 
 def _apply(document: Document, override: str) -> None:
-    """Set `a.b.0.c=value` in the document; the value is YAML, so numbers, lists and null mean what they mean there."""
+    """Set `a.b.0.c=value` in the document; the value is parsed as YAML."""
     path, equals, value = override.partition("=")
     if not equals or not path:
         raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
@@ -236,8 +241,7 @@ def _value(text: str, path: str) -> Any:
 
 
 def _constructed(text: bytes | str, name: str) -> Any:
-    """What YAML says; `ValueError`, in one line, where it is broken, endlessly deep, or small but many when its aliases are
-    written out."""
+    """Parse YAML. Raises a one-line `ValueError` if it is invalid, nested too deep, or too large with its aliases expanded."""
     try:
         loader = _Loader(text)
         loader.name = name
@@ -255,7 +259,7 @@ def _constructed(text: bytes | str, name: str) -> Any:
 
 
 def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values below a node, those behind an alias counted as often as they are named."""
+    """Count the values below a node, with aliases expanded."""
     if id(node) not in known:
         known[id(node)] = 1  # an alias of itself is refused later, by name
         inside = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -339,7 +343,7 @@ def _found_storage(storage: StorageSection) -> StorageSection:
 
 
 def _located(name: str) -> str | None:
-    """An address is one everywhere."""
+    """Resolve a folder; an address of object storage stays as it is."""
     return name.rstrip("/") if is_uri(name) else _absolute(name)
 
 
@@ -352,5 +356,5 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _absolute_folder(name: str | None) -> str | None:
-    """A name that is a folder here becomes its absolute path; anything else (a hub id) stays."""
+    """Make the name of an existing folder absolute; anything else (a hub id) stays as it is."""
     return _absolute(name) if name is not None and os.path.isdir(os.path.expanduser(name)) else name

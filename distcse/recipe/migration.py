@@ -1,4 +1,4 @@
-"""Rewrites a recipe or search-space file of version 0.1 with today's names of keys and values."""
+"""Rewrites a recipe or search-space file of version 0.1 with the current names of keys and values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def migrate_text(text: str, name: str) -> tuple[str, list[Renaming]]:
 
     Args:
         text: A recipe or a search space.
-        name: What errors call it.
+        name: The document's name, for errors.
 
     Returns:
-        The text with the new names, and what was renamed.
+        The text with the new names, and the renamings.
 
     Raises:
         RecipeSyntaxError: It is not YAML, or not a mapping.
-        RenamedKeyError: A key is there under its old and under its new name.
+        RenamedKeyError: A key occurs under both its old and its new name.
     """
     stored = without_checksum_line(text)
     body = text if stored is None else stored
@@ -47,13 +47,13 @@ def migrate_file(file: str, output: str | None = None) -> list[Renaming]:
         output: Where to write the result; None replaces the file.
 
     Returns:
-        What was renamed.
+        The renamings.
 
     Raises:
         RecipeNotFoundError: There is no such file, or it cannot be read.
         RecipeSyntaxError: It is not UTF-8, not YAML, or not a mapping.
-        RenamedKeyError: A key is there under its old and under its new name. Nothing is written.
-        StorageWriteError: The result cannot be written. The file stays as it was.
+        RenamedKeyError: A key occurs under both its old and its new name. Nothing is written.
+        StorageWriteError: The result cannot be written. The file stays unchanged.
     """
     source = resolve_path(file)
     if not fetch(source):

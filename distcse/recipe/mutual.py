@@ -1,4 +1,4 @@
-"""The knobs of Trans-Encoder's self- and mutual distillation. Defaults are those of its common setting (paper, Table 16)."""
+"""Recipe of Trans-Encoder's self- and mutual distillation. Defaults are its common setting (paper, Table 16)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from distcse.recipe.training import LoopSection
 
 
 class BandSection(Section):
-    """Neighbours whose cosine lies in [low, high)."""
+    """Band of neighbours whose cosine lies in [low, high)."""
 
     low: Annotated[float, Field(ge=-1, le=1)]
-    """Least cosine of a pair."""
+    """Lowest cosine of the band."""
     high: Annotated[float, Field(ge=-1, le=2)]
-    """Pairs from here on belong to another band."""
+    """Upper bound of the cosine, exclusive."""
     share: Weight = 1.0
-    """Of the mined pairs, relative to the other shares."""
+    """Share of the mined pairs, relative to the other shares."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> Self:
@@ -31,14 +31,14 @@ class BandSection(Section):
 
 
 class MiningSection(Section):
-    """Pairs out of raw text: no test set is seen."""
+    """Pairs mined from raw text, without any test set."""
 
     corpus: CorpusSection
-    """Where the sentences come from."""
+    """Unlabelled text to mine."""
     pairs: Annotated[int, Field(ge=2)] = 10_000
-    """Pairs to mine."""
+    """Number of pairs to mine."""
     num_neighbors: Annotated[int, Field(ge=1)] = 20
-    """Nearest sentences looked at for each sentence, by the first group's bi-encoder as it starts, and by BM25."""
+    """Nearest neighbours considered per sentence, by the first group's initial bi-encoder and by BM25."""
     bands: list[BandSection] = Field(
         default_factory=lambda: [
             BandSection(low=0.9, high=2.0),
@@ -46,11 +46,11 @@ class MiningSection(Section):
             BandSection(low=0.5, high=0.7),
         ]
     )
-    """What of the nearest neighbours is taken."""
+    """Cosine bands that neighbours are drawn from."""
     bm25_share: Weight = 1.0
-    """Share of pairs that BM25 finds: alike in words, whatever the encoder thinks."""
+    """Share of pairs found by BM25: similar in words, whatever their cosine."""
     random_share: Weight = 1.0
-    """Share of pairs drawn at random: hardly ever alike."""
+    """Share of pairs drawn at random, which are rarely similar."""
 
     @model_validator(mode="after")
     def _takes_something(self) -> Self:
@@ -63,17 +63,18 @@ class PairsSection(Section):
     """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
 
     path: str | list[str] | None = None
-    """File or files with two columns of sentences: .tsv, .tsv.gz, .jsonl, .jsonl.gz, .parquet."""
+    """File or list of files with two columns of sentences: .tsv, .tsv.gz, .jsonl, .jsonl.gz or .parquet."""
     columns: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: ["sentence1", "sentence2"]
     )
     """Names of the two columns."""
     task: Name | None = None
-    """A task's own pairs, test pairs among them: all files of `pairs/TASK` in `evaluation.data`. Transductive, and marked so."""
+    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`. This is transductive,
+    and reports mark it."""
     mine: MiningSection | None = None
-    """Pairs mined from raw text."""
+    """Mine pairs from raw text."""
     limit: Annotated[int, Field(ge=2)] | None = None
-    """Keep so many different pairs, drawn by the seed."""
+    """Use N distinct pairs, drawn by the seed; null uses all."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -84,22 +85,23 @@ class PairsSection(Section):
 
 
 class GroupSection(TrainedSection):
-    """One pre-trained language model: its bi-encoder as it starts, and what its group of actors is given."""
+    """One pre-trained language model: its initial bi-encoder and the resources of its actors."""
 
     name: Name
-    """What the group is called in folders, tables and messages."""
+    """Name of the group in folders, tables and messages."""
     cross_backbone: str | None = None
-    """What the cross-encoder starts from; null is `backbone`. The paper: the language model that the bi-encoder came from."""
+    """Initial model of the cross-encoder; null is `backbone`. The paper uses the language model that the bi-encoder came
+    from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this group's scores in the labels (for the mean)."""
+    """Weight of this group's scores in the labels (with `combine: mean`)."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Training workers, each with a scorer beside it."""
+    """Training workers, each with a scoring actor."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
-    """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly among all workers of all groups."""
+    """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among the workers of all groups."""
     node_labels: Labels | None = None
-    """Labels of the nodes that workers and their scorers are put on; null takes any."""
+    """Node labels that workers and their scorers require; null allows any node."""
     gpus_per_worker: Gpus | None = None
-    """GPUs of a worker, which its scorer shares; null takes one where the cluster has enough for all groups."""
+    """GPUs per worker, shared with its scorer; null assigns one where the cluster has enough for all groups."""
 
     @model_validator(mode="after")
     def _layers_are_named(self) -> Self:
@@ -121,81 +123,82 @@ class GroupSection(TrainedSection):
 
 
 class BiSection(LoopSection):
-    """How bi-encoders learn from cross-encoders: mean squared error of the cosine."""
+    """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs of a step over all workers of a group."""
+    """Pairs per step over all workers of a group."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of all steps in which the rate rises from 0."""
+    """Share of steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
 
 
 class CrossSection(LoopSection):
-    """How cross-encoders learn from bi-encoders: binary cross-entropy with soft labels."""
+    """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
 
     batch_size: Annotated[int, Field(ge=2)] = 32
-    """Pairs of a step over all workers of a group."""
+    """Pairs per step over all workers of a group."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
     """Passes over the pairs: 1 for STS, 3 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of all steps in which the rate rises from 0."""
+    """Share of steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
     max_length: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Tokens kept of a pair, in training, in labelling and in the saved model."""
+    """Maximum tokens per pair, in training, in labelling and in the saved model."""
     both_orders: bool = True
-    """Learn each pair in both orders. Labels are asked for in one."""
+    """Train on each pair in both orders. Labels are computed in one order."""
 
 
 class MutualSection(Section):
-    """How the groups' labels come together, and for how long."""
+    """Distillation cycles, and how the groups' scores are combined into labels."""
 
     cycles: Annotated[int, Field(ge=1)] = 3
     """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
     initialization: Literal["refresh", "sequential"] = "refresh"
-    """Where each phase starts: `refresh` from the backbones, `sequential` from the weights of the phase before."""
+    """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase."""
     combine: Literal["mean", "median", "trimmed_mean"] = "mean"
-    """How the groups' scores of a pair become its label: of raw cosines, or of sigmoid outputs; never of logits."""
+    """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
-    """Share of scores that a trimmed mean leaves out at either end, at least one where there are three groups."""
+    """Share of scores that the trimmed mean drops at each end, at least one with three groups."""
     precision: Precision = "auto"
-    """Arithmetic in which pairs are scored for their labels. bf16 moves a score by up to 1e-2. `auto` is bf16 where the devices
-    of all groups have fast bf16 units, else fp32."""
+    """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
+    groups have fast bf16 units, else fp32."""
     clamp: bool = False
-    """Cut cosines at 0 and 1 before they are labels; the paper's code leaves them as they are."""
+    """Clip cosine labels to [0, 1]; the paper's code does not."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop after so many cycles in which no group had a new best dev score; null does all cycles."""
+    """Stop after this many cycles in which no group had a new best dev score; null runs all cycles."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What becomes of the run when a group cannot go on: it ends, or goes on without the group and says so."""
+    """What happens when a group cannot continue: `stop` ends the run, `drop` continues without the group and reports it."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Times a group is started again, from its last checkpoint, after it lost a worker or a scorer."""
+    """Restarts of a group from its last checkpoint after losing a worker or a scorer."""
 
 
 class MutualEvaluationSection(Section):
-    """What is measured during the run and at its end."""
+    """Evaluation during mutual distillation and at its end."""
 
     data: str | None = None
-    """Folder with labelled sets, as for all recipes."""
+    """Folder of labelled sets, in the layout of all recipes."""
     dev: str = "stsb"
-    """What picks the best checkpoint of a phase, and the best cycle: `stsb` (STS-B dev in `data`); the name of a set in `data`
-    (`pairs/NAME/dev`), or a file of labelled pairs (Spearman with its column `score`, or area under the ROC curve with its
-    column `label`); or `none`, and the last one is taken."""
+    """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`); the name of a set
+    in `data` (`pairs/NAME/dev`); a file of labelled pairs (Spearman correlation with its column `score`, or area under the
+    ROC curve with its column `label`); or `none`, which takes the last one."""
     dev_is_test: bool = False
-    """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
+    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     eval_steps: Annotated[int, Field(ge=1)] = 200
-    """Steps of an epoch between two dev scores, each also a checkpoint; the end of an epoch is one, too."""
+    """Steps of an epoch between two dev scores. Each dev score also writes a checkpoint, as does the end of an epoch."""
     precision: Precision = "auto"
-    """Arithmetic of dev scores and of the final evaluation. `auto` is bf16 where the devices that score have fast bf16 units,
+    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
     else fp32; the report names it."""
     final_suites: list[Measure] | None = None
-    """Measured at the end for all starts, bi-encoders, cross-encoders and their ensembles; null is sts where there is data."""
+    """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles; null is `sts`
+    where `data` is set."""
 
 
 class MutualRecipe(Section):
@@ -204,25 +207,25 @@ class MutualRecipe(Section):
     name: Name = "mutual"
     """Name of the run directory."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 2021
-    """Seed of sampling, dropout and fresh weights."""
+    """Seed of sampling, dropout and newly initialised weights."""
     pairs: PairsSection
-    """What the labels are for."""
+    """Sentence pairs to label."""
     groups: Annotated[list[GroupSection], Field(min_length=1)]
     """The language models."""
     bi: BiSection = BiSection()
-    """Cross → bi."""
+    """Training of bi-encoders (cross → bi)."""
     cross: CrossSection = CrossSection()
-    """Bi → cross."""
+    """Training of cross-encoders (bi → cross)."""
     mutual: MutualSection = MutualSection()
     """Cycles and labels."""
     evaluation: MutualEvaluationSection = MutualEvaluationSection()
-    """What is measured."""
+    """Dev scores and final evaluation."""
     storage: StorageSection = StorageSection()
-    """Where results live."""
+    """Where runs and caches are stored."""
     loggers: LoggersSection = LoggersSection()
-    """Who else is told of the run."""
+    """Experiment trackers."""
     ray: bool = True
-    """Run the groups side by side as actors; false runs them in this process, in turns."""
+    """Run the groups in parallel as Ray actors; false runs them one after another in the calling process."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

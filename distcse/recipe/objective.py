@@ -1,4 +1,4 @@
-"""The terms of the objective and their weights. The defaults are those of RankCSE's common setting (paper, Table 9)."""
+"""Recipe sections of the objective: terms and weights. The defaults are RankCSE's common setting (paper, Table 9)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from distcse.recipe.own import ClassPath, CustomKwarg
 from distcse.recipe.section import Name, Section, Weight
 
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]
-"""Below 1e-4 a float32 cosine's own rounding is worth a factor of e: what would be learned is noise."""
+"""At least 1e-4: below it, the rounding of a float32 cosine changes a logit by a factor of e."""
 
 
 class FalseNegativesSection(Section):
-    """Pairs of a batch that the teachers call near-identical are no negatives."""
+    """Treatment of in-batch negatives that the teachers rate as near-identical."""
 
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.9
-    """Similarity, by the teachers' weighted mean, from which on a pair says the same."""
+    """Similarity (the teachers' weighted mean) from which a pair counts as a false negative."""
     form: Literal["mask", "soften"] = "mask"
-    """`mask` leaves such negatives out; `soften` lets their weight fall from 1 at `threshold` to 0 at similarity 1."""
+    """`mask` excludes false negatives; `soften` decreases their weight from 1 at `threshold` to 0 at similarity 1."""
 
 
 class InfoNCESection(Section):
@@ -29,11 +29,11 @@ class InfoNCESection(Section):
     """Weight of the term in the sum."""
 
     false_negatives: FalseNegativesSection | None = None
-    """What is done about negatives that are none; needs teachers."""
+    """Treatment of false negatives, which needs teachers; null keeps all negatives."""
 
 
 class ConsistencySection(Section):
-    """Consistency of the two views' lists (RankCSE Eq. 2)."""
+    """Consistency between the two views' lists (RankCSE Eq. 2)."""
 
     beta: Weight = 1.0
     """Weight β of the term in the sum."""
@@ -42,14 +42,14 @@ class ConsistencySection(Section):
 
 
 class QueueSection(Section):
-    """Sentences beyond the batch that lengthen every list; the gradient goes through the batch's side only."""
+    """Sentences outside the batch that extend every list. Gradients flow through the batch's vectors only."""
 
     num_batches: Annotated[int, Field(ge=0)] = 8
-    """Recent batches whose student vectors, as they were then, are kept in a queue."""
+    """Recent batches whose student vectors are kept in a queue, as computed then."""
     num_anchors: Annotated[int, Field(ge=0)] = 0
-    """Rows of the corpus, drawn by the seed and not trained on, that are in every list."""
+    """Corpus rows in every list, drawn by the seed and excluded from training."""
     refresh_steps: Annotated[int, Field(ge=1)] = 16
-    """Steps after which the anchors are encoded anew by the student."""
+    """Steps between two encodings of the anchors by the student."""
 
     @model_validator(mode="after")
     def _holds_something(self) -> QueueSection:
@@ -62,7 +62,8 @@ class RankSection(Section):
     """Ranking distillation from the teachers' lists (RankCSE Eq. 4 and 5)."""
 
     form: Literal["list_net", "list_mle"] = "list_net"
-    """ListNet matches the top-one distribution; ListMLE maximises the likelihood of the teachers' order."""
+    """`list_net` (ListNet) matches the top-one distribution; `list_mle` (ListMLE) maximises the likelihood of the teachers'
+    order."""
     gamma: Weight = 1.0
     """Weight γ of the term in the sum."""
     tau2: Temperature = 0.05
@@ -70,26 +71,26 @@ class RankSection(Section):
     tau3: Temperature = 0.025
     """Temperature of the teachers' list (ListNet only)."""
     exclude_positive: bool | None = None
-    """Leave the sentence itself out of its list; null is the paper's choice: yes for ListNet, no for ListMLE."""
+    """Exclude the sentence itself from its list; null is the paper's choice: true for ListNet, false for ListMLE."""
     list_reduction: Literal["sum", "mean"] = "sum"
     """ListMLE's reduction over a list; `mean` divides by the list's length."""
     eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
-    """ListMLE: null is exact; 1e-10 or 1e-7 adds the public codes' constant inside the logarithm."""
+    """ListMLE only: constant added inside the logarithm, 1e-10 or 1e-7 in the public codes; null adds none."""
     queue: QueueSection | None = None
-    """Longer lists than the batch; null keeps them as long as the batch."""
+    """Sentences that extend the lists beyond the batch; null uses the batch alone."""
 
 
 class RankRegressionSection(Section):
-    """The student's cosines shall be the teachers' rank-space similarities (RankEncoder Eq. 6)."""
+    """Regression of the student's cosines on the teachers' rank-space similarities (RankEncoder Eq. 6)."""
 
     weight: Weight = 0.05
-    """Weight λ of the term."""
+    """Weight λ of the term in the sum."""
     lower: Annotated[float, Field(ge=-2, le=2)] = 0.5
-    """τl: pairs less similar than this are left out."""
+    """τl: exclude pairs below this similarity."""
     upper: Annotated[float, Field(ge=-2, le=2)] = 0.8
-    """τu: pairs more similar than this are left out; 0.9999 drops the sentence itself alone."""
+    """τu: exclude pairs above this similarity; 0.9999 excludes only the sentence itself."""
     student_similarity: Literal["cross_view", "same_view"] = "cross_view"
-    """Cosine of a pair's different views, as the public code has it, or of its first views."""
+    """Cosine between a pair's different views, as in the public code, or between its first views."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> RankRegressionSection:
@@ -99,39 +100,40 @@ class RankRegressionSection(Section):
 
 
 class RegressionSection(Section):
-    """The student's vector shall be that of its teachers (Stella and Jasper; LEAF)."""
+    """Regression of the student's vectors on the teachers' vectors (Stella and Jasper; LEAF)."""
 
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     form: Literal["cosine", "mse"] = "cosine"
-    """`cosine` is 1 - cos; `mse` the squared distance, which learns the length too."""
+    """`cosine` is 1 - cos; `mse` is the squared distance, which also fits the norm."""
     teachers: list[Annotated[int, Field(ge=0)]] | None = None
-    """Numbers of the teachers whose vectors are joined, by their alphas, into the target; null takes all. One teacher of the
-    student's own width is the target as it is; anything else is projected onto the student's width."""
+    """Indices of the teachers whose vectors, weighted by alpha, are concatenated into the target; null takes all. A single
+    teacher of the student's width is used unchanged; any other target is projected to the student's width."""
 
 
 class DetectionSection(Section):
     """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
 
     weight: Weight = 0.005
-    """Weight λ of the term."""
+    """Weight λ of the term in the sum."""
     generator: str | None = None
-    """Folder or hub id of a masked language model with the student's vocabulary; `deletion` needs none."""
+    """Folder or hub id of a masked language model with the student's vocabulary; not needed for `deletion`."""
     operation: Literal["replacement", "insertion", "deletion"] = "replacement"
-    """What is done to the sentence (DiffCSE Table 4)."""
+    """Edit applied to the sentence (DiffCSE Table 4)."""
     masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of tokens that are masked, inserted or deleted; each view has its own."""
+    """Share of tokens that are masked, inserted or deleted, drawn separately for each view."""
     replace: Literal["all_positions", "masked_only"] = "all_positions"
-    """The generator's choice counts everywhere, as in the public code, or at masked positions alone."""
+    """Where the generator's tokens replace the sentence's: at all positions, as in the public code, or only at masked ones."""
     sampling: Literal["argmax", "sample"] = "argmax"
-    """The generator's token: its likeliest one, as in the public code, or one drawn with its probability, as in the paper."""
+    """How the generator's token is chosen: the most likely one, as in the public code, or sampled, as in the paper."""
     reduction: Literal["all", "nonpad"] = "all"
-    """The mean is over all positions, padding too, as in the public code, to which λ is tuned; or over tokens. Padding is that
-    of the global batch's edited sentences, for any number of workers, noise streams and chunks."""
+    """`all` averages over all positions including padding, as in the public code, for which λ is tuned; `nonpad` averages
+    over tokens. Padding is that of the global batch's edited sentences, for any number of workers, dropout streams and
+    chunks."""
     condition: Literal["projected", "pooled"] = "projected"
-    """The vector that the discriminator is told: behind the projection, or before it."""
+    """Sentence vector that conditions the discriminator: after the projection, or before it."""
     generator_dropout: bool = True
-    """Dropout in the frozen generator, as the public code has it."""
+    """Apply dropout in the frozen generator, as the public code does."""
 
     @model_validator(mode="after")
     def _has_a_generator(self) -> DetectionSection:
@@ -141,37 +143,38 @@ class DetectionSection(Section):
 
 
 class CustomLossSection(Section):
-    """A custom term ([how to write one](../how-to/extend.md))."""
+    """A custom loss term ([how to write one](../how-to/extend.md))."""
 
     class_path: ClassPath
-    """`module:Class`, importable wherever the run's workers are."""
+    """`module:Class`, importable on every worker of the run."""
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
-    """What the class is made with, by name."""
+    """Keyword arguments of the class's constructor."""
 
 
 class ObjectiveSection(Section):
-    """The weighted sum of terms; a term set to null is left out."""
+    """The weighted sum of loss terms; null disables a term."""
 
     tau1: Temperature = 0.05
     """Temperature of InfoNCE and of the consistency term."""
     info_nce: InfoNCESection | None = InfoNCESection()
-    """The contrastive term."""
+    """Contrastive term."""
     consistency: ConsistencySection | None = ConsistencySection()
-    """The consistency term."""
+    """Consistency term."""
     rank: RankSection | None = RankSection()
-    """The distillation term; needs teachers."""
+    """Ranking distillation term; needs teachers."""
     rank_regression: RankRegressionSection | None = None
-    """RankEncoder's term; needs teachers, in rank space as the paper has them."""
+    """RankEncoder's term; needs teachers, which the paper has in rank space."""
     regression: RegressionSection | None = None
-    """Vector targets beside lists, or instead; needs teachers with tables."""
+    """Vector regression term, in addition to list terms or instead of them; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)
-    """Terms of your own, by the name that reports give them."""
+    """Custom terms, by the name that reports use."""
     combine: Literal["sum", "hinge"] = "sum"
-    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), others added."""
+    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), plus the other
+    terms."""
 
     @model_validator(mode="after")
     def _own_names_are_new(self) -> ObjectiveSection:
@@ -182,5 +185,5 @@ class ObjectiveSection(Section):
 
     @property
     def memory(self) -> QueueSection | None:
-        """What lengthens the lists; None where nothing does, or no list counts."""
+        """The queue that extends the lists; None without one, or where the rank term has no weight."""
         return self.rank.queue if self.rank is not None and self.rank.gamma else None

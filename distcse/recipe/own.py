@@ -1,4 +1,4 @@
-"""Classes of the user's own, named in a recipe as `module:Class`."""
+"""Custom classes, named in a recipe as `module:Class`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CustomKwarg = bool | int | float | str | None | list[int] | list[float] | list[s
 
 
 def load_class(code: str, key: str) -> type:
-    """The class that `code` (`module:Class`) names. Importing it runs the module: a recipe names code that you have read.
+    """Import the class that `code` names. Importing runs the module, so name only code that you have read.
 
     Args:
-        code: What the recipe says.
-        key: Where it says so, for errors.
+        code: `module:Class`.
+        key: The recipe's key, for errors.
 
     Raises:
-        RecipeError: There is no such module or class.
+        CustomClassError: There is no such module or class.
     """
     module, _, name = code.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""The reference of all knobs as Markdown, made from the types: docs/reference/recipe.md is this and nothing else."""
+"""Generates the reference of all recipe keys, docs/reference/recipe.md, from the types."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     parts = [_HEAD]
     headings: dict[type[BaseModel], str] = {}
     for title, suffix, document, about in _DOCUMENTS:
@@ -72,7 +72,7 @@ def reference() -> str:
 
 
 def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """A section, then those inside it, in the order of their keys."""
+    """Yield a section, then the sections inside it, in the order of their keys."""
     yield path, model
     for name, field in model.model_fields.items():
         star, inner = _section_in(field.annotation)
@@ -81,7 +81,7 @@ def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, typ
 
 
 def _section_in(annotation: Any) -> tuple[str, type[BaseModel] | None]:
-    """The section that a key holds, and `.*` where it holds many."""
+    """Return the section that a key holds, and `.*` if it holds several."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "", annotation
     many = ".*" if get_origin(annotation) in (list, dict) else ""
@@ -105,7 +105,7 @@ def _table(model: type[BaseModel], headings: dict[type[BaseModel], str]) -> str:
 
 
 def told_type(field: FieldInfo) -> str:
-    """What a key may be, in words: `whole number ≥ 1 or null`."""
+    """Describe the type of a key: `integer ≥ 1 or null`."""
     return _type(field.annotation, field.metadata)
 
 

@@ -1,4 +1,4 @@
-"""Recipe keys of version 0.1 and what each is called now: for `distcse recipe migrate` and for the errors about old keys."""
+"""Recipe keys of version 0.1 and their current names, for `distcse recipe migrate` and for errors about old keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds keys and values of version 0.1 in recipes, search spaces and overrides, and says what each is called now.
+"""Finds keys and values of version 0.1 in recipes, search spaces and overrides, with their current names.
 
-A finding has the place of the old name in the text, so that `distcse recipe migrate` replaces the name and nothing else:
-comments, order, quotes, indentation and line breaks stay byte for byte.
+A finding has the position of the old name in the text, so that `distcse recipe migrate` replaces only the name: comments,
+order, quotes, indentation and line breaks stay byte for byte.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class _Names:
     holds_recipe_paths: bool = False
 
     def find(self, key: str) -> tuple[_Names, str]:
-        """What is known of a key, by its old or new name (or any, for `*`), and its new name."""
+        """Return the table's node for a key, by its old or new name (or any, for `*`), and the key's new name."""
         for name, names in self.inside.items():
             if key in (name, names.new_name):
                 return names, names.new_name or key
         return self.inside.get("*", _UNKNOWN), key
 
     def rename(self, path: str) -> tuple[_Names, str]:
-        """The same for a path."""
+        """Return the same for a path."""
         names, renamed = self, list[str]()
         for key in path.split("."):
             names, new_name = names.find(key)
@@ -120,7 +120,7 @@ def find_renamed(text: str, *, source: str, is_space: bool) -> list[Renaming]:
 
 
 def replace_renamed(text: str, renamings: Iterable[Renaming]) -> str:
-    """The text with all findings replaced."""
+    """Return the text with all findings replaced."""
     parts, end = [], 0
     for renaming in renamings:
         parts += [text[end : renaming.start], renaming.replacement]
@@ -129,7 +129,7 @@ def replace_renamed(text: str, renamings: Iterable[Renaming]) -> str:
 
 
 def rename_path(path: str) -> str:
-    """What a recipe's path is called now: itself, where it has not been renamed."""
+    """Return the current name of a recipe path: the path itself if it has not been renamed."""
     return _RECIPE.rename(path)[1]
 
 

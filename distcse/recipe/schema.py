@@ -1,4 +1,4 @@
-"""A student's recipe, whole: its text, encoders, objective, training, measurements and places."""
+"""The recipe of one student: corpus, encoders, objective, training, evaluation and storage."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"
 
 
 class CorpusSection(Section):
-    """Where the unlabelled sentences come from: exactly one of `path`, `dataset` and `docstrings`."""
+    """The unlabelled sentences: exactly one of `path`, `dataset` and `docstrings`."""
 
     path: str | list[str] | None = None
-    """File or files: .txt, .txt.gz, .jsonl, .jsonl.gz, .csv, .csv.gz, .parquet; one sentence a line or row."""
+    """File or list of files: .txt, .txt.gz, .jsonl, .jsonl.gz, .csv, .csv.gz or .parquet, with one sentence per line or row."""
     dataset: str | None = None
-    """A Hugging Face `datasets` name or local folder; the hub is asked only when it is not a folder."""
+    """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
     dataset_config: str | None = None
-    """The data set's configuration name, where it has several."""
+    """Configuration of `dataset`, for data sets that have several."""
     split: str = "train"
     """Split of `dataset`."""
     streaming: bool = False
-    """Fetch the first `limit` rows of `dataset` and no more, instead of all its files. They are kept as any corpus is."""
+    """Download only the first `limit` rows of `dataset` instead of all its files. They are cached like any corpus."""
     docstrings: list[str] | None = None
-    """Names of installed packages whose documentation strings are the corpus (the quickstart's source)."""
+    """Names of installed packages whose docstrings are the corpus, as in the quickstart."""
     column: str = "text"
-    """Column (.csv, .parquet, data set) or key (.jsonl) that holds the sentence."""
+    """Column (.csv, .parquet, data set) or key (.jsonl) of the sentence."""
     domain: str | None = None
-    """Column or key that names a row's domain, for teachers with weights by domain."""
+    """Column or key of a row's domain, for teachers with `alpha_by_domain`."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Keep the first so many sentences."""
+    """Use only the first N sentences; null uses all."""
     exclude_evaluation: bool = False
-    """Leave out every sentence that occurs, but for case, punctuation and spacing, in a labelled set of `evaluation.data`."""
+    """Drop sentences that occur in a labelled set of `evaluation.data`, ignoring case, punctuation and spacing."""
 
     @model_validator(mode="after")
     def _one_source(self) -> CorpusSection:
@@ -54,57 +54,59 @@ class CorpusSection(Section):
 
 
 class AsyncEvalSection(Section):
-    """What the process that scores beside the training takes, on one of the nodes that may train."""
+    """Resources of the process that computes dev scores during training, on one of the nodes that may train."""
 
     cpus: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs of it."""
+    """CPUs of the process."""
     gpus: Gpus | None = None
-    """GPUs of it, or a fraction of one; null gives it none, and warns of it where its nodes have some."""
+    """GPUs of the process, or a fraction of one; null assigns none, with a warning where its nodes have GPUs."""
 
 
 class EvaluationSection(Section):
-    """What is measured during the run and at its end."""
+    """Evaluation during training and at its end."""
 
     data: str | None = None
-    """Folder with labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
+    """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
     dev: Literal["auto", "stsb", "agreement", "none"] = "auto"
-    """Score that picks the best checkpoint: STS-B dev Spearman, agreement with the teachers on held-out rows, or none: the
-    last one is taken. `auto` is `stsb` where `data` is given, else `agreement` where there are teachers."""
+    """Score that selects the best checkpoint: Spearman correlation on STS-B dev, agreement with the teachers on held-out
+    rows, or `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are
+    teachers, else `none`."""
     dev_is_test: bool = False
-    """The dev set is a test set, and that is meant: figures on it are then chosen by it, and no measurement."""
+    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
-    """Rows of the corpus that are never trained on and that `agreement` is measured on."""
+    """Rows of the corpus that are excluded from training; `agreement` is computed on them."""
     eval_steps: Annotated[int, Field(ge=1)] = 125
-    """Steps between two dev scores; each is also a checkpoint."""
+    """Steps between two dev scores. Each dev score also writes a checkpoint."""
     async_eval: AsyncEvalSection | None = None
-    """Dev scores are made by a process beside the workers, which go on meanwhile; `{}` takes a CPU for it. A score is known one
-    checkpoint later at the latest, and so early stopping stops one later. null scores in the workers, as trials of a sweep do."""
+    """Compute dev scores in a separate process while the workers continue; `{}` uses one CPU. A score arrives at most one
+    checkpoint later, so early stopping stops one checkpoint later. null computes them in the workers, as trials of a sweep
+    do."""
     precision: Precision = "auto"
-    """Arithmetic of dev scores and of the final evaluation. `auto` is bf16 where the devices that score have fast bf16 units,
+    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
     else fp32; the report names it."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop after so many dev scores without a new best; null never stops early."""
+    """Stop after this many dev scores without a new best; null disables early stopping."""
     final_suites: list[Measure] | Literal["with_transfer"] | None = None
-    """Measured at the end for start, student and teachers; null takes `sts`, `ranking`, `geometry` and `retrieval` where
-    `data` is given, else `agreement`. `with_transfer` adds `transfer` to these where `data` is given: minutes per model
-    ([how many](../how-to/evaluate.md#in-a-training-run))."""
+    """Suites for the final evaluation of the initial model, the student and the teachers. null runs `sts`, `ranking`,
+    `geometry` and `retrieval` where `data` is set, else `agreement`. `with_transfer` adds `transfer` where `data` is set,
+    which takes minutes per model ([how many](../how-to/evaluate.md#in-a-training-run))."""
     transfer: Literal["strict", "fast"] = "strict"
-    """How the transfer tasks are fitted: as SentEval does, or by scikit-learn."""
+    """Classifier of the transfer tasks: `strict` fits it as SentEval does, `fast` with scikit-learn."""
 
 
 class StorageSection(Section):
-    """Where things are kept: folders, on a cluster of several nodes on storage that all nodes share; or object storage,
-    `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX`, which every node reaches ([how](../how-to/storage.md))."""
+    """Where runs and caches are stored: folders, which a cluster of several nodes needs on shared storage, or object storage
+    that every node reaches, `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX` ([how](../how-to/storage.md))."""
 
     runs: str = "runs"
-    """Folder of run directories; each run makes one of its own."""
+    """Folder of run directories; each run creates a new one."""
     cache: str = "~/.cache/distcse"
-    """Tokenised corpora and teachers' tables, shared by all runs; DISTCSE_CACHE overrides the default."""
+    """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
 
     @field_validator("runs", "cache")
     @classmethod
     def _is_a_folder_or_an_address(cls, name: str) -> str:
-        """What is refused is not repeated: it may hold a key."""
+        """Check an address of object storage. The error does not repeat the value, which may hold a key."""
         try:
             if is_uri(name):
                 resolve_path(name)
@@ -114,32 +116,32 @@ class StorageSection(Section):
 
 
 class Recipe(Section):
-    """One run, whole: what is read, who teaches, who learns, by which objective, how long, and where it is kept."""
+    """One training run of a student."""
 
     name: Name = "run"
     """Name of the run directory."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
-    """Seed of sampling, dropout and fresh weights."""
+    """Seed of sampling, dropout and newly initialised weights."""
     corpus: CorpusSection = CorpusSection()
-    """The unlabelled text."""
+    """Unlabelled training text."""
     student: StudentSection
-    """The encoder that learns."""
+    """The encoder to train."""
     teachers: TeachersSection = TeachersSection()
-    """The frozen encoders that teach."""
+    """Frozen teacher encoders."""
     objective: ObjectiveSection = ObjectiveSection()
-    """What is minimised."""
+    """Loss terms and their weights."""
     training: TrainingSection = TrainingSection()
-    """How it is minimised."""
+    """Training loop and workers."""
     evaluation: EvaluationSection = EvaluationSection()
-    """What is measured."""
+    """Dev scores and final evaluation."""
     storage: StorageSection = StorageSection()
-    """Where results and tables live."""
+    """Where runs and caches are stored."""
     loggers: LoggersSection = LoggersSection()
-    """Who else is told of the run."""
+    """Experiment trackers."""
 
     @property
     def dev_score(self) -> Literal["stsb", "agreement", "none"]:
-        """What `evaluation.dev` comes to."""
+        """`evaluation.dev` with `auto` resolved."""
         if self.evaluation.dev != "auto":
             return self.evaluation.dev
         if self.evaluation.data is not None:

@@ -1,4 +1,4 @@
-"""What all parts of a recipe have in common: strictness, and the kinds of values that occur in many."""
+"""Base class of recipe sections, and value types that several sections share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Precision = Literal["auto", "fp32", "bf16"]
-"""Arithmetic of a trained model. `auto` is decided when a run starts, by what the devices of this role are fast at."""
+"""Precision of a trained model. `auto` is resolved at the start of a run, by what its devices are fast at."""
 FrozenPrecision = Literal["auto", "fp32", "fp16", "bf16"]
-"""Arithmetic of a frozen model's forward pass."""
+"""Precision of a frozen model's forward pass."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Weight = Annotated[float, Field(ge=0)]
 Labels = Annotated[dict[str, str], Field(min_length=1)]
@@ -17,7 +17,7 @@ Labels = Annotated[dict[str, str], Field(min_length=1)]
 
 
 def _divides_one_gpu(gpus: float) -> float:
-    """Ray gives a process a fraction of one GPU or whole GPUs; it refuses 1.5 only when the process starts."""
+    """Refuse a number of GPUs such as 1.5, which Ray rejects only when the process starts."""
     if gpus > 1 and gpus % 1:
         raise ValueError(
             f"{gpus:g} is above 1 and not a whole number, and Ray gives a process a fraction of one GPU or whole ones; "
@@ -31,18 +31,18 @@ Gpus = Annotated[float, Field(ge=0), AfterValidator(_divides_one_gpu)]
 
 
 def decided(precision: str) -> str:
-    """A precision that is no longer `auto`. `ValueError` for one that is: each worker would decide for itself."""
+    """Return a resolved precision. Raises `ValueError` for `auto`, which each worker would resolve for itself."""
     if precision == "auto":
         raise ValueError("precision is still auto; decide it first (distcse.precision.decide_precisions)")
     return precision
 
 
 _MOST = 2**53
-"""Whole numbers up to here are exact as floating-point numbers, too."""
+"""Largest integer below which all integers are exact as floating-point numbers."""
 
 
 class Section(BaseModel):
-    """A part of a recipe: no unknown keys, no silent conversion, no change after validation."""
+    """A section of a recipe: no unknown keys, no type conversion, immutable after validation."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -51,7 +51,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_worked_with(cls, value: Any) -> Any:
-        """Text that files and paths can hold, whole numbers that arrays can count."""
+        """Refuse text that files and paths cannot hold, and integers that arrays cannot index."""
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, int) and abs(part) > _MOST:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A sweep: which knobs of a recipe are searched, between which bounds, how, and what the winner has to show."""
+"""The search space of a sweep: parameters, search algorithm, early stopping and final runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Bounds = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class ParameterSection(Section):
-    """One knob: exactly one of its keys says what it may be."""
+    """Values of one searched parameter: exactly one of the keys."""
 
     values: Annotated[list[Value], Field(min_length=1)] | None = None
-    """One of these; a grid takes each of them."""
+    """A choice from this list; a grid tries each."""
     uniform: Bounds | None = None
-    """A number between two bounds."""
+    """A number between two bounds, uniformly distributed."""
     log_uniform: Bounds | None = None
-    """A number between two bounds above 0, each power of ten as likely as another."""
+    """A number between two positive bounds, uniformly distributed on a log scale."""
     integers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
-    """A whole number between two bounds, both included."""
+    """An integer between two bounds, both included."""
     expression: str | None = None
-    """Arithmetic on other knobs, each by the last part of its path or by the whole of it: `tau2 / 2`."""
+    """Arithmetic on other parameters, each named by its path or the path's last part: `tau2 / 2`."""
     simplex: bool = False
-    """Weights that add to 1, every division of it as likely as another. The path has a `*`: teachers.encoders.*.alpha."""
+    """Weights that sum to 1, uniformly distributed on the simplex. The path contains a `*`: teachers.encoders.*.alpha."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -44,7 +44,7 @@ class ParameterSection(Section):
 
     @property
     def kind(self) -> str:
-        """The key that is given."""
+        """The key that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -55,40 +55,42 @@ class SearchSection(Section):
     """How the next trial is chosen."""
 
     algorithm: Literal["grid", "random", "tpe"] = "tpe"
-    """Every combination of `values`; independent draws; or Optuna's multivariate TPE, which learns from the trials so far."""
+    """`grid` tries every combination of `values`; `random` draws independently; `tpe` is Optuna's multivariate TPE, which
+    uses the results of earlier trials."""
     trials: Annotated[int, Field(ge=1)] = 24
-    """Trials in all; a grid has as many as it has."""
+    """Total trials; a grid runs all its combinations instead."""
     n_startup_trials: Annotated[int, Field(ge=1)] = 8
-    """Trials that TPE draws at random before it learns."""
+    """Random trials before TPE starts."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Seed of the draws."""
+    """Seed of the search."""
     concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Trials at a time; null is as many as the cluster has room for."""
+    """Concurrent trials; null runs as many as the cluster has room for."""
     max_failures: Annotated[int, Field(ge=0)] = 2
-    """Times a trial that lost its process goes on from its last checkpoint."""
+    """Restarts of a trial from its last checkpoint after losing its process."""
     hours: Annotated[float, Field(gt=0)] | None = None
-    """The search ends after so many hours, with the trials under way; null sets no limit."""
+    """Stop the search, including its running trials, after this many hours; null sets no limit."""
 
 
 class ScheduleSection(Section):
-    """Which trials are ended early."""
+    """Which trials are stopped early."""
 
     kind: Literal["none", "asha", "pbt"] = "asha"
-    """ASHA ends a trial whose best dev score is not among the best of those that came as far. PBT goes on from a better trial's
-    checkpoint with other values; its knobs are those that may change in the middle of a training."""
+    """`asha` stops a trial whose best dev score is not among the best of the trials that reached the same rung. `pbt`
+    continues a trial from a better one's checkpoint with other values, so it searches only parameters that may change during
+    training."""
     grace_period: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of its training that every trial is given (ASHA), or between two exchanges (PBT)."""
+    """Share of a training that every trial runs (ASHA), or between two exchanges (PBT)."""
     reduction_factor: Annotated[float, Field(gt=1)] = 3
-    """Of so many trials that come to a rung, one goes on (ASHA)."""
+    """Of this many trials that reach a rung, one continues (ASHA)."""
 
 
 class FinalRunsSection(Section):
-    """What is trained again and measured when the search is over."""
+    """Runs and evaluation after the search."""
 
     seeds: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=lambda: [1, 2, 3])
-    """The winner is trained with each of these seeds; none ends the sweep with the search."""
+    """Seeds to train the best configuration with; an empty list ends the sweep with the search."""
     compare: bool = True
-    """Train the recipe as it is with the same seeds, to be compared with."""
+    """Also train the unmodified recipe with the same seeds, as a baseline."""
 
     @model_validator(mode="after")
     def _seeds_differ(self) -> Self:
@@ -103,15 +105,15 @@ class Sweep(Section):
     name: Name = "sweep"
     """Name of the sweep's folder."""
     parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
-    """By recipe path, such as `objective.rank.tau2`: what the knob may be."""
+    """Values to search, by recipe path, such as `objective.rank.tau2`."""
     search: SearchSection = SearchSection()
     """How the next trial is chosen."""
     schedule: ScheduleSection = ScheduleSection()
-    """Which trials are ended early."""
+    """Which trials are stopped early."""
     final_runs: FinalRunsSection = FinalRunsSection()
-    """What is trained again and measured at the end."""
+    """Runs and evaluation after the search."""
     loggers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
-    """Where trials are logged beside the sweep's own tables. MLflow and W&B are configured by their environment variables."""
+    """Trackers of trials, in addition to the sweep's tables. MLflow and W&B are configured by their environment variables."""
 
     @model_validator(mode="after")
     def _can_be_searched(self) -> Self:

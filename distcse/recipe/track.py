@@ -1,4 +1,4 @@
-"""Who else is told of a run: TensorBoard, MLflow, Weights & Biases. No key or password has a place here."""
+"""Recipe sections of experiment trackers: TensorBoard, MLflow, Weights & Biases. None of them holds a key or password."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from distcse.recipe.section import Name, Section
 
 
 class MLflowSection(Section):
-    """An MLflow server. User, password and token are read by MLflow itself (`MLFLOW_TRACKING_USERNAME` and so on)."""
+    """An MLflow server. MLflow reads user, password and token from the environment (`MLFLOW_TRACKING_USERNAME` and so on)."""
 
     uri: str | None = None
-    """Its address, such as http://host:5000; null is what `MLFLOW_TRACKING_URI` says."""
+    """Tracking URI, such as http://host:5000; null uses `MLFLOW_TRACKING_URI`."""
     experiment: str = "distcse"
-    """Experiment that the run belongs to; made where it is new."""
+    """Experiment of the run; created if it does not exist."""
 
     @field_validator("uri")
     @classmethod
     def _has_no_secret(cls, uri: str | None) -> str | None:
-        """What is refused for a secret is not repeated: messages end in logs."""
+        """Refuse a URI with credentials. The error does not repeat the value: messages end in logs."""
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
             raise ValueError(
                 "uri holds a user's name or password; take it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
@@ -29,22 +29,22 @@ class MLflowSection(Section):
 
 
 class WandbSection(Section):
-    """Weights & Biases. The key is read by wandb itself (`WANDB_API_KEY`, or `wandb login`)."""
+    """Weights & Biases. wandb reads the API key from `WANDB_API_KEY` or `wandb login`."""
 
     project: Name = "distcse"
-    """Project that the run belongs to."""
+    """Project of the run."""
     entity: Name | None = None
-    """User or team; null is yours."""
+    """User or team; null is the logged-in user."""
     mode: Literal["online", "offline"] = "offline"
-    """`offline` writes into the run's folder, for `wandb sync`; `online` sends as the run goes on."""
+    """`offline` writes into the run's folder, for `wandb sync`; `online` uploads during the run."""
 
 
 class LoggersSection(Section):
-    """Who else is told the run's figures, from the process that started it; none may stop or slow the run."""
+    """Experiment trackers, which the driver process writes to. A failing tracker neither stops nor slows the run."""
 
     tensorboard: bool = False
-    """Write event files into `<run>/tensorboard`."""
+    """Write event files to `<run>/tensorboard`."""
     mlflow: MLflowSection | None = None
-    """An MLflow server (extra `mlflow`)."""
+    """Log to an MLflow server (extra `mlflow`)."""
     wandb: WandbSection | None = None
-    """Weights & Biases (extra `wandb`)."""
+    """Log to Weights & Biases (extra `wandb`)."""

@@ -1,4 +1,4 @@
-"""How weights are moved, and by whom. The defaults are those of RankCSE (paper, App. A)."""
+"""Recipe sections of the training loop, its optimiser and its workers. The defaults are RankCSE's (paper, App. A)."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _DECIDED = {
     "amp": "precision",
     "torch_autocast": "precision",
 }
-"""Settings of DeepSpeed that a knob beside it has the word on."""
+"""DeepSpeed settings that a recipe key already sets."""
 _UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
 class NeighborBatchingSection(Section):
-    """Batches in which sentences stand beside some of their nearest neighbours, as the teachers see them.
+    """Batches that group sentences with some of their nearest neighbours by the teachers' similarities.
 
-    In a random batch nearly all pairs are dissimilar; with neighbours in it, lists hold graded similarities. Every row still
-    comes once an epoch. Near is who is so by the teachers that have tables; it is found once and kept beside them.
+    In a random batch nearly all pairs are dissimilar; neighbours add graded similarities to the lists. Every row still occurs
+    once per epoch. Neighbours are computed once, from the teachers that have tables, and cached with them.
     """
 
     per_anchor: Annotated[int, Field(ge=1)] = 3
-    """Neighbours that an anchor takes into its batch, at most; those that another anchor took are gone."""
+    """Maximum neighbours that an anchor adds to its batch; those already used by another anchor are skipped."""
     min_rank: Annotated[int, Field(ge=1)] = 1
-    """First rank of the band they are drawn from; above 1 leaves paraphrases and doubles apart."""
+    """First neighbour rank to draw from; above 1 avoids paraphrases and near-duplicates."""
     max_rank: Annotated[int, Field(ge=1)] = 16
-    """Last rank of the band."""
+    """Last neighbour rank to draw from."""
     anchor_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the anchors that take any; the others come alone."""
+    """Share of anchors that add neighbours; the others are batched at random."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> Self:
@@ -55,36 +55,37 @@ class NeighborBatchingSection(Section):
 
 
 class LoopSection(Section):
-    """How weights are moved: batch, optimiser, schedule, engine."""
+    """Training loop: batch, optimiser, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences (or pairs) of a step over all workers: also the length of every list."""
+    """Sentences (or pairs) per step over all workers, which is also the length of every list."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
-    """Passes over the corpus; a fraction is allowed."""
+    """Passes over the corpus; fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Stop (and end the schedule) after so many steps, whatever `epochs` says."""
+    """Stop (and end the schedule) after this many steps, whatever `epochs` is; null sets no limit."""
     lr: Annotated[float, Field(gt=0, le=1)] = 3e-5
     """Peak learning rate of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, of matrices; biases and norms have none."""
+    """Decoupled weight decay of weight matrices; biases and norms have none."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of all steps in which the rate rises from 0; it then falls linearly to 0."""
+    """Share of steps over which the learning rate rises linearly from 0; it then falls linearly to 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
+    """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
-    """Steps whose gradients are averaged before the optimiser moves. Lists stay `batch_size` long."""
+    """Steps whose gradients are averaged before each optimiser step. Lists stay `batch_size` long."""
     precision: Precision = "auto"
-    """Arithmetic of the forward and backward passes. `bf16` runs them under autocast; parameters, losses and optimiser stay fp32.
-    `auto` is bf16 where all devices that may train have fast bf16 units (asked of PyTorch, and on a CPU measured), else fp32."""
+    """Precision of the forward and backward passes. `bf16` runs them under autocast; parameters, losses and optimiser stay
+    fp32. `auto` is bf16 where all devices that may train have fast bf16 units (reported by PyTorch, and measured on a CPU),
+    else fp32."""
     engine: Literal["auto", "deepspeed", "torch"] = "auto"
     """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
     deepspeed: dict[str, Any] | None = None
-    """DeepSpeed's own settings, beside those that knobs here decide: a mapping, or a YAML or JSON file of one (such as those in
+    """DeepSpeed settings that no recipe key sets: a mapping, or the path of a YAML or JSON file (such as those in
     cluster/deepspeed), which is read into the recipe."""
     log_every: Annotated[int, Field(ge=1)] = 10
-    """Steps between two reports of loss and rate."""
+    """Steps between two reports of loss and learning rate."""
 
     @model_validator(mode="after")
     def _stage_has_its_engine(self) -> Self:
@@ -113,36 +114,36 @@ class LoopSection(Section):
 
 
 class TrainingSection(LoopSection):
-    """The student's loop, and the workers that run it."""
+    """Training loop of a student, and its workers."""
 
     neighbor_batching: NeighborBatchingSection | None = None
-    """Who stands beside whom in a batch; null leaves it to chance."""
+    """Group neighbours in batches; null shuffles at random."""
     workers: Annotated[int, Field(ge=0)] = 1
-    """Ray Train workers; 0 runs the same loop in this process, without Ray."""
+    """Ray Train workers; 0 runs the loop in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None
-    """Elastic: fewest workers that the run begins, or after a loss goes on, with where nodes have no room for all; null waits ten
-    minutes for room for all `workers`. Tried are the numbers between the two that divide the batch, the largest first.
-    Batches, lists and noise stay what they were, so weights do but for rounding; a run takes more workers when it is started
-    again."""
+    """Elastic training: fewest workers to start with, or to continue with after a loss, when nodes have no room for all. The
+    run tries the numbers between `workers` and this one that divide the batch, largest first. null waits ten minutes for room
+    for all `workers`. Batches, lists and dropout masks do not depend on the number, so weights differ only by rounding. A
+    restarted run uses more workers if there is room."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
-    """CPUs (and threads) of a worker; null shares the cluster's CPUs evenly."""
+    """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs of a worker, or a fraction of one; null takes one where the cluster has enough for all workers, else none."""
+    """GPUs per worker, or a fraction of one; null assigns one where the cluster has enough for all workers, else none."""
     node_labels: Labels | None = None
-    """Labels of the nodes that workers are put on; null takes any."""
+    """Node labels that workers require; null allows any node."""
     dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None
-    """Parts of a batch with dropout noise of their own; null is one a worker. A run that shall continue to equal weights on
-    another number of workers names one number for both (a multiple of each)."""
+    """Parts of a batch with separate dropout random streams; null is one per worker. To continue a run to equal weights on
+    another number of workers, set the same value in both (a multiple of each number)."""
     grad_cache_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Sentences that go through the student at a time (gradient cache): what they leave on their way is forgotten, and made
-    again for the gradient. Memory then does not grow with `batch_size`, for one more forward pass of all but one of them; the
-    gradient is that of the whole batch. Each chunk is a stream of dropout noise, so `dropout_rng_streams` stays null. null keeps
-    all of a batch."""
+    """Sentences per forward pass of the student (GradCache, Gao et al. 2021): each chunk's activations are recomputed in the
+    backward pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass of all chunks but one;
+    the gradient is that of the full batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null
+    processes the batch as one."""
     cuda_graphs: bool = False
-    """On a GPU, record the step as a CUDA graph, one for each of the first eight shapes that batches have, and hand it over by
-    one call in place of thousands. For one worker and engine: torch. Not run on a GPU yet."""
+    """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
+    instead of thousands. Needs one worker and engine: torch. Not run on a GPU yet."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Restarts from the last checkpoint after a worker or node is lost."""
+    """Restarts from the last checkpoint after losing a worker or node."""
 
     @model_validator(mode="after")
     def _chunks_divide(self) -> Self:
@@ -201,13 +202,13 @@ class TrainingSection(LoopSection):
 
     @property
     def worker_counts(self) -> list[int]:
-        """Numbers of workers that the run may have, ascending: those that cut its batch and its streams into whole parts."""
+        """Numbers of workers that the run may use, ascending: those that divide its batch and its dropout streams."""
         whole = math.gcd(self.batch_size, self._named_streams or self.batch_size)
         return [n for n in range(self.min_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
 
     @property
     def streams(self) -> int:
-        """Parts of a batch with dropout noise of their own, the same for all numbers of workers that the run may have."""
+        """Number of dropout random streams, the same for all numbers of workers that the run may use."""
         return self._named_streams or math.lcm(*(n or 1 for n in self.worker_counts))
 
     @property

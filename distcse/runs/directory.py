@@ -1,16 +1,16 @@
-"""The run directory: all that is needed to understand, repeat or continue a run.
+"""The run directory: everything needed to understand, repeat or resume a run.
 
-<runs>/<name>-<time>/recipe.yaml     the resolved recipe, every knob, and a checksum of itself
+<runs>/<name>-<time>/recipe.yaml     the resolved recipe with every key, and its checksum
                      run.json        fingerprints of the data, seed, packages, Python, platform, commit
-                     rerun.json      where it is a run that was done before: which one, and whether the weights are equal
-                     claim           who works here, and which start of the run may write
-                     events.jsonl    everything the run told
+                     rerun.json      of a rerun: the first run, and whether the weights are equal
+                     claim           the process that works here, and the start of the run that may write
+                     events.jsonl    every event of the run
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
-                     projection.safetensors  joined teachers' vectors to the student's width, where a term wants it
+                     projection.safetensors  from the joined teachers' vectors to the student's width, if a term needs it
                      neighbours.begun        checksum of the neighbour graph, where batches are grouped
                      evaluation.json start, student and teachers at the end
-                     report.html     all of it as a page; report.md, the same as text
+                     report.html     the run as a page; report.md, the same as text
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distcse.runs.lease import Lease, has_local_changes
 from distcse.storage import RemotePath, fetch, probe, refuse_job_copy, resolve_path, to_uri, upload, write_text_atomic
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
-"""Packages that a reader of a report wants to see; run.json has all."""
+"""Packages that a report lists; run.json has all."""
 
 _MAY_CHANGE = (
     "training.workers",
@@ -63,7 +63,7 @@ _MAY_CHANGE = (
     "storage.cache",
     "loggers",
 )
-"""Knobs that a resumed run may set anew: none of them changes what is learned."""
+"""Settings that a resumed run may change: none of them changes what is learned."""
 
 _MAY_CHANGE_IN_GROUPS = (
     "ray",
@@ -84,15 +84,15 @@ _MAY_CHANGE_IN_GROUPS = (
     "storage.cache",
     "loggers",
 )
-_PLACE = re.compile(r"\.\d+\.")
+_LIST_INDEX = re.compile(r"\.\d+\.")
 
 
 class RunDirectory:
-    """Paths of one run and the few files that are written once.
+    """Paths of a run, and its files that are written once.
 
     Args:
         path: The folder.
-        kept: Whether somebody else sees to it that only one start works there.
+        kept: Whether the caller ensures that only one process works there.
     """
 
     def __init__(self, path: Path, kept: bool = False) -> None:
@@ -105,10 +105,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
-        """A new folder `<runs>/<name>-<time>`, with the resolved recipe in it."""
+        """Create a folder `<runs>/<name>-<time>` with the resolved recipe in it."""
         require_lasting(recipe.storage)
         stem = resolve_path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if isinstance(stem, RemotePath):  # nobody can make a folder there that others then cannot make
+        if isinstance(stem, RemotePath):  # object storage cannot create a folder exclusively
             stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
         for attempt in range(1, 1000):
             path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
@@ -126,34 +126,35 @@ class RunDirectory:
 
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
-        """A folder that is there already, with the resolved recipe in it: for runs whose place somebody else keeps."""
+        """Write the resolved recipe to an existing folder, of which the caller ensures that no other process works there."""
         directory = cls(path, kept=True)
         directory._fetch_events()
         write_recipe(path / "recipe.yaml", recipe)
         return directory
 
     def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
-        """Work in the folder alone. Raises `RunInUseError` where another start does; one that was killed is followed at once."""
+        """Hold the folder's lease. Raises `RunInUseError` if another process holds it; a killed one's lease is taken over."""
         return nullcontext(Lease.acquire(self.path)) if self._kept else Lease.held(self.path, reporter)
 
     def decide(self, recipe: Recipe | MutualRecipe) -> None:
-        """Write down what the recipe had left to the run: whoever goes on with it decides nothing anew."""
+        """Store the recipe with the values that the run chose, so that a resumed run keeps them."""
         write_recipe(self.path / "recipe.yaml", recipe)
 
     @classmethod
     def reopen(
         cls, path: Path, overrides: list[str], also: Sequence[str] = ()
     ) -> tuple[RunDirectory, Recipe | MutualRecipe]:
-        """An earlier run and its recipe, with overrides that do not change what is learned.
+        """Open an earlier run and its recipe, with overrides that do not change what is learned.
 
         Args:
             path: Its folder.
             overrides: `key.path=value`.
-            also: Knobs that may change beside those that any resumed run may change.
+            also: More keys that may change, in addition to those of any resumed run.
 
         Raises:
-            RunError: No run is there, or its recipe is not what was written.
-            RecipeError: An override would change what is learned.
+            RunDirectoryError: The folder has no run.
+            RunRecordError: The stored recipe is damaged or was edited.
+            FrozenKeyError: An override would change what is learned.
         """
         stored = path / "recipe.yaml"
         if not fetch(stored):
@@ -164,26 +165,26 @@ class RunDirectory:
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
         allowed = (*(_MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS), *also)
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
-        if forbidden := [key for key in changed if not _PLACE.sub(".", key).startswith(allowed)]:
+        if forbidden := [key for key in changed if not _LIST_INDEX.sub(".", key).startswith(allowed)]:
             raise FrozenKeyError(
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
         if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
             raise FrozenKeyError(
-                "ray cannot change in a resumed run with a group of several workers: in turns one worker does their work, with "
-                "other dropout noise; start a new run, or leave it"
+                "ray cannot change in a resumed run with a group of several workers: without Ray one worker does their work, "
+                "with other dropout; start a new run, or leave it"
             )
         directory = cls(path)
         directory._fetch_events()
         return directory, after
 
     def record(self, seed: int, data: Mapping[str, str]) -> None:
-        """Note what a rerun needs to know; refuse to go on with other data than the run began with.
+        """Record what a rerun needs. Raises `ResumeMismatchError` if the data have changed since the run began.
 
         Args:
-            seed: The recipe's.
-            data: Fingerprints, by what they are of: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
+            seed: The recipe's seed.
+            data: Fingerprints by name: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
         """
         file = self.path / "run.json"
         if fetch(file):
@@ -197,7 +198,7 @@ class RunDirectory:
 
     @staticmethod
     def circumstances() -> dict[str, Any]:
-        """What a run depends on beside its recipe and data."""
+        """Describe the software, hardware and source code of this process."""
         packages = {dist.metadata["Name"]: dist.version for dist in distributions()}
         return {
             "python": platform.python_version(),
@@ -209,7 +210,7 @@ class RunDirectory:
         }
 
     def hold_to(self, name: str, checksum: str) -> None:
-        """Note what a run began with; refuse to go on with another."""
+        """Record a checksum at the first call. Raises `ResumeMismatchError` if a later one differs."""
         file = self.path / f"{name}.begun"
         if not fetch(file):
             write_text_atomic(file, checksum)
@@ -220,38 +221,37 @@ class RunDirectory:
             )
 
     def log(self, event: Event) -> None:
-        """Append an event to events.jsonl. In object storage it is as old as the last checkpoint: a resumed run tells the rest
-        again."""
+        """Append an event to events.jsonl, which is uploaded to object storage at each checkpoint."""
         with storage_errors(self._events), open(self._events, "a", encoding="utf-8") as opened:
             opened.write(to_json_line(event) + "\n")
         if isinstance(event.event if isinstance(event, GroupEvent) else event, CheckpointSaved):
             self.store_events()
 
     def store_events(self) -> None:
-        """Upload events.jsonl, where the run is kept in object storage."""
+        """Upload events.jsonl if the run is in object storage."""
         upload(self._events)
 
     def _fetch_events(self) -> None:
-        """To go on behind what is stored, or behind more than that."""
+        """Fetch events.jsonl, unless this machine's copy is at least as new."""
         if not has_local_changes(self.path):
             fetch(self._events)
 
 
 def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
-    """Raise `RecipeError` for a folder of a recipe that Ray deletes with the job."""
+    """Raise `RecipeError` if Ray deletes a folder of the recipe with the job."""
     for key in keys:
         fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
         refuse_job_copy(f"storage.{key}", resolve_path(getattr(storage, key)), fix)
 
 
 def require_lasting_run(directory: Path) -> None:
-    """Raise `RecipeError` for a run, or a sweep, to resume that Ray deletes with the job."""
+    """Raise `RecipeError` if Ray deletes the run or sweep to resume with the job."""
     fix = f"copy it to storage that stays, and write --resume /shared/runs/{directory.name}"
     refuse_job_copy("--resume", directory, fix)
 
 
 def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
-    """Make a recipe's folders, if they are not there. `RunError` where that is refused, before any work."""
+    """Create a recipe's folders. Raises `RunDirectoryError` if one cannot be written."""
     for key in keys:
         folder = resolve_path(getattr(storage, key))
         if isinstance(folder, RemotePath):
@@ -278,25 +278,25 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
 
 
 def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
-    """Store a resolved recipe with a checksum of itself: YAML that was cut short is still YAML, of another recipe."""
+    """Store a resolved recipe with its checksum: truncated YAML can be a valid recipe."""
     text = recipe_yaml(recipe)
     write_text_atomic(file, add_checksum_line(text))
 
 
 def check_stored(file: Path) -> None:
-    """Raise `RunError` where a stored recipe is not what `write_recipe` wrote."""
+    """Raise `RunRecordError` if a stored recipe is not what `write_recipe` wrote."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as broken:
         raise RunRecordError(f"{file} cannot be read: {broken}") from None
     if without_checksum_line(text) is None:
         raise RunRecordError(
-            f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other knobs start a new run"
+            f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other values start a new run"
         )
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """What a run noted in run.json. Raises `RunError` where it is not there, or not what was written."""
+    """Read run.json. Raises `RunRecordError` if it is missing or damaged."""
     try:
         fetch(run / "run.json")
         return load_checked_json(run / "run.json")
@@ -307,7 +307,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """What is not as it was, with both fingerprints; None where all is."""
+    """Return the name and both fingerprints of the first data that changed; None if nothing did."""
     names = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     return (names[0], before[names[0]], now[names[0]]) if names else None
 
@@ -324,9 +324,9 @@ def _hardware() -> dict[str, Any]:
 
 
 def _source() -> dict[str, Any]:
-    """Commit of the code that runs, and whether files differ from it; both None where it is no git checkout of its own."""
+    """Return the commit of the running code and whether files differ from it; both None outside its own git checkout."""
     here = Path(__file__)
-    # Installed into a folder inside somebody's repository, the commit would be theirs.
+    # Installed inside another repository, the commit would be that one's.
     if _git(here, "ls-files", "--error-unmatch", here.name) is None:
         return {"commit": None, "changed": None}
     changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", str(here.parent.parent))
@@ -334,11 +334,11 @@ def _source() -> dict[str, Any]:
 
 
 def _git(file: Path, *arguments: str) -> str | None:
-    """What git answers in a file's folder; None where it refuses, or is not there."""
+    """Return the output of git in a file's folder; None if it fails or is not installed."""
     try:
-        asked = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    return completed.stdout.strip() if completed.returncode == 0 else None

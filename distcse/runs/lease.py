@@ -230,7 +230,8 @@ def _has_expired(file: Path, owner: LeaseOwner, reporter: Reporter) -> bool:
     if remaining > 0:
         reporter.emit(
             LogMessage(
-                f"{to_uri(file.parent)} was in use by {owner.description}; checking for up to {remaining:.0f} s whether it still is"
+                f"{to_uri(file.parent)} was in use by {owner.description}; checking for up to {remaining:.0f} s whether it "
+                "still is"
             )
         )
     until = time.monotonic() + remaining

@@ -74,7 +74,7 @@ def test_print_recipe_shows_the_resolved_recipe(recipe_file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_file: Path) -> None:
-    """GPUs that Ray is told of and that are not there."""
+    """Ray is started with more GPUs than the machine has."""
     asked = [*TRAIN, str(recipe_file), "--dry-run", "training.workers=4", "training.cpus_per_worker=0.1"]
     done = finish(asked, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
     assert done.returncode == 0, done.stderr

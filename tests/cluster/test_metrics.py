@@ -1,4 +1,4 @@
-"""What an operator sees of a run: metrics at a node's Prometheus endpoint, names of actors and tasks; and no secret."""
+"""Monitoring of a run: metrics at a node's Prometheus endpoint, names of actors and tasks, and no secrets in logs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SAMPLE = re.compile(r"^ray_(distcse_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 _TAG = re.compile(r'(run|group|part|teacher|worker)="([^"]*)"')
 
 
-def served() -> Samples:
-    """Our metrics at the endpoint of the cluster's node, by name and our tags."""
+def read_metrics() -> Samples:
+    """Read distcse's metrics from the endpoint of the cluster's node, by name and tags."""
     import ray
 
     (node,) = ray.nodes()
@@ -41,18 +41,18 @@ def served() -> Samples:
     return {(name, frozenset(_TAG.findall(tags))): float(value) for name, tags, value in _SAMPLE.findall(text)}
 
 
-def served_once(wanted: set[str], run: str) -> Samples:
-    """What the endpoint serves once a run's metrics of these names are all there: Ray brings them within seconds."""
+def wait_for_metrics(names: set[str], run: str) -> Samples:
+    """Read a run's metrics once all these names are there; Ray exports them within seconds."""
     deadline = time.monotonic() + 30
     while True:
-        found = {key: value for key, value in served().items() if ("run", run) in key[1]}
-        if wanted <= {name for name, _ in found} or time.monotonic() > deadline:
+        found = {key: value for key, value in read_metrics().items() if ("run", run) in key[1]}
+        if names <= {name for name, _ in found} or time.monotonic() > deadline:
             return found
         time.sleep(0.5)
 
 
 @pytest.mark.slow
-def test_a_run_is_seen_from_outside_and_tells_no_secret(
+def test_a_run_exports_metrics_and_leaks_no_secret(
     tmp_path: Path,
     tiny: Callable[..., Path],
     sentences: list[str],
@@ -65,7 +65,7 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     from distcse.ray_backend.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
 
     endings = ("_bucket", "_sum", "_count")
-    ours = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
+    metrics = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
     secrets = {"HF_TOKEN": "hf_SentinelOfTheHub", "DISTCSE_ENDPOINT_KEY": "sk-SentinelOfTheEndpoint"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
@@ -73,43 +73,47 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
     actors: set[str] = set()
     found: Samples = {}
 
-    def look(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if isinstance(event, StepReport):
             steps.append(event)
         if isinstance(event, DevScore) and event.step == 0:
             actors.update(actor.name for actor in list_actors(limit=1000) if actor.state == "ALIVE")
             (folder,) = (tmp_path / "runs").iterdir()
-            found.update(served_once({name for name in ours if "queue" in name or "answer" in name}, folder.name))
+            found.update(
+                wait_for_metrics({name for name in metrics if "queue" in name or "answer" in name}, folder.name)
+            )
         if isinstance(event, CheckpointSaved) and steps and event.step == steps[-1].total:
             (folder,) = (tmp_path / "runs").iterdir()
-            other = RunMetrics(folder.name)  # what this run does not do: a table that is there, a group
+            other = RunMetrics(folder.name)  # events that this run lacks: a reused table, a group
             other.on_event(StageProgress("teacher 7", 10, 10, "sentences", finished=True, reused=30))
             other.on_event(GroupEvent("bert", GroupActivity("cycle-1-bi", "training", phase_index=2)))
             found.update(
-                served_once({name for name in ours if "queue" not in name and "answer" not in name}, folder.name)
+                wait_for_metrics(
+                    {name for name in metrics if "queue" not in name and "answer" not in name}, folder.name
+                )
             )
 
     overrides = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
     recipe = make_recipe(
         tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides, "evaluation.final_suites=[]"
     )
-    done = run(recipe, Reporter(look))
-    assert ours == {metric for metric, _ in found}
+    done = run(recipe, Reporter(on_event))
+    assert metrics == {metric for metric, _ in found}
 
     def value(metric: str, group: str = "student", **tags: str) -> float:
         return found[f"distcse_{metric}", frozenset({"run": done.directory.path.name, "group": group, **tags}.items())]
 
-    last, position = steps[-1], done.train_result.state
+    last, state = steps[-1], done.train_result.state
     assert value("step") == last.step == done.train_result.steps
     assert value("steps_per_second") == pytest.approx(1 / last.seconds)
     assert value("learning_rate") == pytest.approx(last.lr)
     assert value("teacher_wait_share") == pytest.approx(last.teacher_wait_s / last.seconds)
     for part, loss in last.losses.items():
         assert value("loss", part=part) == pytest.approx(loss)
-    best = position.best
+    best = state.best
     assert best is not None
     assert value("best_dev_score") == pytest.approx(best[1])
-    assert value("dev_score") == pytest.approx(position.scores[-1][1])
+    assert value("dev_score") == pytest.approx(state.scores[-1][1])
     for teacher in ("0", "1"):
         assert value("rows_embedded_total", teacher=teacher) == done.rows
         assert value("table_hit_rate", teacher=teacher) == 0
@@ -124,8 +128,8 @@ def test_a_run_is_seen_from_outside_and_tells_no_secret(
 
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     files = [*done.directory.path.rglob("*"), *(session / "logs").rglob("*")]
-    told = [file for file in files if file.is_file() and file.suffix != ".safetensors"]
-    assert len(told) > 20
-    for file in told:
-        text = file.read_bytes()
-        assert not any(secret.encode() in text for secret in secrets.values()), file
+    text_files = [file for file in files if file.is_file() and file.suffix != ".safetensors"]
+    assert len(text_files) > 20
+    for file in text_files:
+        content = file.read_bytes()
+        assert not any(secret.encode() in content for secret in secrets.values()), file

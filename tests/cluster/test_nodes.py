@@ -1,4 +1,4 @@
-"""Several nodes for real: three machines that share a file system and nothing else, and a run that goes on when one is gone."""
+"""Runs on three simulated machines that share only a file system, and a run that continues after the loss of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from distcse.device import cpu_speed
-from distcse.errors import RunError
+from distcse.errors import NodeLabelError
 from distcse.events import Reporter
 from distcse.experiments.distillation.ray_train import resources_per_worker
 from distcse.experiments.distillation.run import run
@@ -21,6 +21,7 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, refused
 from tests.pairs import make_mutual_recipe
@@ -35,13 +36,13 @@ BY_ROLE = ("training.node_labels={role: students}", "teachers.node_labels={role:
 
 @pytest.fixture(scope="module")
 def own_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is another disk on each machine."""
+    """A folder that is a separate disk on each machine."""
     return tmp_path_factory.mktemp("own-disk")
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[list[Machine]]:
-    """A head with a CPU, where teachers may work, and two machines with one each for students."""
+    """A head with one CPU for teachers, and two machines with one CPU each for students."""
     if (why := refused()) is not None:
         pytest.skip(why)
     nodes = [["--num-cpus=1", f"--labels=role={role}"] for role in ROLES]
@@ -51,7 +52,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
-    """Two workers of one CPU each: on these machines they lie on two of them."""
+    """A recipe with two workers of one CPU each, which these machines place on two of them."""
     overrides = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final_suites=[]")
     folder = tmp_path_factory.mktemp("student")
     make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences)
@@ -60,23 +61,23 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Pa
     return file
 
 
-def trained(head: Machine, *arguments: str | Path) -> Path:
-    """The folder of a run that the machines carried out."""
-    done = head.run(*TRAIN, *arguments, RAY_ADDRESS=joined(head))
+def train_on(head: Machine, *arguments: str | Path) -> Path:
+    """Train on the machines, and return the run's folder."""
+    done = head.run(*TRAIN, *arguments, RAY_ADDRESS=ray_address(head))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder_of(done.stdout)
 
 
-def folder_of(told: str) -> Path:
-    return Path(next(line for line in told.splitlines() if line.startswith("run ")).split()[1])
+def folder_of(output: str) -> Path:
+    return Path(next(line for line in output.splitlines() if line.startswith("run ")).split()[1])
 
 
-def joined(head: Machine) -> str:
+def ray_address(head: Machine) -> str:
     return f"{head.address}:6379"
 
 
 def last_actors(head: Machine) -> dict[str, set[tuple[str, str]]]:
-    """Address and role of the nodes on which the latest run had its actors, by class; Ray's state API knows the dead ones."""
+    """Return address and role of the nodes of the latest run's actors, by class; Ray's state API includes dead actors."""
     script = """
 import json, ray
 from ray.util.state import list_actors
@@ -86,7 +87,7 @@ actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_
 last = max(actor.job_id for actor in actors)
 print(json.dumps([(actor.class_name, nodes[actor.node_id]) for actor in actors if actor.job_id == last]))
 """
-    done = head.run(sys.executable, "-c", script, RAY_ADDRESS=joined(head))
+    done = head.run(sys.executable, "-c", script, RAY_ADDRESS=ray_address(head))
     assert done.returncode == 0, done.stderr
     found: dict[str, set[tuple[str, str]]] = {}
     for kind, (ip, role) in json.loads(done.stdout.splitlines()[-1]):
@@ -101,13 +102,15 @@ def scores_of(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_each_role_computes_in_what_all_of_its_nodes_are_fast_at(three: list[Machine], recipe_file: Path) -> None:
-    """The head's PyTorch is held to AVX2, as on an older CPU: teachers and evaluation are put there, students elsewhere."""
-    older = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: list[Machine], recipe_file: Path) -> None:
+    """The head's PyTorch is limited to AVX2, as on an older CPU. Teachers and evaluation run there, students elsewhere."""
+    older_cpu = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     auto = ("training.precision=auto", "evaluation.precision=auto", "teachers.encoders.0.precision=auto")
-    asked = three[0].run(*TRAIN, recipe_file, *BY_ROLE, *auto, "--dry-run", RAY_ADDRESS=joined(three[0]), **older)
-    assert asked.returncode == 0, asked.stderr[-4000:]
-    (line,) = (line for line in asked.stderr.splitlines() if " precision " in line)
+    done = three[0].run(
+        *TRAIN, recipe_file, *BY_ROLE, *auto, "--dry-run", RAY_ADDRESS=ray_address(three[0]), **older_cpu
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = (line for line in done.stderr.splitlines() if " precision " in line)
     if cpu_speed().precision == "bf16":
         assert "bf16: student; fp32: teacher 0, teacher 1, evaluation (" in line
     else:
@@ -118,48 +121,47 @@ def test_each_role_computes_in_what_all_of_its_nodes_are_fast_at(three: list[Mac
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
-    """Byte for byte the same file. That a server stands beside its worker is wished for, and on a busy machine not always so."""
+    """The recipe file is the same, byte for byte. Servers are not always on their worker's node: it may lack resources."""
     head = three[0]
-    here = run(load_recipe(str(recipe_file)), Reporter()).directory.path
-    sent = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
-    assert sent.returncode == 0, sent.stdout[-4000:] + sent.stderr[-4000:]
+    local = run(load_recipe(str(recipe_file)), Reporter()).directory.path
+    job = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
     actors = last_actors(head)
     assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"]
-    there = folder_of(sent.stdout)
-    assert there != here and scores_of(there) == scores_of(here)
-    assert_equal_weights(weights_of(here), weights_of(there))
+    remote = folder_of(job.stdout)
+    assert remote != local and scores_of(remote) == scores_of(local)
+    assert_equal_weights(weights_of(local), weights_of(remote))
 
 
 @pytest.mark.slow
 def test_groups_on_three_machines_make_the_labels_of_one_process(
     three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
-    """A group of two workers on two machines, and one of one on the third; no dropout, whose noise is drawn by worker."""
+    """One group has two workers on two machines, the other one worker on the third. No dropout, as it depends on the worker."""
     overrides = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
-    here = run_mutual(recipe, Reporter()).directory.path
-    places = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
-    there = trained(three[0], tmp_path / "recipe.yaml", *overrides, *places, "ray=true")
+    local = run_mutual(recipe, Reporter()).directory.path
+    placement = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
+    remote = train_on(three[0], tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
     actors = last_actors(three[0])
-    everywhere = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
-    assert actors["TrainingActor"] == actors["ScoringActor"] == everywhere
+    all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
+    assert actors["TrainingActor"] == actors["ScoringActor"] == all_nodes
     for number in range(3):
-        one, other = (PhaseStore(run).labels(Phase(number)) for run in (here, there))
+        one, other = (PhaseStore(run).labels(Phase(number)) for run in (local, remote))
         assert one is not None and other is not None
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 
 
-def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
+def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     recipe_file: Path, three: list[Machine], own_disk: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    done = three[0].run(*TRAIN, recipe_file, f"storage.cache={own_disk}/new", "--dry-run", RAY_ADDRESS=joined(three[0]))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    told = done.stderr.splitlines()[-1]
-    assert (
-        told.startswith("distcse: [DCSE-X11] node ")
-        and f" does not see what is written to {own_disk}/new, storage.cache; " in told
+    done = three[0].run(
+        *TRAIN, recipe_file, f"storage.cache={own_disk}/new", "--dry-run", RAY_ADDRESS=ray_address(three[0])
     )
-    assert "set storage.cache to a folder on storage that all nodes share" in told
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("distcse: [DCSE-X11] node ") and f" {own_disk}/new, storage.cache; " in error
+    assert "set storage.cache" in error
     space = own_disk.parent / f"{own_disk.name}-space.yaml"
     space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
     tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
@@ -167,18 +169,20 @@ def test_a_disk_of_each_nodes_own_is_refused_with_the_knob_to_set(
     make_mutual_recipe(own_disk.parent / "mutual", {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
     mutual = (own_disk.parent / "mutual" / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new", "--dry-run")
     for command in (tune, embed, (*TRAIN, *mutual)):
-        done = three[0].run(*command, RAY_ADDRESS=joined(three[0]))
-        told = done.stderr.splitlines()[-1]
-        assert done.returncode == 1 and f" does not see what is written to {own_disk}/new" in told, told
+        done = three[0].run(*command, RAY_ADDRESS=ray_address(three[0]))
+        error = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and "[DCSE-X11]" in error and f" {own_disk}/new, storage." in error, error
 
 
 @pytest.mark.slow
-def test_folders_that_do_not_exist_yet_are_made_before_nodes_look_for_them(
+def test_missing_folders_are_created_before_nodes_check_them(
     recipe_file: Path, three: list[Machine], tmp_path: Path
 ) -> None:
-    """The first command on a new cluster. `embed` needs no folder of runs."""
+    """As for the first command on a new cluster. `embed` does not create the folder of runs."""
     space = tmp_path / "space.yaml"
-    space.write_text("parameters: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nfinal_runs: {seeds: []}\n")
+    space.write_text(
+        "parameters: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nfinal_runs: {seeds: []}\n"
+    )
     commands: dict[str, tuple[str | Path, ...]] = {
         "embed": (),
         "tune": ("--space", space, "training.workers=1", "training.max_steps=4"),
@@ -187,41 +191,43 @@ def test_folders_that_do_not_exist_yet_are_made_before_nodes_look_for_them(
         runs, cache = tmp_path / command / "runs", tmp_path / command / "cache"
         module, storage = f"distcse.{command}", (f"storage.runs={runs}", f"storage.cache={cache}")
         done = three[0].run(
-            sys.executable, "-m", module, recipe_file, *arguments, *storage, RAY_ADDRESS=joined(three[0])
+            sys.executable, "-m", module, recipe_file, *arguments, *storage, RAY_ADDRESS=ray_address(three[0])
         )
         assert done.returncode == 0, f"{command}: {done.stderr[-4000:]}"
         assert any(cache.glob("tables/*/shard-*.npy")) and runs.is_dir() == (command == "tune")
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_gone_leaves_a_run_that_goes_on_with_fewer_workers(
+def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     recipe_file: Path, three: list[Machine]
 ) -> None:
-    """The last test here: a machine loses its power in the middle of a run whose parts lie where the recipe says."""
+    """A machine loses its power during a run with node labels. This test must be the last of those with `three`."""
     overrides = ("training.epochs=12", "training.log_every=2", "evaluation.eval_steps=20")
-    here = run(
+    local = run(
         load_recipe(str(recipe_file), [*overrides, "training.workers=0", "training.dropout_rng_streams=2"]), Reporter()
     )
     elastic = ("training.min_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
-    process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic, RAY_ADDRESS=joined(three[0]))
+    process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic, RAY_ADDRESS=ray_address(three[0]))
     deadline = time.monotonic() + 200
     while not any("StepReport" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     three[2].cut_power()
-    told, complained = process.communicate(timeout=900)
-    assert process.returncode == 0, complained[-4000:]
-    assert "training with 1 of 2 workers: the cluster has no room for more" in complained
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err[-4000:]
+    assert " 1 of 2 workers" in err
     actors = last_actors(three[0])
     assert {role for _, role in actors["RayTrainWorker"]} == {"students"}
     assert {role for _, role in actors["TeacherServer"]} == {"teachers"}
-    there = folder_of(told)
-    steps = [event["step"] for event in map(json.loads, (there / "events.jsonl").open()) if event["event"] == "StepReport"]
-    assert steps[-1] == 264 and len(steps) > len(set(steps))  # what came after the last checkpoint was done again
-    assert_same_learning(weights_of(here.directory.path), weights_of(there))
+    remote = folder_of(out)
+    steps = [
+        event["step"] for event in map(json.loads, (remote / "events.jsonl").open()) if event["event"] == "StepReport"
+    ]
+    assert steps[-1] == 264 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
+    assert_same_learning(weights_of(local.directory.path), weights_of(remote))
 
 
-def test_labels_that_no_node_has_are_refused_at_once(
+def test_labels_that_no_node_has_are_refused_immediately(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
 ) -> None:
     import ray
@@ -231,14 +237,12 @@ def test_labels_that_no_node_has_are_refused_at_once(
     for override in ("training.node_labels", "teachers.node_labels"):
         recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
         assert resources_per_worker(recipe)["CPU"] >= 1
-        there = make_recipe(
+        matching = make_recipe(
             tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
         )
-        assert resources_per_worker(there) == resources_per_worker(recipe)
-        nowhere = make_recipe(
+        assert resources_per_worker(matching) == resources_per_worker(recipe)
+        not_matching = make_recipe(
             tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
         )
-        with pytest.raises(
-            RunError, match=rf"no node has the labels role=students of {override}; .* ray start --labels"
-        ):
-            resources_per_worker(nowhere)
+        with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
+            resources_per_worker(not_matching)

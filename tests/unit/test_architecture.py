@@ -29,7 +29,7 @@ def test_no_module_imports_from_a_floor_above() -> None:
 
 
 def test_the_rule_would_see_it(tmp_path: Path) -> None:
-    """The same contract over a house of which a lower floor looks up."""
+    """The same contract fails for a package in which a lower layer imports a higher one."""
     rule = (ROOT / ".importlinter").read_text().replace("distcse", "house")
     (tmp_path / "rule").write_text(rule)
     floors = [line.strip() for line in rule.split("layers =")[1].split("\n\n")[0].splitlines() if line.strip()]

@@ -20,6 +20,7 @@ from distcse.data import Corpus
 from distcse.errors import (
     CorpusNotFoundError,
     DistcseError,
+    EmbeddingTableError,
     EncoderError,
     ModelFormatError,
     PickledWeightsError,
@@ -117,7 +118,7 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
     with pytest.raises(TeacherError, match=r"shard-00000\.npy cannot be read"):
         train(spec, tables)
     bombed(tmp_path / "neighbours.npy", marker)
-    with pytest.raises(TeacherError, match="holds no neighbour graph"):
+    with fails_with(EmbeddingTableError, str(tmp_path)):
         open_knn_graph(tmp_path)
     bombed(spec.corpus / "offsets.npy", marker)
     with pytest.raises(DistcseError):
@@ -139,7 +140,7 @@ def test_a_checkpoint_is_no_pickle(tmp_path: Path, marker: Path) -> None:
 
 
 def with_code(model: Path, marker: Path, kind: str) -> Path:
-    """A model whose folder wants Python of its own to be run."""
+    """A model whose folder contains Python code to execute."""
     (model / "evil.py").write_text(
         "import os\n"
         f"os.makedirs({str(marker)!r}, exist_ok=True)\n"
@@ -240,7 +241,7 @@ def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path:
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     file = tmp_path / "recipe.yaml"
     file.write_text("\n".join(lines))
-    with pytest.raises(RecipeError, match="its aliases stand for more than 100,000 values"):
+    with pytest.raises(RecipeError, match=r"its aliases .* more than 100,000 values"):
         read_recipe(str(file))
 
 

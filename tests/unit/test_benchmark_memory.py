@@ -14,7 +14,7 @@ from benchmarks.memory import MIB, Course, MemoryWatch
 
 
 def course(late: float, early: float = 0.0) -> Course:
-    """100 MiB that gain so many MiB in the first and in the second half of a minute, with some noise."""
+    """100 MiB that grow by `early` and `late` MiB in the first and second half of a minute, with some noise."""
     seconds = np.linspace(0, 60, 121)
     gained = np.interp(seconds, [0, 30, 60], [0, early, early + late])
     noise = np.random.default_rng(0).normal(0, 0.5, len(seconds))

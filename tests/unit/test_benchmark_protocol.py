@@ -30,7 +30,7 @@ FEW = Effort(pairs=20, warmups=2, shortest=0.5)
 
 
 class Machine:
-    """A clock that slows down as it goes on, on which every way takes a made-up time."""
+    """A clock that slows down over time, on which every variant takes a made-up time."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.calls: list[str] = []

@@ -136,7 +136,7 @@ def test_files_for_ray_up_pass_rays_own_check(file: Path) -> None:
 
 
 def test_aws_has_a_group_of_its_own_that_is_made_before() -> None:
-    """Ray leaves a group with rules as it is; to those of its own making it adds SSH for every address."""
+    """Ray keeps the rules of an existing group; to a group that it creates it adds SSH from every address."""
     provider = yaml.safe_load((FOLDER / "vms" / "aws.yaml").read_text())["provider"]
     assert provider["security_group"] == {"GroupName": "distcse"}
     page = (FOLDER / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""DiffCSE: edits by hand, the conditioned discriminator, and whole runs on one worker and on two."""
+"""DiffCSE: edits by hand, the conditioned discriminator, and complete runs on one worker and on two."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def family_of(kind: type[DistcseError]) -> type[DistcseError]:
 def test_codes_are_unique_and_well_formed() -> None:
     assert len({kind.code for kind in CLASSES}) == len(CLASSES)
     for kind in CLASSES:
-        assert "code" in vars(kind), f"{kind.__name__} has no code of its own"
+        assert "code" in vars(kind), f"{kind.__name__} has no separate code"
         assert re.fullmatch(r"DCSE-[A-Z]\d\d", kind.code), kind
     assert {kind for kind in CLASSES if kind not in SPECIFIC} == {DistcseError, *BASES.values()}
 
@@ -122,7 +122,7 @@ def test_nothing_raises_a_family_base() -> None:
 def test_the_check_would_see_it() -> None:
     assert created_bases("raise RunError('x') from None") == ["line 1: RunError"]
     assert created_bases("raise errors.RunError") == ["line 1: RunError"]
-    assert created_bases("def lost():\n    return TeacherError(f'{told}')") == ["line 2: TeacherError"]
+    assert created_bases("def lost():\n    return TeacherError(f'{reason}')") == ["line 2: TeacherError"]
     assert created_bases("raise CheckpointError('x')\ntry: pass\nexcept RunError: raise") == []
 
 
@@ -153,7 +153,7 @@ def test_commands_print_the_code(kind: type[DistcseError], status: int, capsys: 
 def test_a_subclass_or_another_message_does_not_pass() -> None:
     with pytest.raises(AssertionError, match="StorageWriteError"), fails_with(StorageError):
         raise StorageWriteError("runs cannot be written")
-    with pytest.raises(AssertionError, match="corpus.path"), fails_with(CorpusNotFoundError, "corpus.path"):
+    with pytest.raises(AssertionError, match=r"corpus\.path"), fails_with(CorpusNotFoundError, "corpus.path"):
         raise CorpusNotFoundError("no such file")
     with fails_with(CorpusNotFoundError, "such", "file") as raised:
         raise CorpusNotFoundError("no such file")

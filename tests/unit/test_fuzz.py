@@ -513,7 +513,7 @@ def test_a_share_that_no_float_can_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "\0", "/" * 300, "x/" * 200])
 def test_names_that_no_file_can_have(place: Path, name: str) -> None:
-    """Found by more cases than run every time: a name that is too long is an error of its own to the system."""
+    """A longer search found this: the system raises a separate error for a name that is too long."""
     for arguments in (["--resume", name], ["--rerun", name], [name]):
         door(train.main, arguments, place)
     for arguments in (["--resume", name], ["quickstart", "--space", name]):

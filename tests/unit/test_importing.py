@@ -1,4 +1,4 @@
-"""Imports without the collector."""
+"""Imports with a paused garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from distcse.gc_paused import gc_paused
 
 
-def test_the_collector_is_left_as_it_was_found() -> None:
+def test_the_collectors_state_is_restored() -> None:
     assert gc.isenabled()
     with gc_paused():
         assert not gc.isenabled()

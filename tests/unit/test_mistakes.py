@@ -1,4 +1,4 @@
-"""The likeliest mistakes, made at the real doors: each is told in one message, with what is wrong, where, and what to type."""
+"""The likeliest mistakes, made with the real commands: one message names the problem, its place and what to type."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "student.backbone={p.run}"], 1, ["DCSE-M01", "/model"]),
     ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
     ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["DCSE-M01", "model.safetensors"]),
-    # places, and going on
+    # folders, and resuming
     ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder you may write"]),
     ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder you may write"]),
     ("train", ["--resume", "{p.folder}/empty"], 1, ["is no run directory", "--resume wants a folder that a run made"]),

@@ -195,7 +195,11 @@ def test_a_run_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
 
     def on_event(event: Event) -> None:
         inner = event.event if isinstance(event, GroupEvent) else event
-        if isinstance(inner, GroupActivity) and (inner.activity, inner.phase_index) == (activity, phase) and not stopped_at:
+        if (
+            isinstance(inner, GroupActivity)
+            and (inner.activity, inner.phase_index) == (activity, phase)
+            and not stopped_at
+        ):
             stopped_at.append(time.monotonic())
             waits.set()
 

@@ -1,4 +1,4 @@
-"""Whether nodes have room for what a recipe asks, and who it is that is asked."""
+"""Whether nodes have the resources that a recipe requests, and the network interface of a node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from distcse.errors import RecipeError, RunError
+from distcse.errors import ClusterTooSmallError, InvalidValueError
 from distcse.ray_backend.network import interface_of
 from distcse.ray_backend.nodes import (
     Node,
@@ -18,6 +18,7 @@ from distcse.ray_backend.nodes import (
     refuse_impossible,
 )
 from distcse.recipe import load_recipe
+from tests.failures import fails_with
 
 
 def node(cpus: float, gpus: float = 0.0, **labels: str) -> Node:
@@ -25,11 +26,11 @@ def node(cpus: float, gpus: float = 0.0, **labels: str) -> Node:
 
 
 def workers(number: int, cpus: float, gpus: float = 0.0, labels: Mapping[str, str] | None = None) -> ResourceRequest:
-    smaller = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
-    return ResourceRequest(f"workers={number}", number, {"CPU": cpus, "GPU": gpus}, labels, "workers", smaller)
+    resource_keys = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
+    return ResourceRequest(f"workers={number}", number, {"CPU": cpus, "GPU": gpus}, labels, "workers", resource_keys)
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_requests_that_fit_are_not_refused() -> None:
     refuse_impossible([workers(2, 3)], [node(4), node(3)])
     refuse_impossible([workers(4, 1, 0.25)], [node(0), node(8, 1)])
     refuse_impossible([workers(10, 0.1)], [node(1)])  # a tenth fits ten times
@@ -37,44 +38,51 @@ def test_what_fits_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("demands", "nodes", "told"),
+    ("requests", "nodes", "named"),
     [
         (
             [workers(2, 3)],
             [node(4), node(2)],
-            r"workers=2 wants room for 2 of 3 CPUs each, and none lies on two nodes: the cluster has 1 x 4 CPUs, 1 x 2 CPUs, "
-            r"room for 1; lower workers or cpus_per_worker",
+            (
+                "workers=2 needs 2 x 3 CPUs",
+                "the cluster has 1 x 4 CPUs, 1 x 2 CPUs, which fit 1",
+                "workers or cpus_per_worker",
+            ),
         ),
         (
             [workers(5, 1)],
             [node(2), node(2)],
-            r"needs 5 CPUs .*\(workers=5 of 1 CPU\), the cluster has 4; lower workers or cpus",
+            ("needs 5 CPUs", "(workers=5 of 1 CPU)", "the cluster has 4", "workers or cpus_per_worker"),
         ),
         (
             [workers(3, 1, 0.5)],
             [node(9, 1)],
-            r"needs 1\.5 GPUs .*, the cluster has 1; lower workers or gpus_per_worker",
+            ("needs 1.5 GPUs", "the cluster has 1;", "workers or gpus_per_worker"),
         ),
-        ([workers(2, 0.1, 0.75)], [node(9, 1), node(9, 0.5)], r"2 of 0\.1 CPUs and 0\.75 GPUs each.*room for 1"),
-        ([workers(1, 1, 1)], [node(9), node(0, 1)], r"the cluster has 1 x 9 CPUs, 1 x 1 GPU, room for 0"),
+        ([workers(2, 0.1, 0.75)], [node(9, 1), node(9, 0.5)], ("2 x 0.1 CPUs and 0.75 GPUs", "fit 1;")),
+        ([workers(1, 1, 1)], [node(9), node(0, 1)], ("the cluster has 1 x 9 CPUs, 1 x 1 GPU, which fit 0;",)),
         (
             [workers(1, 4, 0, {"role": "a"}), workers(1, 1, 0, {"role": "a"})],
             [node(4, role="a"), node(9, role="b")],
-            r"needs 5 CPUs .*, the nodes with role=a have 4",
+            ("needs 5 CPUs", "the nodes with role=a have 4;"),
         ),
-        ([workers(2, 2, 0, {"role": "a"}), workers(3, 2)], [node(4, role="a"), node(5)], r"needs 10 CPUs .* has 9"),
+        (
+            [workers(2, 2, 0, {"role": "a"}), workers(3, 2)],
+            [node(4, role="a"), node(5)],
+            ("needs 10 CPUs", "the cluster has 9;"),
+        ),
     ],
 )
-def test_what_can_never_fit_is_told_with_what_there_is(
-    demands: list[ResourceRequest], nodes: list[Node], told: str
+def test_requests_that_can_never_fit_are_refused_with_the_clusters_resources(
+    requests: list[ResourceRequest], nodes: list[Node], named: tuple[str, ...]
 ) -> None:
-    with pytest.raises(RunError, match=told):
-        refuse_impossible(demands, nodes)
+    with fails_with(ClusterTooSmallError, *named):
+        refuse_impossible(requests, nodes)
 
 
-def test_cpus_are_shared_as_nodes_allow() -> None:
+def test_the_even_share_of_cpus() -> None:
     assert even_share([16], 3) == 5.3
-    assert even_share([8, 8], 3) == 4  # not 5.3: no worker lies on two nodes
+    assert even_share([8, 8], 3) == 4  # not 5.3: no worker spans two nodes
     assert even_share([8, 2], 3) == 2.6
     assert even_share([0, 4], 4) == 1
     assert count_fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
@@ -85,29 +93,29 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("192.0.2.254") is None and interface_of("::1") is None
 
 
-def test_an_elastic_run_has_whole_parts_with_every_number_of_workers() -> None:
+def test_an_elastic_run_divides_the_batch_for_every_number_of_workers() -> None:
     def training(*overrides: str) -> tuple[list[int], int]:
         section = load_recipe("minilm-3layer", [f"training.{override}" for override in overrides]).training
         return section.worker_counts, section.streams
 
-    assert training("workers=8", "batch_size=128", "least_workers=1") == ([1, 2, 4, 8], 8)
-    assert training("workers=6", "batch_size=96", "least_workers=2") == ([2, 3, 4, 6], 12)
-    assert training("workers=4", "least_workers=1", "dropout_streams=4") == ([1, 2, 4], 4)
-    assert training("workers=4", "dropout_streams=8") == ([4], 8)
+    assert training("workers=8", "batch_size=128", "min_workers=1") == ([1, 2, 4, 8], 8)
+    assert training("workers=6", "batch_size=96", "min_workers=2") == ([2, 3, 4, 6], 12)
+    assert training("workers=4", "min_workers=1", "dropout_rng_streams=4") == ([1, 2, 4], 4)
+    assert training("workers=4", "dropout_rng_streams=8") == ([4], 8)
     assert training("workers=0") == ([0], 1)
-    with pytest.raises(RecipeError, match="least_workers is 3, and workers 2"):
-        training("workers=2", "least_workers=3")
-    with pytest.raises(RecipeError, match="least_workers is 3, which does not divide batch_size"):
-        training("workers=4", "least_workers=3")
-    with pytest.raises(RecipeError, match=r"dropout_streams is 4, which is no multiple of workers 8"):
-        training("workers=8", "least_workers=2", "dropout_streams=4")
+    with fails_with(InvalidValueError, "min_workers", "3", "2"):
+        training("workers=2", "min_workers=3")
+    with fails_with(InvalidValueError, "min_workers", "3", "batch_size"):
+        training("workers=4", "min_workers=3")
+    with fails_with(InvalidValueError, "dropout_rng_streams", "4", "8"):
+        training("workers=8", "min_workers=2", "dropout_rng_streams=4")
 
 
-@pytest.mark.parametrize("turn", range(3))
-def test_who_has_the_least_choice_is_put_first(turn: int) -> None:
-    """In whichever order Ray names the nodes."""
+@pytest.mark.parametrize("first", range(3))
+def test_requests_with_the_fewest_options_are_placed_first(first: int) -> None:
+    """For any order of the nodes."""
     nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
-    nodes = nodes[turn:] + nodes[:turn]
+    nodes = nodes[first:] + nodes[:first]
     students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
     assert find_shortfall([students, servers], nodes) is None
     assert find_shortfall([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None

@@ -1,4 +1,4 @@
-"""Renamed keys: what a recipe of version 0.1 is told, what `distcse recipe migrate` makes of it, and the schemas for editors."""
+"""Renamed keys: the error for a recipe of version 0.1, what `distcse recipe migrate` makes of it, and the schemas for editors."""
 
 from __future__ import annotations
 
