@@ -52,7 +52,7 @@ class Measurement:
     evaluation: Evaluation
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
-        """Return one score, such as score("sts", "STS-B", "all", "student").
+        """Return one of the scores, such as `score("sts", "STS-B", "all", "student")`.
 
         Raises:
             EvaluationResultError: It was not measured.

@@ -151,7 +151,8 @@ def rerun(
         stop_requested: As for `run`.
 
     Raises:
-        RunError: The first run did not finish, or its data have changed.
+        RunDirectoryError: The first run did not finish.
+        ResumeMismatchError: The first run's data have changed.
     """
     with open_listener(listen) as post:
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), Reporter(post, stop_requested))

@@ -101,7 +101,7 @@ def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
 def _sweep(
     options: argparse.Namespace, directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None
 ) -> int:
-    # Recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
+    # A new sweep's recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
     start_ray(fast_allocator=True)
     with gc_paused():
         from distcse.events import Reporter

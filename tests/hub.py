@@ -21,7 +21,7 @@ class Hub:
     def __init__(self) -> None:
         self.models: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, bool] = {}
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
         self.url = ""
 
     def commit(self, name: str, lines: list[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self._answer()
 
         def _answer(self) -> None:
-            hub.asked.append(self.path)
+            hub.requested_paths.append(self.path)
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts[0] == "api":
                 name = "/".join(parts[2:4])
@@ -106,7 +106,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def standing_in() -> Iterator[Hub]:
+def run_hub() -> Iterator[Hub]:
     """Context manager: run a hub on a local port. Set `HF_ENDPOINT` to its `url`."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))

@@ -1,9 +1,9 @@
-"""The fields that documents in cluster/ may have.
+"""Schemas of the Kubernetes documents in cluster/.
 
-Kubernetes' own documents and pod templates are held to its published schemas, as the package kubernetes-validate brings them.
-KubeRay's fields are written here from its API reference (docs/reference/api.md of ray-project/kuberay, version 1.6's), not copied
-from the published CRDs: names, types, what is required and which words are allowed. What the reference leaves to an expression
-on the server, such as which fields of a RayJob go together, is not checked here.
+Kubernetes' own documents and pod templates are validated with its published schemas, from the package kubernetes-validate.
+KubeRay's fields are written here from its API reference (docs/reference/api.md of ray-project/kuberay 1.6), not copied from
+the published CRDs: names, types, required fields and allowed values. Rules that the server evaluates, such as which fields of
+a RayJob exclude each other, are not checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def many(items: Schema) -> Schema:
 
 
 def fields(*required: str, **properties: Schema) -> Schema:
-    """An object of these fields and no others."""
+    """Return the schema of an object with these fields and no others."""
     return {
         "type": "object",
         "properties": properties,
@@ -42,7 +42,7 @@ def fields(*required: str, **properties: Schema) -> Schema:
 
 
 META = fields("name", name=NAME, namespace=NAME, labels=WORDS, annotations=WORDS)
-POD: Schema = {"type": "object"}  # Kubernetes' own schema says what is in it
+POD: Schema = {"type": "object"}  # validated with Kubernetes' schema
 _GROUP = {"rayStartParams": WORDS, "template": POD, "resources": WORDS, "labels": WORDS}
 CLUSTER_SPEC = fields(
     "headGroupSpec",
@@ -114,27 +114,30 @@ _CUSTOM = {
 
 
 def check(manifest: Any) -> None:
-    """`jsonschema.ValidationError` where a document, or a pod template in it, has a field that is not documented.
+    """Validate a document and its pod templates.
 
-    What is Kubernetes' own is held to the schemas it publishes, of the oldest and of a new version.
+    Kubernetes' own documents and pod templates are validated with the schemas of the oldest and of a recent version.
+
+    Raises:
+        jsonschema.ValidationError: A field is not documented, or has an invalid value.
     """
     custom = _CUSTOM.get((manifest["apiVersion"], manifest["kind"]))
     spec = custom or {"type": "object"}
-    words = fields("apiVersion", "kind", "metadata", "spec", apiVersion=TEXT, kind=TEXT, metadata=META, spec=spec)
-    jsonschema.validate(manifest, words)
-    named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
-    for document in [manifest] if custom is None else [{**named, "template": pod} for pod in pods(manifest)]:
+    schema = fields("apiVersion", "kind", "metadata", "spec", apiVersion=TEXT, kind=TEXT, metadata=META, spec=spec)
+    jsonschema.validate(manifest, schema)
+    pod_template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+    for document in [manifest] if custom is None else [{**pod_template, "template": pod} for pod in pods(manifest)]:
         for version in KUBERNETES:
             kubernetes_validate.validate(document, version, strict=True)
 
 
 def cluster_spec(manifest: Any) -> Any:
-    """Of a RayJob or a RayCluster."""
+    """Return the cluster's specification in a RayJob or a RayCluster."""
     return manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
 
 
 def pods(manifest: Any) -> list[Any]:
-    """Pod templates of a RayJob or a RayCluster; other documents have none."""
+    """Return the pod templates of a RayJob or a RayCluster; other documents have none."""
     if manifest["apiVersion"] != "ray.io/v1":
         return []
     spec = cluster_spec(manifest)

@@ -1,4 +1,4 @@
-"""Small labelled sets in the published layout."""
+"""Small labelled sets in the layout of the published ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def scored(sentences: list[str], rows: int, seed: int = 0) -> str:
-    """A file of scored pairs: alike where they share words."""
+    """Return a file of scored pairs; pairs with more shared words have higher scores."""
     generator = np.random.default_rng(seed)
     lines = ["subset\tscore\tsentence1\tsentence2"]
     for row in range(rows):
@@ -20,7 +20,7 @@ def scored(sentences: list[str], rows: int, seed: int = 0) -> str:
 
 
 def make_data(folder: Path, sentences: list[str]) -> Path:
-    """A data folder with small versions of STS12, STS-B and MRPC, and nothing else."""
+    """Write a data folder with small versions of STS12, STS-B and MRPC."""
     for number, (name, split, rows) in enumerate((("sts12", "test", 150), ("stsb", "test", 200), ("stsb", "dev", 100))):
         file = folder / "sts" / name / f"{split}.tsv.gz"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Simulated machines: each is a raylet in separate namespaces, joined by a bridge.
 
-A machine has its own network (no loopback in common), processes, host name, object store, and disks where a path says so; what
-is left of the file system is shared, as by NFS. Killed, all of it ends at once, as by a power cut.
+A machine has its own network with its own loopback, processes, host name, object store, and disks at given paths. The rest of
+the file system is shared, as by NFS. All processes of a machine can be killed at once, as by a power failure.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _PORT, _DASHBOARD = 6379, 8265
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine that runs."""
+    """One running machine."""
 
     address: str
     process: subprocess.Popen[bytes]
     inside: int
-    """Process id, as seen from here, of its first process: whatever else it runs ends with it."""
+    """Process id, in the host's namespace, of its first process; all other processes of the machine end with it."""
     environment: Mapping[str, str]
 
     def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """A command on it, to its end."""
+        """Run a command on the machine, and wait for its end."""
         process = self.start(*command, **environment)
-        told, complained = process.communicate(timeout=900)
-        return subprocess.CompletedProcess(process.args, process.returncode, told, complained)
+        out, err = process.communicate(timeout=900)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
-        """A command on it."""
+        """Start a command on the machine."""
         enter = ["nsenter", f"--target={self.inside}", "--mount", "--net", "--uts", "--pid", "--"]
         return subprocess.Popen(
             [*enter, *map(str, command)],
@@ -53,26 +53,26 @@ class Machine:
         )
 
     def cut_power(self) -> None:
-        """Kill every process on it."""
+        """Kill every process on the machine."""
         os.kill(self.inside, signal.SIGKILL)
         self.process.wait(timeout=30)
 
 
-def refused() -> str | None:
-    """Why this machine cannot play several; None where it can."""
+def reason_to_skip() -> str | None:
+    """Return why this host cannot simulate machines; None if it can."""
     try:
-        _do("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true")
-    except (OSError, subprocess.CalledProcessError) as told:
-        return f"namespaces are refused here: {told}"
+        _run("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true")
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"this host does not allow namespaces: {error}"
     return None
 
 
 @contextmanager
 def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path] = ()) -> Iterator[list[Machine]]:
-    """A Ray cluster of several machines; the first is its head.
+    """Context manager: run a Ray cluster of several machines; the first one is the head.
 
     Args:
-        folder: For logs.
+        folder: Folder of the logs.
         nodes: Arguments of `ray start` on each, without addresses and ports.
         disks: Folders that are a separate disk on each machine.
     """
@@ -90,18 +90,18 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
     }
     with ExitStack() as stack:
         bridge = f"dcse{os.getpid() % 100000}"
-        _do("ip", "link", "add", bridge, "type", "bridge")
-        stack.callback(_do, "ip", "link", "del", bridge)
-        _do("ip", "link", "set", bridge, "up")
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        stack.callback(_run, "ip", "link", "del", bridge)
+        _run("ip", "link", "set", bridge, "up")
         running: list[Machine] = []
-        for number, told in enumerate(nodes, start=1):
+        for number, options in enumerate(nodes, start=1):
             address = f"{_NET}.{number}"
             joins = (
                 ["--head", f"--port={_PORT}", f"--dashboard-port={_DASHBOARD}", "--dashboard-host=127.0.0.1"]
                 if number == 1
                 else [f"--address={_NET}.1:{_PORT}"]
             )
-            ray = [RAY, "start", "--block", f"--node-ip-address={address}", *joins, *told]
+            ray = [RAY, "start", "--block", f"--node-ip-address={address}", *joins, *options]
             machine = stack.enter_context(_machine(folder, bridge, number, address, ray, environment, disks))
             running.append(machine)
         yield running
@@ -117,35 +117,35 @@ def _machine(
     environment: Mapping[str, str],
     disks: Sequence[Path],
 ) -> Iterator[Machine]:
-    own = [Path("/tmp/ray"), *disks]
-    for disk in own:
+    own_disks = [Path("/tmp/ray"), *disks]
+    for disk in own_disks:
         disk.mkdir(parents=True, exist_ok=True)
-    begin = [f"hostname machine-{number}", *(f"mount -t tmpfs tmpfs {disk}" for disk in own)]
-    # The wire is put in from outside, once the namespaces are there.
-    wired = f"while ! ip addr show dev eth0 2>/dev/null | grep -q {address}/; do sleep 0.05; done"
-    script = " && ".join([*begin, wired, f"exec {' '.join(ray)}"])
-    spaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    setup = [f"hostname machine-{number}", *(f"mount -t tmpfs tmpfs {disk}" for disk in own_disks)]
+    # The host adds the network interface once the namespaces exist.
+    wait_for_network = f"while ! ip addr show dev eth0 2>/dev/null | grep -q {address}/; do sleep 0.05; done"
+    script = " && ".join([*setup, wait_for_network, f"exec {' '.join(ray)}"])
+    unshare = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with open(folder / f"machine-{number}.log", "w") as log:
-        process = subprocess.Popen([*spaces, "sh", "-c", script], stdout=log, stderr=log, env=dict(environment))
+        process = subprocess.Popen([*unshare, "sh", "-c", script], stdout=log, stderr=log, env=dict(environment))
     outer = f"{bridge}.{number}"
     try:
         inside = _child_of(process.pid)
-        _do("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", str(inside))
-        _do("ip", "link", "set", outer, "master", bridge, "up")
+        _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", str(inside))
+        _run("ip", "link", "set", outer, "master", bridge, "up")
         within = ["nsenter", f"--target={inside}", "--net", "ip"]
-        _do(*within, "link", "set", "lo", "up")
-        _do(*within, "link", "set", "eth0", "up")
-        _do(*within, "addr", "add", f"{address}/24", "dev", "eth0")
-        _do(*within, "route", "add", "default", "dev", "eth0")
+        _run(*within, "link", "set", "lo", "up")
+        _run(*within, "link", "set", "eth0", "up")
+        _run(*within, "addr", "add", f"{address}/24", "dev", "eth0")
+        _run(*within, "route", "add", "default", "dev", "eth0")
         _wait_for_ray(process, Path(log.name))
         yield Machine(address, process, inside, environment)
     finally:
         if process.poll() is None:
-            process.kill()  # and with it its namespace of processes
+            process.kill()  # also kills all processes in its namespace
         process.wait(timeout=30)
         subprocess.run(
             ["ip", "link", "del", outer], capture_output=True, check=False
-        )  # gone with its other end, or soon
+        )  # may be deleted already, together with its other end
 
 
 def _child_of(process: int) -> int:
@@ -164,5 +164,5 @@ def _wait_for_ray(process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.1)
 
 
-def _do(*command: str) -> None:
+def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)

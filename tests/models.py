@@ -1,4 +1,4 @@
-"""Small random encoders of the real families, with real tokenizers trained on a few lines."""
+"""Small random encoders of real architectures, with tokenizers built from a few lines of text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert", "t5")
 def make_encoder(
     folder: Path, kind: str, lines: Sequence[str], layers: int = 3, width: int = 32, dropout: float = 0.1, seed: int = 0
 ) -> Path:
-    """Write a random encoder of a family and its tokenizer as a Hugging Face folder."""
+    """Write a random encoder of an architecture and its tokenizer as a Hugging Face folder."""
     tokenizer = _byte_pairs(lines) if kind == "roberta" else _word_pieces(lines)
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -103,7 +103,7 @@ def make_encoder(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(5)  # far from 0, so that different sentences get different vectors
+                parameter.mul_(5)  # larger weights, so that different sentences get clearly different vectors
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -141,11 +141,14 @@ def make_cross_encoder(folder: Path, encoder: Path, labels: int = 1) -> Path:
 
 
 def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Letters, and the most frequent words: the trainer of tokenizers gives other pieces in every process."""
+    """Build a vocabulary of letters and the most frequent words; tokenizers' own trainer is not deterministic."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    normalizer, words_of = BertNormalizer(), BertPreTokenizer()
+    normalizer, pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     counts = Counter(
-        word for line in lines for word, _ in words_of.pre_tokenize_str(normalizer.normalize_str(line)) if len(word) > 1
+        word
+        for line in lines
+        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(line))
+        if len(word) > 1
     )
     letters = sorted({letter for line in lines for letter in normalizer.normalize_str(line) if not letter.isspace()})
     words = sorted(counts, key=lambda word: (-counts[word], word))
@@ -153,7 +156,7 @@ def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
     pieces = [*used, *(f"[unused{number}]" for number in range(300 - len(used)))]
     tokenizer = Tokenizer(WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = words_of
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
@@ -169,9 +172,9 @@ def _word_pieces(lines: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(lines, vocab_size=400, special_tokens=special)
-    tokenizer = Tokenizer.from_str(trained.to_str())
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(lines, vocab_size=400, special_tokens=special)
+    tokenizer = Tokenizer.from_str(bpe.to_str())
     tokenizer.post_processor = TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
@@ -188,7 +191,7 @@ def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def their_vectors(folder: Path, texts: Sequence[str]) -> np.ndarray:
-    """What sentence-transformers makes of texts."""
+    """Embed texts with sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
     vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(list(texts), show_progress_bar=False)

@@ -1,4 +1,4 @@
-"""Ports of the loopback address that nobody listens on."""
+"""Free ports of the loopback address."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def free_ports(number: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One alone."""
+    """Return one free port."""
     return free_ports(1)[0]

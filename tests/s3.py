@@ -45,11 +45,11 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def objects(self) -> dict[str, bytes]:
-        """All that is stored, by key, as the storage's own interface tells it."""
+        """Return all objects by key, read with pyarrow."""
         return {key: self.read(key) for key in self.stored()}
 
     def stored(self) -> list[str]:
-        """Keys of all objects, markers of empty folders apart."""
+        """Return the keys of all objects, without markers of empty folders."""
         from pyarrow import fs
 
         selector = fs.FileSelector(BUCKET, recursive=True)
@@ -57,17 +57,17 @@ class Server:
         return [entry.path.removeprefix(f"{BUCKET}/") for entry in found if entry.type == fs.FileType.File]
 
     def read(self, key: str) -> bytes:
-        """An object's content."""
+        """Return an object's content."""
         content: bytes = _system(self.port).open_input_stream(f"{BUCKET}/{key}").read()
         return content
 
     def write(self, key: str, content: bytes) -> None:
-        """Put an object, as somebody else would."""
+        """Write an object without distcse, as another program would."""
         with _system(self.port).open_output_stream(f"{BUCKET}/{key}") as out:
             out.write(content)
 
     def delete(self, key: str) -> None:
-        """Delete an object, as somebody else would."""
+        """Delete an object without distcse, as another program would."""
         _system(self.port).delete_file(f"{BUCKET}/{key}")
 
 
@@ -81,7 +81,7 @@ def _system(port: int):  # type: ignore[no-untyped-def]
 
 @contextmanager
 def serving(log: Path, port: int | None = None) -> Iterator[Server]:
-    """The server, until the end of the block. Skips where moto is not installed."""
+    """Context manager: run the server. Skips the test if moto is not installed."""
     import pytest
 
     pytest.importorskip("moto", reason="moto's server is not installed: pip install 'moto[s3]' flask flask-cors")
@@ -102,11 +102,14 @@ def serving(log: Path, port: int | None = None) -> Iterator[Server]:
 
 @contextmanager
 def emulating_google(log: Path) -> Iterator[int]:
-    """The port of an emulator of Google Cloud's storage with one bucket, until the end of the block. Skips without it."""
+    """Context manager: run an emulator of Google Cloud Storage with one bucket, and yield its port.
+
+    Skips the test if the emulator is not installed.
+    """
     import pytest
 
     pytest.importorskip(
-        "gcp_storage_emulator", reason="no emulator of Google Cloud's storage: pip install gcp-storage-emulator"
+        "gcp_storage_emulator", reason="gcp-storage-emulator is not installed: pip install gcp-storage-emulator"
     )
     port = free_port()
     command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port)]
@@ -138,11 +141,12 @@ class Gate:
     """Forwards requests to the server, except those to refuse."""
 
     port: int
-    behind: int
+    server_port: int
     refuses: Callable[[str, str], tuple[int, str] | None] = field(default=lambda method, path: None)
-    """Of a request's method and path: None to pass it on, or the status and code of S3's error; status 0 breaks the line."""
+    """Maps a request's method and path to None (forward it), or to the status and code of an S3 error. Status 0 closes the
+    connection."""
     changes: list[str] = field(default_factory=list)
-    """Changes that were let through: `PUT /bucket/key`, `DELETE /bucket/key`."""
+    """Forwarded changes: `PUT /bucket/key`, `DELETE /bucket/key`."""
     lock: Lock = field(default_factory=Lock)
 
     def refuse_from(self, number: int, status: int = 403, code: str = "AccessDenied") -> None:
@@ -155,24 +159,24 @@ class Gate:
         self.refuses = refuses
 
     def open(self) -> None:
-        """Refuse nothing."""
+        """Forward all requests from now on."""
         self.refuses = lambda method, path: None
 
 
 @contextmanager
 def gated(server: Server) -> Iterator[Gate]:
-    """A gate before the server, until the end of the block."""
+    """Context manager: run a gate in front of the server."""
     gate = Gate(0, server.port)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def _pass(self) -> None:
+        def _handle(self) -> None:
             body = self._body()
-            with gate.lock:  # one after the other: the n-th change is the n-th
+            with gate.lock:  # one request after the other, so that changes are counted in order
                 refused = gate.refuses(self.command, self.path)
                 if refused is None:
-                    status, headers, content = self._behind(body)
+                    status, headers, content = self._forward(body)
                     if self.command in ("PUT", "DELETE", "POST"):
                         gate.changes.append(f"{self.command} {self.path}")
                 else:
@@ -200,33 +204,33 @@ def gated(server: Server) -> Iterator[Gate]:
             self.rfile.readline()
             return body
 
-        def _behind(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-            line = http.client.HTTPConnection("127.0.0.1", gate.behind, timeout=30)
-            sent = {
+        def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+            connection = http.client.HTTPConnection("127.0.0.1", gate.server_port, timeout=30)
+            request_headers = {
                 k: v
                 for k, v in self.headers.items()
                 if k.lower() not in ("transfer-encoding", "expect", "content-length")
             }
-            line.request(self.command, self.path, body, sent)
-            answer = line.getresponse()
+            connection.request(self.command, self.path, body, request_headers)
+            answer = connection.getresponse()
             content = answer.read()
             dropped = ("connection", "transfer-encoding", "content-length", "date", "server")
             headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in dropped]
             length = answer.getheader("Content-Length") if self.command == "HEAD" else None
-            line.close()
+            connection.close()
             return answer.status, [*headers, ("Content-Length", length or str(len(content)))], content
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
-    standing = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    gate.port = standing.server_address[1]
-    thread = Thread(target=standing.serve_forever, daemon=True)
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    gate.port = proxy.server_address[1]
+    thread = Thread(target=proxy.serve_forever, daemon=True)
     thread.start()
     try:
         yield gate
     finally:
-        standing.shutdown()
-        standing.server_close()
+        proxy.shutdown()
+        proxy.server_close()

@@ -1,4 +1,4 @@
-"""Weights of two trainings that should have learned the same."""
+"""Comparison of the weights of two trainings."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from distcse.trainer.checkpoints import CheckpointStore, load_model_state
 Weights = Mapping[str, Tensor]
 
 NO_GRADIENT = "key.bias"
-"""Softmax does not see a key's bias: its gradient is rounding alone, which Adam takes for a direction."""
+"""A key's bias does not change the softmax: its gradient is only rounding, which Adam scales to full steps."""
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
-    """Of a run's latest checkpoint."""
+    """Return the weights of a run's latest checkpoint."""
     folder = CheckpointStore(run).latest()
     assert folder is not None
     return load_model_state(folder).weights
 
 
-def assert_same_learning(one: Weights, other: Weights, but: tuple[str, ...] = (), mean: float = 1e-5) -> None:
-    """Two trainings with steps of 1e-3 that differ in the order of their sums alone.
+def assert_same_learning(one: Weights, other: Weights, excluded: tuple[str, ...] = (), mean: float = 1e-5) -> None:
+    """Assert that two trainings with a learning rate of 1e-3 differ only by the order of their sums.
 
-    Adam divides a gradient by its size, so where one is nearly nothing a rounding can turn a step round: an element may
-    be off by a fifth of a step, a tensor on average by a hundredth of one.
+    Adam normalizes gradients, so rounding can change the sign of a step whose gradient is almost 0. An element can therefore
+    differ by a fifth of a step (0.2 × lr), and a tensor on average by a hundredth of a step.
 
     Args:
         one: Weights by name.
-        other: Weights by name; the same names.
-        but: Ends of the names of tensors that do not count.
-        mean: How far a tensor may be off on average; more where sums keep fewer bits than fp32.
+        other: Weights with the same names.
+        excluded: Suffixes of names of tensors that are not compared. Default: none.
+        mean: Largest mean difference of a tensor; increase it for sums with fewer bits than fp32. Default: 1e-5.
     """
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        if not name.endswith((NO_GRADIENT, *but)):
-            apart = (other[name].double() - tensor.double()).abs()
-            told = f"{name} is off by {apart.mean():.1e} on average, {apart.max():.1e} at most"
-            assert apart.mean() <= mean and apart.max() <= 20 * mean, told
+        if not name.endswith((NO_GRADIENT, *excluded)):
+            difference = (other[name].double() - tensor.double()).abs()
+            message = f"{name} differs by {difference.mean():.1e} on average and {difference.max():.1e} at most"
+            assert difference.mean() <= mean and difference.max() <= 20 * mean, message
 
 
 def assert_equal_weights(one: Weights, other: Weights) -> None:
-    """To the last bit."""
+    """Assert that weights are bitwise equal."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(other[name], tensor), name

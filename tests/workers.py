@@ -1,4 +1,4 @@
-"""Real worker processes with a gloo group, for tests of what must hold on any number of workers."""
+"""Real worker processes with a gloo process group, for tests with several workers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Workers are forked from one server that has imported what all of them need: seconds less for each.
+# Workers are forked from a server that has imported the libraries, which saves seconds per worker.
 multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.experiments.distillation.run"])
 
-_WAIT = timedelta(minutes=3)
-"""For another worker; one that goes its own way is a failure, not half an hour of waiting."""
+_TIMEOUT = timedelta(minutes=3)
+"""Timeout of collectives, so that a worker which skips one fails the test soon instead of after half an hour."""
 
 
 def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
-    """Call `function(*arguments)` in `workers` processes of one group; their answers, by rank."""
+    """Call `function(*arguments)` in `workers` processes of one group, and return their results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _worker, args=(function, workers, folder, arguments), nprocs=workers, start_method="forkserver"
@@ -32,7 +32,9 @@ def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> 
 def _worker(rank: int, function: Callable[..., Any], workers: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers, timeout=_WAIT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers, timeout=_TIMEOUT
+    )
     answer = function(*arguments)
     torch.save(answer, Path(folder) / f"answer-{rank}")
     if dist.is_initialized():

@@ -194,7 +194,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
             "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"
         )
     try:
-        model, told = AutoModelForMaskedLM.from_pretrained(
+        model, loading_info = AutoModelForMaskedLM.from_pretrained(
             folder,
             use_safetensors=True,
             output_loading_info=True,
@@ -205,9 +205,9 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
         raise ModelLoadError(
             f"{folder} cannot be loaded as a masked language model: {' '.join(str(refused).split())[:400]}"
         ) from refused
-    if told["missing_keys"]:
+    if loading_info["missing_keys"]:
         raise MissingWeightsError(
-            f"{folder} lacks the weights of its masked-language-model head, such as {sorted(told['missing_keys'])[0]}; "
+            f"{folder} lacks the weights of its masked-language-model head, such as {sorted(loading_info['missing_keys'])[0]}; "
             "they would be random"
         )
     loaded: nn.Module = model

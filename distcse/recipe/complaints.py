@@ -17,15 +17,15 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 """Names of keys whose values are not shown: messages end in logs."""
 _TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
     "list_type": "a list",
-    "model_type": "keys of its own",
-    "model_attributes_type": "keys of its own",
-    "dict_type": "keys of its own",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "dict_type": "a mapping",
 }
 
 
@@ -80,8 +80,8 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
         close = nearest(path[-1], keys)
-        told = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
-        return f"unknown key {key}{told}{close or '; valid keys: ' + ', '.join(keys)}"
+        shown_value = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
+        return f"unknown key {key}{shown_value}{close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
         return f"{key} is missing; write {key}: …"
     if kind == "invalid_key":

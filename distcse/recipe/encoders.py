@@ -82,8 +82,8 @@ class StudentSection(TrainedSection):
     def _depth_belongs_to_auto(self) -> Self:
         if (self.layers == "auto") != (self.num_layers is not None):
             raise ValueError(
-                f"layers is {self.layers} and num_layers {self.num_layers}; write layers: auto with num_layers: 3 (or another number), or "
-                "name the layers without a num_layers"
+                f"layers is {self.layers} and num_layers {self.num_layers}; write layers: auto with num_layers: 3 "
+                "(or another number), or name the layers without a num_layers"
             )
         return self
 
@@ -103,7 +103,7 @@ class EndpointSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for a response."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """Retries after a lost connection or a status such as 429 or 503. The delay starts at 0.5 s and doubles each time."""
+    """Retries after a lost connection or a status such as 429 or 503. The delay starts at 0.5 s, times 2 for each retry."""
 
     @field_validator("url")
     @classmethod
@@ -174,7 +174,7 @@ class TeacherSection(EncoderSection):
         if self.class_path is not None and self.endpoint is not None:
             raise ValueError("class_path and endpoint are two kinds of teacher; keep one of them")
         if self.kwargs and self.class_path is None:
-            raise ValueError("kwargs are for a teacher of your own; write class_path: module:Class, or take them away")
+            raise ValueError("kwargs are for a custom teacher; write class_path: module:Class, or remove them")
         if not self.is_model:
             kind, others = (
                 ("class_path", ("max_length", "prompt"))
@@ -182,11 +182,11 @@ class TeacherSection(EncoderSection):
                 else ("endpoint", ("max_length", "precision"))
             )
             plain = {name: field.default for name, field in type(self).model_fields.items()}
-            if self.precision == "fp32":  # what it comes to for a teacher of these kinds
+            if self.precision == "fp32":  # the resolved precision of these kinds
                 plain["precision"] = "fp32"
-            if said := [name for name in others if getattr(self, name) != plain[name]]:
+            if ignored := [name for name in others if getattr(self, name) != plain[name]]:
                 raise ValueError(
-                    f"{said[0]} is of a model that is loaded here, and this teacher's {kind} would not hear of it; take it away"
+                    f"{ignored[0]} applies to a model that is loaded here, and this teacher's {kind} ignores it; remove it"
                 )
         return self
 

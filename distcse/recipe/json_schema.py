@@ -27,6 +27,7 @@ def schema_json(kind: str) -> str:
 
     Args:
         kind: A key of `DOCUMENTS`.
+
     """
     model, title = DOCUMENTS[kind]
     schema = _simplify(model.model_json_schema(ref_template="#/definitions/{model}"))

@@ -67,12 +67,11 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         InvalidValueError: It is a recipe of mutual distillation.
+
     """
     recipe = read_recipe(name, overrides)
     if isinstance(recipe, MutualRecipe):
-        raise InvalidValueError(
-            f"recipe {name} is one of mutual distillation; it has groups, and no student of its own"
-        )
+        raise InvalidValueError(f"recipe {name} is one of mutual distillation; it has groups, and no student")
     return recipe
 
 
@@ -85,6 +84,7 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
     Raises:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
+
     """
     document = _read(name, overrides)
     for override in overrides:
@@ -102,6 +102,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         RenamedKeyError: A path has been renamed.
         OverrideError: A path is inside a section that the recipe leaves out.
         RecipeError: A path is no key of this recipe, or a value is invalid.
+
     """
     refuse_renamed_values(values)
     document = recipe.model_dump(mode="json")
@@ -128,6 +129,7 @@ def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = 
     Raises:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
+
     """
     if not os.path.isfile(file):
         raise RecipeNotFoundError(
@@ -191,6 +193,18 @@ def _content(file: str) -> bytes:
 
 
 def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
+    """Parse YAML text whose root is a mapping.
+
+    Args:
+        text: The document.
+        source: Its name in errors.
+        kind: What it should be, in errors.
+        key: A key that such a document has, in errors.
+
+    Raises:
+        RecipeSyntaxError: The text is not YAML, or its root is not a mapping.
+
+    """
     try:
         document = _constructed(text, source)
     except ValueError as broken:
@@ -249,7 +263,7 @@ def _constructed(text: bytes | str, name: str) -> Any:
         if node is None:
             return None
         if _values_of(node, {}) > _MOST_VALUES:
-            raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+            raise ValueError(f"its aliases expand to more than {_MOST_VALUES:,} values")
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError("it is nested too deep") from None

@@ -231,7 +231,7 @@ class MutualRecipe(Section):
     def _fits_together(self) -> Self:
         names = [group.name for group in self.groups]
         if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two groups are called {repeated}; each needs a name of its own")
+            raise ValueError(f"two groups are called {repeated}; each needs a different name")
         for group in self.groups:
             for kind, section in (("bi", self.bi), ("cross", self.cross)):
                 if section.batch_size % group.workers:
@@ -246,8 +246,8 @@ class MutualRecipe(Section):
         dev = self.evaluation.dev
         named = dev != "none" and not any(sign in dev for sign in "./")
         wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
-        if self.evaluation.data is None and (told := next((text for text in wants_data if text), None)):
-            raise ValueError(f"{told}, but evaluation.data is not set; write evaluation.data: FOLDER")
+        if self.evaluation.data is None and (reason := next((text for text in wants_data if text), None)):
+            raise ValueError(f"{reason}, but evaluation.data is not set; write evaluation.data: FOLDER")
         if self.evaluation.dev == "none" and self.mutual.patience is not None:
             raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
         return self

@@ -39,21 +39,21 @@ _DOCUMENTS: Sequence[tuple[str, str, type[BaseModel], str]] = (
 _HEAD = """\
 # Recipe reference
 
-Every knob, with its type, its default and what it does. This page is made from the types by
-`python -m distcse.recipe reference`; a test holds it to them. A knob's path is its section's name, a dot, and its key. At the
-command line, `objective.rank.tau2=0.025` is
+All keys of recipes and search spaces, with type, default and meaning. This page is generated from the types by
+`python -m distcse.recipe reference`; a test checks that it is up to date. A key's path is the path of its section, a dot, and the
+key. On the command line, `objective.rank.tau2=0.025` is
 
 ```yaml
 objective:
   rank: {tau2: 0.025}
 ```
 
-A `*` stands for a place in a list, counted from 0: `teachers.encoders.0.alpha=2`. A section whose default is null is left out
-unless a key of it is given; `key: null` leaves out one that is there. `python -m distcse.train --print-recipe RECIPE` shows a
+A `*` is an index in a list, counted from 0, as in `teachers.encoders.0.alpha=2`, or a name. A section whose default is null is
+disabled unless one of its keys is set; `key: null` disables a section. `python -m distcse.train --print-recipe RECIPE` prints a
 recipe with all its values.
 """
-_PLAIN = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
-_MANY = {"section": "sections", "text": "texts", "number": "numbers"}
+_PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+_MANY = {"section": "sections", "text": "texts", "number": "numbers", "integer": "integers"}
 _BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 
 
@@ -99,12 +99,12 @@ def _table(model: type[BaseModel], headings: dict[type[BaseModel], str]) -> str:
         meaning = _prose(field.description)
         if inner is not None:
             meaning += f" [Its keys](#{_anchor(headings[inner])})."
-        cells = (f"`{name}`", told_type(field), _default(field), meaning)
+        cells = (f"`{name}`", describe_type(field), _default(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def told_type(field: FieldInfo) -> str:
+def describe_type(field: FieldInfo) -> str:
     """Describe the type of a key: `integer ≥ 1 or null`."""
     return _type(field.annotation, field.metadata)
 
@@ -114,7 +114,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if annotation == Name:
         return "name"
     if origin is Annotated:
-        return _type(inside[0], [rule for told in inside[1:] for rule in getattr(told, "metadata", [told])])
+        return _type(inside[0], [rule for part in inside[1:] for rule in getattr(part, "metadata", [part])])
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in inside)
     if origin in (Union, types.UnionType):
@@ -134,7 +134,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    rules = [rule for told in metadata for rule in getattr(told, "metadata", [told])]
+    rules = [rule for part in metadata for rule in getattr(part, "metadata", [part])]
     found = [
         text.format(f"{getattr(rule, key):,}" if isinstance(getattr(rule, key), int) else getattr(rule, key))
         for rule in rules
@@ -146,7 +146,7 @@ def _bounds(metadata: Sequence[Any]) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "**must be given**"
+        return "**required**"
     value = field.get_default(call_default_factory=True)
     assert value is not PydanticUndefined
     if isinstance(value, BaseModel):

@@ -33,6 +33,7 @@ class Renaming:
         replacement: What to write there.
         value: The value of a key that holds a single one; None for other keys, for values and for secrets.
         duplicate_line: The line of the new name, where both are given.
+
     """
 
     old: str
@@ -115,6 +116,7 @@ def find_renamed(text: str, *, source: str, is_space: bool) -> list[Renaming]:
 
     Raises:
         RenamedKeyError: An alias repeats a key or value in two places, and only one of them has a new name.
+
     """
     return _find(text, _SPACE if is_space else _RECIPE, source)
 
@@ -144,6 +146,7 @@ def refuse_renamed(
         file: The document's name, as `distcse recipe migrate` takes it.
         is_space: Whether the document is a search space.
         override_prefix: What the user wrote before the path of each override.
+
     """
     messages = []
     source = f"{'search space' if is_space else 'recipe'} {file}"
@@ -202,6 +205,7 @@ class _Finder:
     Args:
         text: What the nodes were made from.
         source: What errors call it.
+
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -222,6 +226,7 @@ class _Finder:
             names: What the tables say about it.
             old: Its path in the document.
             new: The same with new names.
+
         """
         if (id(node), names) in self._visited:
             return

@@ -95,8 +95,10 @@ class EvaluationSection(Section):
 
 
 class StorageSection(Section):
-    """Where runs and caches are stored: folders, which a cluster of several nodes needs on shared storage, or object storage
-    that every node reaches, `s3://BUCKET/PREFIX` and `gs://BUCKET/PREFIX` ([how](../how-to/storage.md))."""
+    """Where runs and caches are stored ([how](../how-to/storage.md)).
+
+    A folder (on a cluster of several nodes: shared storage), or object storage: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`.
+    """
 
     runs: str = "runs"
     """Folder of run directories; each run creates a new one."""
@@ -244,13 +246,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _step_can_be_recorded(self) -> Recipe:
         terms = self.objective
-        hindrances = {
+        fixes = {
             "objective.detection: null": terms.detection is not None and terms.detection.weight,
             "objective.rank.queue: null": terms.memory is not None,
             "objective.custom: {}": bool(terms.custom),  # their Python would run once, and never again
             "student.trust_remote_code: false": self.student.trust_remote_code,
         }
-        if self.training.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
+        if self.training.cuda_graphs and (wanted := [fix for fix, is_needed in fixes.items() if is_needed]):
             raise ValueError(
                 "training.cuda_graphs records steps that do the same work in the same memory every time; "
                 f"write {', '.join(wanted)}, or training.cuda_graphs: false"
@@ -261,7 +263,7 @@ class Recipe(Section):
     def _start_can_be_mixed_in(self) -> Recipe:
         if self.student.init_weight_mix and self.training.zero_stage == 3:
             raise ValueError(
-                "student.init_weight_mix is mixed into whole weights, which no worker holds under ZeRO 3; "
+                "student.init_weight_mix is mixed into full weights, which no worker holds under ZeRO 3; "
                 "write training.zero_stage: 2, or student.init_weight_mix: 0"
             )
         return self

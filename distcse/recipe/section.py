@@ -20,7 +20,7 @@ def _divides_one_gpu(gpus: float) -> float:
     """Refuse a number of GPUs such as 1.5, which Ray rejects only when the process starts."""
     if gpus > 1 and gpus % 1:
         raise ValueError(
-            f"{gpus:g} is above 1 and not a whole number, and Ray gives a process a fraction of one GPU or whole ones; "
+            f"{gpus:g} is above 1 and not an integer, and Ray gives a process a fraction of one GPU or entire GPUs; "
             f"write {gpus // 1:g} or {gpus // 1 + 1:g}"
         )
     return gpus
@@ -54,9 +54,7 @@ class Section(BaseModel):
         """Refuse text that files and paths cannot hold, and integers that arrays cannot index."""
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, int) and abs(part) > _MOST:
-                raise ValueError(
-                    f"got a number of {len(str(abs(part)))} digits; allowed: whole numbers up to {_MOST:,}"
-                )
+                raise ValueError(f"got a number of {len(str(abs(part)))} digits; allowed: integers up to {_MOST:,}")
             if isinstance(part, str) and ("\0" in part or any("\ud800" <= sign <= "\udfff" for sign in part)):
                 raise ValueError(f"got {part[:60]!r}, with a NUL or half of a surrogate pair in it; take it out")
         return value

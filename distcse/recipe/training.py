@@ -102,9 +102,9 @@ class LoopSection(Section):
         if not isinstance(zero, dict):
             raise ValueError(f"deepspeed.zero_optimization is {zero!r}; expected a mapping")
         names = {*given, *(f"zero_optimization.{name}" for name in zero)}
-        for name, knob in _DECIDED.items():
+        for name, key in _DECIDED.items():
             if name in names:
-                raise ValueError(f"deepspeed sets {name}, which {knob} decides; take it out, and set {knob} instead")
+                raise ValueError(f"deepspeed sets {name}, which {key} decides; take it out, and set {key} instead")
         for name in _UNKNOWN_TO_CHECKPOINTS:
             if name in zero:
                 raise ValueError(
@@ -187,24 +187,24 @@ class TrainingSection(LoopSection):
 
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Self:
-        hindrances = {
+        fixes = {
             "engine: torch": self.engine != "torch",
             "workers: 1": self.workers > 1,
             "gradient_accumulation: 1": self.gradient_accumulation > 1,
             "grad_cache_chunk: null": self.grad_cache_chunk is not None,
             "dropout_rng_streams: null": self.dropout_rng_streams not in (None, 1),
         }
-        if self.cuda_graphs and (wanted := [told for told, hinders in hindrances.items() if hinders]):
+        if self.cuda_graphs and (wanted := [fix for fix, is_needed in fixes.items() if is_needed]):
             raise ValueError(
-                f"cuda_graphs records the whole step of one worker; write {', '.join(wanted)}, or cuda_graphs: false"
+                f"cuda_graphs records the entire step of one worker; write {', '.join(wanted)}, or cuda_graphs: false"
             )
         return self
 
     @property
     def worker_counts(self) -> list[int]:
         """Numbers of workers that the run may use, ascending: those that divide its batch and its dropout streams."""
-        whole = math.gcd(self.batch_size, self._named_streams or self.batch_size)
-        return [n for n in range(self.min_workers or self.workers, self.workers + 1) if n == 0 or whole % n == 0]
+        rows = math.gcd(self.batch_size, self._named_streams or self.batch_size)
+        return [n for n in range(self.min_workers or self.workers, self.workers + 1) if n == 0 or rows % n == 0]
 
     @property
     def streams(self) -> int:

@@ -1,0 +1,1 @@
+"""Packaged recipes: one YAML file per method and backbone."""

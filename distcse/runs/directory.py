@@ -92,12 +92,12 @@ class RunDirectory:
 
     Args:
         path: The folder.
-        kept: Whether the caller ensures that only one process works there.
+        is_exclusive: Whether the caller ensures that only one process works there. Default: False; `leased` ensures it.
     """
 
-    def __init__(self, path: Path, kept: bool = False) -> None:
+    def __init__(self, path: Path, is_exclusive: bool = False) -> None:
         self.path = path
-        self._kept = kept
+        self._is_exclusive = is_exclusive
         self.model = path / "model"
         self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
@@ -116,25 +116,25 @@ class RunDirectory:
                 path.mkdir(parents=True)
             except FileExistsError:
                 continue
-            except OSError as refused:
+            except OSError as error:
                 raise RunDirectoryError(
-                    f"cannot make {path}: {refused.strerror}; set storage.runs to a folder you may write"
+                    f"cannot create {path}: {error.strerror}; set storage.runs to a folder that you can write"
                 ) from None
             write_recipe(path / "recipe.yaml", recipe)
             return cls(path)
-        raise RunDirectoryError(f"{stem} and 999 like it exist; clean {stem.parent}")
+        raise RunDirectoryError(f"{stem} and 998 numbered folders exist; delete old runs in {stem.parent}")
 
     @classmethod
     def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
         """Write the resolved recipe to an existing folder, of which the caller ensures that no other process works there."""
-        directory = cls(path, kept=True)
+        directory = cls(path, is_exclusive=True)
         directory._fetch_events()
         write_recipe(path / "recipe.yaml", recipe)
         return directory
 
     def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
         """Hold the folder's lease. Raises `RunInUseError` if another process holds it; a killed one's lease is taken over."""
-        return nullcontext(Lease.acquire(self.path)) if self._kept else Lease.held(self.path, reporter)
+        return nullcontext(Lease.acquire(self.path)) if self._is_exclusive else Lease.held(self.path, reporter)
 
     def decide(self, recipe: Recipe | MutualRecipe) -> None:
         """Store the recipe with the values that the run chose, so that a resumed run keeps them."""
@@ -159,7 +159,7 @@ class RunDirectory:
         stored = path / "recipe.yaml"
         if not fetch(stored):
             raise RunDirectoryError(
-                f"{to_uri(path)} is no run directory: it has no recipe.yaml; --resume wants a folder that a run made"
+                f"{to_uri(path)} is not a run directory: it has no recipe.yaml; pass --resume the folder that the run printed"
             )
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
@@ -167,13 +167,13 @@ class RunDirectory:
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
         if forbidden := [key for key in changed if not _LIST_INDEX.sub(".", key).startswith(allowed)]:
             raise FrozenKeyError(
-                f"{forbidden[0]} cannot change in a resumed run; start a new run, or leave it. "
+                f"{forbidden[0]} cannot change in a resumed run; start a new run, or remove the override. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
         if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
             raise FrozenKeyError(
                 "ray cannot change in a resumed run with a group of several workers: without Ray one worker does their work, "
-                "with other dropout; start a new run, or leave it"
+                "with other dropout; start a new run, or remove the override"
             )
         directory = cls(path)
         directory._fetch_events()
@@ -190,8 +190,8 @@ class RunDirectory:
         if fetch(file):
             if changed := other_data(recorded(self.path)["data"], data):
                 raise ResumeMismatchError(
-                    f"the {changed[0]} has changed since {to_uri(self.path)} began{_apart(*changed)}; restore it, or start a "
-                    "new run"
+                    f"the {changed[0]} has changed since {to_uri(self.path)} began{_format_fingerprints(*changed)}; restore it, "
+                    "or start a new run"
                 )
             return
         write_text_atomic(file, dump_checked_json({"data": dict(data), "seed": seed, **self.circumstances()}))
@@ -209,15 +209,15 @@ class RunDirectory:
             "packages": {name: packages[name] for name in sorted(packages, key=str)},
         }
 
-    def hold_to(self, name: str, checksum: str) -> None:
+    def record_checksum(self, name: str, checksum: str) -> None:
         """Record a checksum at the first call. Raises `ResumeMismatchError` if a later one differs."""
         file = self.path / f"{name}.begun"
         if not fetch(file):
             write_text_atomic(file, checksum)
-        elif (begun := file.read_text()) != checksum:
+        elif (recorded_checksum := file.read_text()) != checksum:
             raise ResumeMismatchError(
-                f"the {name} have changed since {to_uri(self.path)} began (checksum {checksum[:12]}, was {begun[:12]}); "
-                "restore storage.cache, or start a new run"
+                f"the {name} have changed since {to_uri(self.path)} began (checksum {checksum[:12]}, was "
+                f"{recorded_checksum[:12]}); restore storage.cache, or start a new run"
             )
 
     def log(self, event: Event) -> None:
@@ -238,14 +238,14 @@ class RunDirectory:
 
 
 def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
-    """Raise `RecipeError` if Ray deletes a folder of the recipe with the job."""
+    """Raise `TemporaryPathError` if Ray deletes a folder of the recipe with the job."""
     for key in keys:
         fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
         refuse_job_copy(f"storage.{key}", resolve_path(getattr(storage, key)), fix)
 
 
 def require_lasting_run(directory: Path) -> None:
-    """Raise `RecipeError` if Ray deletes the run or sweep to resume with the job."""
+    """Raise `TemporaryPathError` if Ray deletes the run or sweep to resume with the job."""
     fix = f"copy it to storage that stays, and write --resume /shared/runs/{directory.name}"
     refuse_job_copy("--resume", directory, fix)
 
@@ -260,9 +260,9 @@ def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
                 pass
-        except OSError as refused:
+        except OSError as error:
             raise RunDirectoryError(
-                f"cannot write in {folder}: {refused.strerror}; set storage.{key} to a folder you may write"
+                f"cannot write in {folder}: {error.strerror}; set storage.{key} to a folder that you can write"
             ) from None
 
 
@@ -287,11 +287,11 @@ def check_stored(file: Path) -> None:
     """Raise `RunRecordError` if a stored recipe is not what `write_recipe` wrote."""
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as broken:
-        raise RunRecordError(f"{file} cannot be read: {broken}") from None
+    except (OSError, ValueError) as error:
+        raise RunRecordError(f"{file} cannot be read ({error}); restore it, or start a new run") from None
     if without_checksum_line(text) is None:
         raise RunRecordError(
-            f"{file} is not what the run wrote: it was cut short, damaged or edited. Restore it; for other values start a new run"
+            f"{file} is not what the run wrote: it was truncated, damaged or edited; restore it, or start a new run"
         )
 
 
@@ -300,9 +300,9 @@ def recorded(run: Path) -> dict[str, Any]:
     try:
         fetch(run / "run.json")
         return load_checked_json(run / "run.json")
-    except (OSError, ValueError) as broken:
+    except (OSError, ValueError) as error:
         raise RunRecordError(
-            f"{to_uri(run / 'run.json')} cannot be read ({broken}); restore it, or start a new run"
+            f"{to_uri(run / 'run.json')} cannot be read ({error}); restore it, or start a new run"
         ) from None
 
 
@@ -312,7 +312,7 @@ def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
     return (names[0], before[names[0]], now[names[0]]) if names else None
 
 
-def _apart(name: str, before: str, now: str) -> str:
+def _format_fingerprints(name: str, before: str, now: str) -> str:
     return f" (fingerprint {now[:12]}, was {before[:12]})"
 
 

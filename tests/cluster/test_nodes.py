@@ -23,7 +23,7 @@ from distcse.recipe import load_recipe, recipe_yaml
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from tests.failures import fails_with
 from tests.jobs import make_recipe
-from tests.machines import RAY, Machine, machines, refused
+from tests.machines import RAY, Machine, machines, reason_to_skip
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
@@ -43,8 +43,8 @@ def own_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[list[Machine]]:
     """A head with one CPU for teachers, and two machines with one CPU each for students."""
-    if (why := refused()) is not None:
-        pytest.skip(why)
+    if (reason := reason_to_skip()) is not None:
+        pytest.skip(reason)
     nodes = [["--num-cpus=1", f"--labels=role={role}"] for role in ROLES]
     with machines(tmp_path_factory.mktemp("machines"), nodes, [own_disk]) as running:
         yield running

@@ -304,7 +304,7 @@ def _assert_same_learning(weights: list[dict[str, torch.Tensor]]) -> None:
     assert weights[0].keys() == weights[1].keys() and any(name.startswith("detector.") for name in weights[0])
     assert not any("generator" in name for name in weights[0])
     # Batch norm takes the constant out of what reaches it: that bias has no gradient either
-    assert_same_learning(*weights, but=("encoder.layer.1.output.LayerNorm.bias", "running_mean"))
+    assert_same_learning(*weights, excluded=("encoder.layer.1.output.LayerNorm.bias", "running_mean"))
 
 
 def test_a_detection_without_generator_is_refused(

@@ -104,9 +104,9 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
     ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["DCSE-M01", "model.safetensors"]),
     # folders, and resuming
-    ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder you may write"]),
-    ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder you may write"]),
-    ("train", ["--resume", "{p.folder}/empty"], 1, ["is no run directory", "--resume wants a folder that a run made"]),
+    ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder"]),
+    ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder"]),
+    ("train", ["--resume", "{p.folder}/empty"], 1, ["is not a run directory", "recipe.yaml", "--resume"]),
     ("train", ["--resume", "{p.run}", "training.lr=1e-4"], 2, ["training.lr cannot change in a resumed run", "start a new run"]),
     ("train", [R, "--resume", "{p.run}"], 2, ["--resume takes the recipe from the run's folder", "take", "away"]),
     # the other doors
@@ -148,12 +148,9 @@ def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.Captur
     assert train.main([str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
     shown = capsys.readouterr()
     last = json.loads(shown.out.splitlines()[-1])
-    assert last == {
-        "event": "Error",
-        "code": CorpusNotFoundError.code,
-        "kind": "CorpusNotFoundError",
-        "message": "corpus file /nowhere.txt does not exist",
-    }
+    message = last.pop("message")
+    assert last == {"event": "Error", "code": CorpusNotFoundError.code, "kind": "CorpusNotFoundError"}
+    assert "/nowhere.txt" in message and "corpus.path" in message
 
 
 @pytest.fixture

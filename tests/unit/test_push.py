@@ -21,7 +21,7 @@ from distcse.running import Run, run
 from distcse.sharing import _shorten_paths, prepare_upload
 from tests.conftest import ROOT
 from tests.failures import fails_with
-from tests.hub import TOKEN, standing_in
+from tests.hub import TOKEN, run_hub
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list
         "import sys, numpy, distcse; "
         f"numpy.save({str(vectors)!r}, distcse.Encoder.load('me/mine').encode({sentences[:4]!r}))",
     ]
-    with standing_in() as hub:
+    with run_hub() as hub:
         refused = run_python(push, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
         assert (
             refused.returncode == 1
@@ -123,7 +123,7 @@ def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list
         assert stranger.returncode == 1 and "ModelNotFoundError" in stranger.stderr and "HF_TOKEN" in stranger.stderr
         loaded = run_python(load, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         assert loaded.returncode == 0, loaded.stderr
-        assert not [path for path in hub.asked if path.endswith(".bin")], "pickles are not downloaded"
+        assert not [path for path in hub.requested_paths if path.endswith(".bin")], "pickles are not downloaded"
     expected = Encoder.load(done.model).encode(sentences[:4])
     assert np.array_equal(np.load(vectors), expected)
     assert any((tmp_path / "hub").rglob("model.safetensors")), "the cache is in HF_HOME"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distcse.recipe import MutualRecipe, Recipe, Sweep
-from distcse.recipe.reference import _sections, reference, told_type
+from distcse.recipe.reference import _sections, describe_type, reference
 from distcse.recipe.section import Section
 from tests.conftest import ROOT
 
@@ -43,7 +43,7 @@ def test_types_are_told_in_words() -> None:
         shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
         parts: list[Section] = Field(default_factory=list)
 
-    told = {name: told_type(field) for name, field in Some.model_fields.items()}
+    told = {name: describe_type(field) for name, field in Some.model_fields.items()}
     integer = told.pop("number")
     assert told == {
         "count": f"{integer} ≥ 2, ≤ 5,000 or null",

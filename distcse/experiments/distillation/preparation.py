@@ -107,7 +107,7 @@ class PreparedCorpus:
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         neighbours = self.neighbours(tables, reporter)
         if neighbours is not None:
-            RunDirectory(run).hold_to("neighbours", knn_graph_checksum(neighbours))
+            RunDirectory(run).record_checksum("neighbours", knn_graph_checksum(neighbours))
         if (regression := recipe.objective.regression) is not None and regression.weight:
             chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
             selected = _select_tables(tables, chosen)
