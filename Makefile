@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-ON_OLDER_CPU := $(addprefix tests/unit/test_,laid_out.py precision.py teachers.py encoder.py cross_encoder.py student.py)
+ON_OLDER_CPU := $(addprefix tests/unit/test_,mkldnn_linear.py precision.py teachers.py encoder.py cross_encoder.py student.py)
 
 .PHONY: help quickstart test unit lint prose types bench lock release-notes clean
 

@@ -108,7 +108,7 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys as the user wrote them: pydantic also names the branch of a union, which is no key."""
+    """Return the keys as the user wrote them: pydantic also names the branch of a union, which is no key."""
     path: list[str] = []
     place: Any = model
     for part in loc:
@@ -169,7 +169,7 @@ def _range(model: type[BaseModel], path: list[str]) -> str:
 
 
 def _rules(field: Any) -> list[Any]:
-    """Bounds of a field, including those inside `Annotated[...] | None` and `list[Annotated[...]]`."""
+    """Collect the bounds of a field, including those inside `Annotated[...] | None` and `list[Annotated[...]]`."""
     found, open_ = list(field.metadata), [field.annotation]
     while open_:
         annotation = open_.pop()

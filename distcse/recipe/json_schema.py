@@ -23,11 +23,10 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 def schema_json(kind: str) -> str:
-    """The JSON schema of a kind of document as text.
+    """Return the JSON schema of a kind of document as text.
 
     Args:
         kind: A key of `DOCUMENTS`.
-
     """
     model, title = DOCUMENTS[kind]
     schema = _simplify(model.model_json_schema(ref_template="#/definitions/{model}"))

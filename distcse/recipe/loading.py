@@ -67,7 +67,6 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         InvalidValueError: It is a recipe of mutual distillation.
-
     """
     recipe = read_recipe(name, overrides)
     if isinstance(recipe, MutualRecipe):
@@ -84,7 +83,6 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualReci
     Raises:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
-
     """
     document = _read(name, overrides)
     for override in overrides:
@@ -102,7 +100,6 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         RenamedKeyError: A path has been renamed.
         OverrideError: A path is inside a section that the recipe leaves out.
         RecipeError: A path is no key of this recipe, or a value is invalid.
-
     """
     refuse_renamed_values(values)
     document = recipe.model_dump(mode="json")
@@ -129,7 +126,6 @@ def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = 
     Raises:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
-
     """
     if not os.path.isfile(file):
         raise RecipeNotFoundError(
@@ -203,7 +199,6 @@ def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: 
 
     Raises:
         RecipeSyntaxError: The text is not YAML, or its root is not a mapping.
-
     """
     try:
         document = _constructed(text, source)

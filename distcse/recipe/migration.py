@@ -26,7 +26,6 @@ def migrate_text(text: str, name: str) -> tuple[str, list[Renaming]]:
     Raises:
         RecipeSyntaxError: It is not YAML, or not a mapping.
         RenamedKeyError: A key occurs under both its old and its new name.
-
     """
     stored = without_checksum_line(text)
     body = text if stored is None else stored
@@ -55,7 +54,6 @@ def migrate_file(file: str, output: str | None = None) -> list[Renaming]:
         RecipeSyntaxError: It is not UTF-8, not YAML, or not a mapping.
         RenamedKeyError: A key occurs under both its old and its new name. Nothing is written.
         StorageWriteError: The result cannot be written. The file stays unchanged.
-
     """
     source = resolve_path(file)
     if not fetch(source):

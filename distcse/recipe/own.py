@@ -30,7 +30,6 @@ def load_class(code: str, key: str) -> type:
 
     Raises:
         CustomClassError: There is no such module or class.
-
     """
     module, _, name = code.partition(":")
     try:

@@ -33,7 +33,6 @@ class Renaming:
         replacement: What to write there.
         value: The value of a key that holds a single one; None for other keys, for values and for secrets.
         duplicate_line: The line of the new name, where both are given.
-
     """
 
     old: str
@@ -46,7 +45,7 @@ class Renaming:
     duplicate_line: int | None = None
 
     def describe(self) -> str:
-        """`A is now B (line 4, value 50)`."""
+        """Format as `A is now B (line 4, value 50)`."""
         if self.duplicate_line is not None:
             return (
                 f"{self.old} (line {self.line}) is now {self.new}, which is also given (line {self.duplicate_line}); "
@@ -116,7 +115,6 @@ def find_renamed(text: str, *, source: str, is_space: bool) -> list[Renaming]:
 
     Raises:
         RenamedKeyError: An alias repeats a key or value in two places, and only one of them has a new name.
-
     """
     return _find(text, _SPACE if is_space else _RECIPE, source)
 
@@ -146,7 +144,6 @@ def refuse_renamed(
         file: The document's name, as `distcse recipe migrate` takes it.
         is_space: Whether the document is a search space.
         override_prefix: What the user wrote before the path of each override.
-
     """
     messages = []
     source = f"{'search space' if is_space else 'recipe'} {file}"
@@ -205,7 +202,6 @@ class _Finder:
     Args:
         text: What the nodes were made from.
         source: What errors call it.
-
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -215,7 +211,7 @@ class _Finder:
         self._visited: set[tuple[int, _Names]] = set()  # an alias is visited once, however often it is used
 
     def renamings(self) -> list[Renaming]:
-        """The findings, in the order of the text."""
+        """Return the findings, in the order of the text."""
         return [found for _, found in sorted(self._found.items(), key=lambda item: item[0]) if found is not None]
 
     def visit(self, node: yaml.Node, names: _Names, old: str, new: str) -> None:
@@ -226,7 +222,6 @@ class _Finder:
             names: What the tables say about it.
             old: Its path in the document.
             new: The same with new names.
-
         """
         if (id(node), names) in self._visited:
             return
@@ -341,7 +336,7 @@ def _entries(node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
 
 
 def _expression_terms(paths: Sequence[str]) -> dict[str, str]:
-    """What expressions call the parameters, old → new: by path, or by the last part where no other path ends in it."""
+    """Map the names of parameters in expressions, old → new: paths, and last parts that are unique."""
     terms = {path: rename_path(path) for path in paths}
     old_ends, new_ends = ([path.rpartition(".")[2] for path in both] for both in (terms.keys(), terms.values()))
     for path, old_end, new_end in zip(tuple(terms), old_ends, new_ends, strict=True):
