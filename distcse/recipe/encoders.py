@@ -219,7 +219,8 @@ class TeachersSection(Section):
     """Shuffle groups of this many neighbours in each list's order, again in every step (DistillCSE's Group-P); null adds no
     noise."""
     disagreement_scale: Annotated[float, Field(gt=0)] | None = None
-    """Down-weight pairs on which several teachers disagree, by exp(-spread / disagreement_scale). The spread is the standard
-    deviation over teachers of a pair's similarity, in standard deviations of its list. null weighs all pairs equally."""
+    """In ListNet and ListMLE, weigh each (sentence, candidate) pair by exp(-spread / disagreement_scale). The spread is the standard
+    deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
+    Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
     """Tokens per forward pass of a frozen model."""

@@ -99,7 +99,7 @@ def _train(
     channel = EventChannel(spec.run.name)
     trainer = _Trainer(
         _train_loop,
-        train_loop_config={"job": spec, "servers": servers, "events": channel.actor},
+        train_loop_config={"spec": spec, "servers": servers, "events": channel.actor},
         # NCCL refuses two workers on one GPU.
         torch_config=_NodeNetworkTorchConfig(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
         scaling_config=ScalingConfig(
@@ -214,7 +214,7 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
 
     _silence_ray_train()
     use_assigned_threads()
-    spec: TrainSpec = config["job"]
+    spec: TrainSpec = config["spec"]
     try:
         servers = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
     except DistcseError as error:
