@@ -219,7 +219,7 @@ class TeachersSection(Section):
     """Shuffle groups of this many neighbours in each list's order, again in every step (DistillCSE's Group-P); null adds no
     noise."""
     disagreement_scale: Annotated[float, Field(gt=0)] | None = None
-    """In ListNet and ListMLE, weigh each (sentence, candidate) pair by exp(-spread / disagreement_scale). The spread is the standard
+    """In ListNet and ListMLE, weigh each sentence pair by exp(-spread / disagreement_scale). The spread is the standard
     deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
     Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
