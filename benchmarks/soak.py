@@ -44,7 +44,7 @@ STEPS, EVERY, ROWS, SHARD = 120, 15, 4000, 250
 DEADLINE = 10
 _ENDS_AFTER = 900
 """Seconds after which a round has failed, whatever it waits for."""
-_GOES_ON = re.compile(r"resuming after step ([\d,]+) of")
+_RESUMING = re.compile(r"resuming after step ([\d,]+) of")
 _TITLES = {"worker": "RayTrainWorker", "server": "TeacherServer", "builder": "EmbeddingActor", "node": "RayTrainWorker"}
 
 
@@ -254,7 +254,7 @@ class _Command:
     @property
     def restarts(self) -> list[int]:
         """Steps of the checkpoints that training resumed from, in order."""
-        told = (_GOES_ON.match(event["text"]) for event in self.events("LogMessage"))
+        told = (_RESUMING.match(event["text"]) for event in self.events("LogMessage"))
         return [int(found[1].replace(",", "")) for found in told if found]
 
     @property

@@ -72,7 +72,7 @@ class Bench:
             {"backbone": other, "pooling": "cls", "max_length": 32, "alpha": 2.0},
         ]
         self.student, self._corpus, self._limit = student, wiki_file(options.data), max(3 * n, 64)
-        self.job, self.tables = prepared(self.recipe(RANKCSE, self.teachers, "rankcse"))
+        self.spec, self.tables = prepared(self.recipe(RANKCSE, self.teachers, "rankcse"))
 
     def recipe(self, objective: dict[str, Any], teachers: list[dict[str, Any]], name: str, **training: Any) -> Recipe:
         """Of this student; the text and what is made of it are shared."""

@@ -24,7 +24,7 @@ from distcse.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Told:
+class SteppingArguments:
     """Arguments of a stepping process: the address of the requester, and what to step."""
 
     address: tuple[str, int]
@@ -36,20 +36,20 @@ class Told:
     """Whether it is a Ray Train worker that reports after each block."""
 
 
-def stepping(told: Told) -> None:
+def stepping(arguments: SteppingArguments) -> None:
     """The loop of a stepping process: a number of steps comes in, seconds go out; 0 ends it."""
     torch.set_num_threads(1)
-    recipe: Recipe = told.spec.recipe
-    changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=told.training)})
-    step = OurStep(TrainSpec(changed, told.spec.run, told.job.corpus, told.job.tokens), [])
-    with Client(told.address, authkey=told.key) as asking:
+    recipe: Recipe = arguments.spec.recipe
+    changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=arguments.training)})
+    step = OurStep(TrainSpec(changed, arguments.spec.run, arguments.spec.corpus, arguments.spec.tokens), [])
+    with Client(arguments.address, authkey=arguments.key) as asking:
         asking.send("ready")
         while (steps := asking.recv()) > 0:
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step()
             asking.send(Duration((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
-            if told.reports:
+            if arguments.reports:
                 import ray.train
 
                 begun = time.perf_counter()
@@ -89,8 +89,8 @@ class Stepper:
 def bare(spec: TrainSpec, **training: Any) -> Iterator[Stepper]:
     """A plain process."""
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
-        told = Told(listener.address, _KEY, spec, training)  # type: ignore[arg-type]
-        process = multiprocessing.get_context("spawn").Process(target=stepping, args=(told,))
+        arguments = SteppingArguments(listener.address, _KEY, spec, training)  # type: ignore[arg-type]
+        process = multiprocessing.get_context("spawn").Process(target=stepping, args=(arguments,))
         process.start()
         stepper = Stepper(_accepted(listener, process.join), False)
         try:
@@ -109,11 +109,11 @@ def ray_worker(spec: TrainSpec, storage: Path) -> Iterator[Stepper]:
     from distcse.ray_backend.cluster import worker_environment
 
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
-        told = Told(listener.address, _KEY, spec, {}, reports=True)  # type: ignore[arg-type]
+        arguments = SteppingArguments(listener.address, _KEY, spec, {}, reports=True)  # type: ignore[arg-type]
         environment = {**worker_environment(0.0), "OMP_NUM_THREADS": "1"}
         trainer = TorchTrainer(
             stepping_on_ray,
-            train_loop_config={"told": told},
+            train_loop_config={"arguments": arguments},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
@@ -132,7 +132,7 @@ def ray_worker(spec: TrainSpec, storage: Path) -> Iterator[Stepper]:
 
 def stepping_on_ray(config: dict[str, Any]) -> None:
     """`stepping`, as Ray Train calls it."""
-    stepping(config["told"])
+    stepping(config["arguments"])
 
 
 def _accepted(listener: Listener, wait_for_end: Callable[[], object]) -> Connection:
