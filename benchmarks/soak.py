@@ -159,7 +159,7 @@ class Soak:
             list(self._lines),
             f"training={{batch_size: 32, max_steps: {STEPS}, lr: 0.001, log_every: 1, engine: torch, workers: {workers}, "
             "dropout_rng_streams: 2, cpus_per_worker: 1.0, node_labels: {role: work}}",
-            f"evaluation={{num_heldout: 32, eval_steps: {EVERY}, final: []}}",
+            f"evaluation={{num_heldout: 32, eval_steps: {EVERY}, final_suites: []}}",
             f"teachers.shard_rows={SHARD}",
             f"teachers.heartbeat_timeout_s={DEADLINE}",
             "teachers.embedding_workers=1",

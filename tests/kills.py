@@ -22,7 +22,7 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     """Send a signal to the process of one live actor. Actors whose process has ended, which Ray still lists, are skipped.
 
     Args:
-        kind: Part of the actor's class name.
+        kind: The actor's class.
         how: The signal. Default: SIGKILL.
         named: Regular expression to find in the actor's name. Default: any name.
 
@@ -32,7 +32,7 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     from ray.util.state import list_actors
 
     for actor in list_actors(limit=1000):
-        is_match = kind in actor.class_name and re.search(named, actor.name or "")
+        is_match = actor.class_name == kind and re.search(named, actor.name or "")
         if is_match and actor.state == "ALIVE" and actor.pid:
             try:
                 os.kill(actor.pid, how)
@@ -52,7 +52,7 @@ def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:
     for process in parent.children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            is_match = process.name() == kind or (title.startswith("ray::") and any(word in title for word in words))
+            is_match = process.name() == kind or (title.startswith("ray::") and re.search(rf"\b({'|'.join(words)})\b", title))
             if is_match and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process))
         except psutil.NoSuchProcess:
