@@ -30,12 +30,12 @@ from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
 from benchmarks.step import equal_or_stop, load
-from distcse.detection.edits import _choose, _masked
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.task import BiTokens, CrossTokens, PairTask
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.batching import by_length
+from distcse.models.detection.edits import _choose, _masked
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng

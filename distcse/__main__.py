@@ -55,7 +55,7 @@ def _import_command(name: str) -> ModuleType:
 
 
 def _refuse(name: str) -> int:
-    from distcse.recipe.complaints import nearest  # pydantic takes 0.3 s to import; --version does not need it
+    from distcse.recipe.validation_errors import nearest  # pydantic takes 0.3 s to import; --version does not need it
 
     known = [*COMMANDS, _COMPLETION]
     raise CommandLineError(f"no command {name!r}{nearest(name, known) or '; commands: ' + ', '.join(known)}")

@@ -52,7 +52,9 @@ def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:
     for process in parent.children(recursive=True):
         try:
             title = " ".join(process.cmdline())
-            is_match = process.name() == kind or (title.startswith("ray::") and re.search(rf"\b({'|'.join(words)})\b", title))
+            is_match = process.name() == kind or (
+                title.startswith("ray::") and re.search(rf"\b({'|'.join(words)})\b", title)
+            )
             if is_match and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process))
         except psutil.NoSuchProcess:

@@ -6,7 +6,7 @@ from torch import nn
 
 from distcse.errors import CustomClassError
 from distcse.recipe import CustomLossSection
-from distcse.recipe.own import load_class
+from distcse.recipe.custom import load_class
 
 
 def custom_loss(name: str, section: CustomLossSection) -> nn.Module:

@@ -19,6 +19,7 @@ from distcse.recipe.loading import (
     with_layers,
     with_values,
 )
+from distcse.recipe.loggers import LoggersSection, MLflowSection, WandbSection
 from distcse.recipe.mutual import (
     BiSection,
     CrossSection,
@@ -43,7 +44,6 @@ from distcse.recipe.objective import (
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.section import decided
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
-from distcse.recipe.track import LoggersSection, MLflowSection, WandbSection
 from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
 
 __all__ = [

@@ -9,11 +9,11 @@ from importlib.resources import files
 
 from distcse.command import STATUSES, exit_status
 from distcse.errors import RecipeNotFoundError
-from distcse.recipe.complaints import nearest
 from distcse.recipe.json_schema import DOCUMENTS, schema_json
 from distcse.recipe.loading import packaged_recipes
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
+from distcse.recipe.validation_errors import nearest
 
 _MODELINE = "# yaml-language-server:"
 

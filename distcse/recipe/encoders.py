@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from distcse.recipe.own import ClassPath, CustomKwarg
+from distcse.recipe.custom import ClassPath, CustomKwarg
 from distcse.recipe.section import FrozenPrecision, Gpus, Labels, Section, decided
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]

@@ -14,11 +14,11 @@ import yaml
 from pydantic import ValidationError
 
 from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
-from distcse.recipe.complaints import error_class, explain, nearest
 from distcse.recipe.mutual import MutualRecipe
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
 from distcse.recipe.sweep import Sweep
+from distcse.recipe.validation_errors import error_class, explain, nearest
 from distcse.storage import fetch, is_uri, resolve_path
 
 Document = dict[str, Any]

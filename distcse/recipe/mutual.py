@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
-from distcse.recipe.track import LoggersSection
 from distcse.recipe.training import LoopSection
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.own import ClassPath, CustomKwarg
+from distcse.recipe.custom import ClassPath, CustomKwarg
 from distcse.recipe.section import Name, Section, Weight
 
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]

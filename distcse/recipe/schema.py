@@ -8,9 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from distcse.errors import StorageError
 from distcse.recipe.encoders import StudentSection, TeachersSection
+from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.section import Gpus, Name, Precision, Section
-from distcse.recipe.track import LoggersSection
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_uri, resolve_path
 

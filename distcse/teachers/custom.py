@@ -8,7 +8,7 @@ from typing import Protocol, cast
 from distcse.errors import CustomClassError
 from distcse.files import text_checksum
 from distcse.recipe import TeacherSection
-from distcse.recipe.own import load_class
+from distcse.recipe.custom import load_class
 from distcse.teachers.teacher import Embedder
 
 

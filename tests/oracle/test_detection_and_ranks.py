@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distcse.detection import Vocabulary, replaced
 from distcse.losses import Objective, TeacherOutputs, Views, build_objective, detection, gather_views
+from distcse.models.detection import Vocabulary, replaced
 from distcse.rank_space import RankSpace, rank_vectors
 from distcse.recipe import DetectionSection, InfoNCESection, ObjectiveSection, RankRegressionSection
 from tests.workers import run_workers

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from distcse.data.collate import Tokens, collate
-from distcse.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
-from distcse.detection.detector import _likeliest, _sample
 from distcse.errors import EncoderError, RecipeError
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.model import build_encoder
 from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
+from distcse.models.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
+from distcse.models.detection.detector import _likeliest, _sample
 from distcse.recipe import DetectionSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from tests.jobs import make_recipe, make_spec, train
@@ -94,7 +94,7 @@ def test_the_sentences_vector_stands_in_slot_0(tiny: Callable[..., Path], tmp_pa
     reference: Any = AutoModel.from_pretrained(tiny(kind)).eval()
     ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing at all."], return_tensors="pt")
     vectors = torch.randn(2, encoder.dimension)
-    from distcse.detection import Edited
+    from distcse.models.detection import Edited
 
     found = detector._conditioned(Edited(ids["input_ids"], ids["attention_mask"], ids["input_ids"]), vectors)
     # By hand: the embeddings, slot 0 replaced, through the encoder's layers.
@@ -129,7 +129,7 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     generator = AutoModelForMaskedLM.from_pretrained(folder)
     words = Vocabulary(size, encoder.tokenizer.cls_token_id, 0, encoder.tokenizer.mask_token_id, ())
     detector = EditDetector(encoder.backbone, generator, words, DetectionSection(generator=str(folder))).train()
-    monkeypatch.setattr("distcse.detection.detector._LOGITS", 3 * 4 * size)
+    monkeypatch.setattr("distcse.models.detection.detector._LOGITS", 3 * 4 * size)
     at_a_time: list[int] = []
     generator.register_forward_hook(lambda _, given, found: at_a_time.append(found.logits.shape[1]))
     ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing."], padding=True, return_tensors="pt")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.material import OurStep
-from distcse.detection import Vocabulary, edits
 from distcse.experiments.distillation.model import StudentModel
+from distcse.models.detection import Vocabulary, edits
 from distcse.recipe import Recipe
 from tests.jobs import make_recipe, make_spec
 from tests.models import make_masked_lm

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distcse.detection import build_detector
 from distcse.errors import (
     EncoderError,
     EncoderSettingError,
@@ -27,6 +26,7 @@ from distcse.errors import (
 from distcse.events import Reporter
 from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
+from distcse.models.detection import build_detector
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from tests.failures import fails_with

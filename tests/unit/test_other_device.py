@@ -19,12 +19,12 @@ from transformers import BertConfig, BertModel
 from benchmarks import gpu
 from benchmarks.reference_style import _through_layers, list_mle
 from distcse.data.collate import Tokens, collate
-from distcse.detection import EditDetector, Edited
 from distcse.experiments.distillation.model import Batch, build_student
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
+from distcse.models.detection import EditDetector, Edited
 from distcse.recipe import Recipe
 from distcse.trainer.engines.torch_engine import TorchEngine
 from tests.models import make_cross_encoder

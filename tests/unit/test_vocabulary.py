@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from distcse import doctor, embed, evaluate, export, plan, train
-from distcse.detection import build_detector
 from distcse.errors import EncoderError, ModelFormatError, TokenizerMismatchError, TokenizerMissingError
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
+from distcse.models.detection import build_detector
 from distcse.models.loading import load_tokenizer
 from distcse.models.source import is_hub_id
 from distcse.recipe import DetectionSection, EncoderSection, recipe_yaml

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distcse.data.collate import Tokens
-from distcse.detection import EditDetector, build_detector
 from distcse.experiments.distillation.embedding_queue import EmbeddingQueue, gather_parts
 from distcse.losses import Detection
 from distcse.models import Encoder, build_projection
+from distcse.models.detection import EditDetector, build_detector
 from distcse.recipe import Recipe, StudentSection, decided
 from distcse.trainer.allocator import trim
 from distcse.trainer.distributed import all_reduce_max, world_size

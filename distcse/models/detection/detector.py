@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from distcse.data.collate import Tokens
-from distcse.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
 from distcse.device import default_device
 from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
 from distcse.losses.detection import Detection, detection
 from distcse.models import Encoder, resolve_model
 from distcse.models.attention import prepare_mask
+from distcse.models.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
 from distcse.models.loading import attention_of, load_tokenizer, position_limit
