@@ -4,7 +4,7 @@ PYTHON ?= python3
 ## VENV=DIR	the environment's folder (default: .venv)
 VENV ?= .venv
 BIN := $(VENV)/bin
-## ARGS="seed=7 --quiet"	knobs and options that quickstart passes to distcse.train
+## ARGS="seed=7 --quiet"	recipe settings and options that quickstart passes to distcse.train
 ARGS ?=
 TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
@@ -12,11 +12,15 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
+# Two processes; tests that share a Ray cluster run in the same one (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+UNIT := tests/unit tests/oracle benchmarks/tests
+
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 ON_OLDER_CPU := $(addprefix tests/unit/test_,mkldnn_linear.py precision.py teachers.py encoder.py cross_encoder.py student.py)
 
-.PHONY: help quickstart test unit lint prose types bench lock release-notes clean
+.PHONY: help quickstart test test-faults unit lint prose types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,13 +38,15 @@ $(VENV)/.%: pyproject.toml constraints.txt
 quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
 	$(BIN)/python -m distcse.train quickstart $(ARGS)
 
-test: $(VENV)/.dev ## set up, then run every test
-	$(BIN)/python -m pytest tests/unit tests/oracle --numprocesses 2
-	$(OLDER_CPU) $(BIN)/python -m pytest $(ON_OLDER_CPU) -m "not slow" --numprocesses 2
-	$(BIN)/python -m pytest tests/cluster
+test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and small runs on a local Ray cluster
+	$(PYTEST) $(UNIT) tests/cluster -m "cluster or not slow"
 
-unit: $(VENV)/.dev ## set up, then run the tests that need neither a cluster nor patience
-	$(BIN)/python -m pytest tests/unit tests/oracle -m "not slow" --numprocesses 2
+test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes and nodes, load, failing storage, hostile files, slow unit tests
+	$(PYTEST) $(UNIT) tests/faults -m "faults or slow"
+	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
+
+unit: $(VENV)/.dev ## set up, then run the tests that need no Ray cluster and are not marked slow
+	$(PYTEST) $(UNIT) -m "not slow"
 
 lint: $(VENV)/.dev ## set up, then ruff and prose
 	$(BIN)/ruff check .

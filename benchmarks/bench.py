@@ -59,9 +59,9 @@ def _one_after_the_other(scripts: Sequence[str], options: Options, out: Path, co
     for name in scripts:
         begun = time.monotonic()
         print(f"== {name} …", flush=True)
-        told = ["--data", str(options.data), "--out", str(out), "--pairs", str(options.pairs)]
+        arguments = ["--data", str(options.data), "--out", str(out), "--pairs", str(options.pairs)]
         script = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.{name}", *told, *(["--quick"] * options.quick)],
+            [sys.executable, "-m", f"benchmarks.{name}", *arguments, *(["--quick"] * options.quick)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -29,10 +29,11 @@ from filelock import FileLock, Timeout
 from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
-from distcse.experiments.distillation.run import run
-from distcse.files import write_text_atomic
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
+from distcse.storage import write_text_atomic
 from distcse.trainer.allocator import MALLOC_ENV
 
 PAGE = Path("docs/explanation/students.md")
@@ -110,7 +111,7 @@ def main() -> None:
     options = parse()
     if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_ENV})
-    book = Book(options.out, options.runs / "claims")
+    book = Book(options.out, options.runs / "locks")
     tasks = chosen_tasks(options.data)
     for name, layers in (("teacher 0: all-MiniLM-L6-v2", None), ("start: layers 0, 2, 4", [0, 2, 4])):
         book.once(name, 0, lambda layers=layers: measured(tasks, start(layers, options)))
@@ -143,13 +144,13 @@ def parse() -> argparse.Namespace:
 class Book:
     """What was measured, kept after every row, by any number of processes."""
 
-    def __init__(self, file: Path, claims: Path) -> None:
-        self._file, self._claims = file, claims
-        claims.mkdir(parents=True, exist_ok=True)
+    def __init__(self, file: Path, locks: Path) -> None:
+        self._file, self._locks = file, locks
+        locks.mkdir(parents=True, exist_ok=True)
 
     def once(self, name: str, seed: int, work: Callable[[], dict[str, float]]) -> None:
         """Do a row's work with a seed, unless it was done or another process is at it."""
-        lease = FileLock(self._claims / f"{folder_name(name)}-{seed}")
+        lease = FileLock(self._locks / f"{folder_name(name)}-{seed}")
         try:
             lease.acquire(timeout=0)
         except Timeout:
@@ -158,7 +159,7 @@ class Book:
             if str(seed) in self._rows().get(name, {}):
                 return
             figures = work()
-            with FileLock(self._claims / "book"):
+            with FileLock(self._locks / "book"):
                 rows = self._rows()
                 rows.setdefault(name, {})[str(seed)] = figures
                 write_text_atomic(self._file, json.dumps(rows, indent=1))
@@ -174,7 +175,7 @@ class Book:
         before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         _, end, after = rest.partition(END)
         if not begin or not end:
-            raise ValueError(f"{page} has no place for the table; write {BEGIN} and {END} into it")
+            raise ValueError(f"{page} has no markers for the table; write {BEGIN} and {END} into it")
         write_text_atomic(page, f"{before}{BEGIN}\n{self.table()}\n{END}{after}")
 
     def table(self) -> str:
@@ -233,7 +234,7 @@ def distil(
     """One distcse run in this process. Returns student, dev score and seconds of training."""
     teachers = [MINILM]
     if "TWO" in overrides:
-        with FileLock(options.runs / "claims" / "second-teacher"):
+        with FileLock(options.runs / "locks" / "second-teacher"):
             if not (second / "config.json").exists():
                 four = (*VECTORS, "student.layers=auto", "student.num_layers=4")
                 distil(options, "second teacher", 0, four, second)[0].save(second)
@@ -268,7 +269,7 @@ def distil(
         if isinstance(event, DevScore) or (isinstance(event, StageProgress) and event.finished):
             print("  ", name, seed, event, flush=True)
 
-    done = run(recipe, Reporter(show))
+    done = Distillation(recipe).run(LocalBackend(), Reporter(show))
     best = done.train_result.state.best
     assert best is not None
     return Encoder.load(done.directory.model), best[1], done.train_result.seconds
@@ -346,7 +347,7 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     overrides = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"
     recipe = load_recipe("minilm-3layer", [*overrides, teacher])
-    (table,) = embed_corpus(recipe, Reporter())
+    (table,) = embed_corpus(recipe, LocalBackend(), Reporter())
     assert table is not None
     read = read_corpus(recipe, Reporter())
     rows, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)

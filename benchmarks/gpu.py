@@ -95,8 +95,8 @@ class Bench:
         self.effort = Effort(pairs=2, warmups=1, shortest=0.0) if tiny else Effort(pairs=5, warmups=2, shortest=0.0)
         self.steps = 2 if tiny else 40
         self.draw = np.random.default_rng(0)
-        told = json.loads(LENGTHS.read_text())["truncated_32"]
-        self._lengths = np.array([int(length) for length in told]), np.array(list(told.values()), dtype=np.float64)
+        counts = json.loads(LENGTHS.read_text())["truncated_32"]
+        self._lengths = np.array([int(length) for length in counts]), np.array(list(counts.values()), dtype=np.float64)
 
     def shape(self, name: str) -> tuple[int, int, int]:
         return SHAPES["tiny" if self.tiny else name]
@@ -171,7 +171,7 @@ class Student:
         n: int | None = None,
         graphs: bool = False,
     ) -> None:
-        self.taught: Callable[[slice], Tensor] | None = None
+        self.teacher_lists: Callable[[slice], Tensor] | None = None
         """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
         encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
@@ -195,7 +195,7 @@ class Student:
         streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
         batch = Batch([(Tokens(*tokens), 8 * step + number) for number, tokens in enumerate(streams)])
         here = step % 8
-        lists = self.taught(slice(here * len(ids), (here + 1) * len(ids))) if self.taught else None
+        lists = self.teacher_lists(slice(here * len(ids), (here + 1) * len(ids))) if self.teacher_lists else None
         return StepInputs(batch, TeacherOutputs(lists))
 
     def compute_loss(self, inputs: TeacherOutputs, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -205,7 +205,7 @@ class Student:
     def loss_of_next(self) -> Tensor:
         """The next step's loss, without an update."""
         inputs = self.prepare_batch(self.step, self.engine.device)
-        return self.compute_loss(inputs.loss, self.engine.forward(inputs.model))[0]
+        return self.compute_loss(inputs.loss_inputs, self.engine.forward(inputs.model_inputs))[0]
 
 
 class PublicStudent(PublicLoop):
@@ -282,7 +282,7 @@ def steps(bench: Bench) -> Iterator[Figure]:
     verbatim = Reference(bench, student, ("base", "large"), None, half_teachers=False)
     verbatim.teachers = live.teachers
     check(bench, live)
-    student.taught = by_call.taught = cosines_of(live)
+    student.teacher_lists = by_call.teacher_lists = cosines_of(live)
     simcse = Student(bench, "base", SIMCSE, "bf16", graphs=True)
     equal_steps(student, by_call)
     ways = {"ours": student, "by call": by_call, "SimCSE": simcse, "live": live, "verbatim": verbatim}
@@ -333,7 +333,7 @@ def check(bench: Bench, reference: Reference) -> None:
     student.model.projection.load_state_dict(reference.projection.state_dict())
     dtypes = reference._dtype, reference._teacher_dtype
     reference._dtype = reference._teacher_dtype = None
-    student.taught = cosines_of(reference, half=False)
+    student.teacher_lists = cosines_of(reference, half=False)
     student.model.eval()
     reference.model.eval()
     mine, theirs = student.loss_of_next().item(), reference.loss().item()
@@ -355,17 +355,17 @@ def large(bench: Bench) -> Iterator[Figure]:
 
 def last_layers(bench: Bench) -> Iterator[Figure]:
     """Row 13: all of the last layer over [CLS] alone."""
-    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("one token", "whole")}
-    encoder = ways["whole"].model.encoder
+    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("one token", "all tokens")}
+    encoder = ways["all tokens"].model.encoder
     encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
     rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="one token")
-    yield of_ratio(13, "base", rounds, "whole", "one token", f"N = {bench.n}, SimCSE, bf16", "wall")
+    yield of_ratio(13, "base", rounds, "all tokens", "one token", f"N = {bench.n}, SimCSE, bf16", "wall")
 
 
 def gradient_cache(bench: Bench) -> Iterator[Figure]:
     """Row 33: eight chunks against one pass over the batch."""
     ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("plain", "chunks")}
-    ways["chunks"].model.forgets = True
+    ways["chunks"].model.grad_cache = True
     ways["chunks"].parts = 8
     rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="plain")
     yield of_ratio(33, "cost", rounds, "chunks", "plain", f"base, N = {bench.n}, eight chunks", "wall")
@@ -394,7 +394,7 @@ def profiled(student: Student, way: str) -> Iterator[Figure]:
         torch.cuda.synchronize()
         wall = time.perf_counter() - begun
     events = seen.key_averages()
-    on_device = torch.autograd.DeviceType.CUDA  # events of operations tell the time of their kernels once more
+    on_device = torch.autograd.DeviceType.CUDA  # events of operations count the time of their kernels a second time
     kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
     busy = sum(event.self_device_time_total for event in kernels) / 1e6
     waits = sum(e.count for e in events if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"))
@@ -464,9 +464,9 @@ def sorted_batches(bench: Bench, count: int, tokens: int = 16_384) -> list[tuple
     """Sentences as distcse's frozen pass orders them."""
     lengths = bench.lengths(count)
     found = []
-    for places in by_length([[0] * int(length) for length in lengths], tokens):
-        longest = int(lengths[places].max())
-        mask = (torch.arange(longest)[None, :] < torch.from_numpy(lengths[places])[:, None]).long()
+    for rows in by_length([[0] * int(length) for length in lengths], tokens):
+        longest = int(lengths[rows].max())
+        mask = (torch.arange(longest)[None, :] < torch.from_numpy(lengths[rows])[:, None]).long()
         found.append(((torch.randint(999, 30000, mask.shape) * mask).to(bench.device), mask.to(bench.device)))
     return found
 
@@ -564,7 +564,7 @@ def rank_steps(bench: Bench) -> Iterator[Figure]:
     vectors = unit_vectors(teacher, ours.batches).cpu().numpy()
     others = torch.nn.functional.normalize(torch.randn(references, vectors.shape[1]), dim=1)
     space = DeviceRankSpace(others.numpy(), "histogram", str(bench.device))
-    ours.taught = lambda rows: torch.from_numpy(space.similarities(vectors[rows])).to(bench.device)
+    ours.teacher_lists = lambda rows: torch.from_numpy(space.similarities(vectors[rows])).to(bench.device)
     public = RankReference(bench, ours, teacher, others.to(bench.device))
     few = bench.steps // 8 or 1
     ways = {"ours": bench.sampler(ours), "SimCSE": bench.sampler(simcse), "public": bench.sampler(public, few)}

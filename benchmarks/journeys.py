@@ -67,12 +67,12 @@ class Shell:
         self._bash.wait(timeout=60)
 
     def _shown(self, printed: list[str]) -> list[str]:
-        told = [line.rstrip().replace(f"{self._folder}/", "") for line in printed]
-        while told and not told[-1]:
-            told.pop()
-        if len(told) > _MOST:
-            told[_FIRST : len(told) - (_MOST - _FIRST)] = ["…"]
-        return told
+        shown = [line.rstrip().replace(f"{self._folder}/", "") for line in printed]
+        while shown and not shown[-1]:
+            shown.pop()
+        if len(shown) > _MOST:
+            shown[_FIRST : len(shown) - (_MOST - _FIRST)] = ["…"]
+        return shown
 
 
 def commands(lines: Sequence[str]) -> Iterator[str]:

@@ -34,6 +34,7 @@ from distcse.data import Corpus
 from distcse.evaluation import labelled_dev
 from distcse.events import Reporter
 from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.models.batching import padded
 from distcse.recipe import load_recipe
@@ -157,7 +158,7 @@ def read(options: argparse.Namespace) -> Material:
             "training.workers=0",
         ],
     )
-    (vectors,) = embed_corpus(recipe, Reporter())
+    (vectors,) = embed_corpus(recipe, LocalBackend(), Reporter())
     assert vectors is not None
     corpus: Corpus = read_corpus(recipe, Reporter())
     rows = np.arange(len(corpus))

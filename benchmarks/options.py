@@ -54,8 +54,14 @@ def parsed(description: str | None, arguments: list[str] | None = None) -> Optio
     parser.add_argument("--quick", action="store_true", help="two pairs at the smallest sizes; no figure counts")
     parser.add_argument("--pairs", type=int, default=15, help="rounds of every comparison")
     parser.add_argument("--rows", type=int, nargs="+", default=[], help="these rows alone; prints, stores nothing")
-    told = parser.parse_args(arguments)
-    return Options(told.data.absolute(), told.out, told.quick, 2 if told.quick else told.pairs, frozenset(told.rows))
+    options = parser.parse_args(arguments)
+    return Options(
+        options.data.absolute(),
+        options.out,
+        options.quick,
+        2 if options.quick else options.pairs,
+        frozenset(options.rows),
+    )
 
 
 def settled(module: str, environment: Iterable[tuple[str, str]] = _NEEDED.items()) -> None:

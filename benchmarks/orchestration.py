@@ -15,36 +15,39 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.counting import CountedSource
-from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources, wiki_file
+from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
 from distcse.data import Corpus
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.run import run
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.ray_backend.backend import choose_backend
 from distcse.ray_backend.cluster import cluster
+from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import Recipe, Sweep
 from distcse.teachers.ensemble import TeacherEnsemble
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tuning.sweep import begin, run_sweep
+from tests.counting import CountedSource
+from tests.wikipedia import wiki_file
 
 
 def measure(options: Options) -> Report:
     """All rows of this script."""
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        root = Path(folder)
         if options.wants(26):
-            found += [calls(place / "calls", options)]
+            found += [calls(root / "calls", options)]
         if options.wants(29):
-            found += starts(place / "starts", options)
+            found += starts(root / "starts", options)
         if options.wants(26, 31):
             with cluster(cpus=2):
                 if options.wants(31):
-                    found += [exposed(place / "beside", options)]
+                    found += [exposed(root / "async-eval", options)]
                 if options.wants(26):
-                    found += [waiting(place / mode, options, mode) for mode in ("table", "live")]
+                    found += [waiting(root / mode, options, mode) for mode in ("table", "live")]
     return Report("orchestration", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
 
 
@@ -57,7 +60,7 @@ def calls(folder: Path, options: Options) -> Figure:
     spec, tables = prepared(recipe)
     source = CountedSource(table_sources(spec, tables)[0])
     plan, steps = BatchLoader(spec, 0, 1), 3 * 32
-    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(spec.corpus))
+    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(spec.corpus.path))
     section = recipe.teachers
     ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.batch_slice, range(steps), section.prefetch_steps)
     for step in range(steps):
@@ -81,14 +84,14 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
         teachers={"mode": mode, "prefetch_steps": 4},
         training={"workers": 1, "max_steps": steps, "log_every": 4, "engine": "torch"},
     )
-    shares = [100 * event.teacher_wait_s / event.seconds for event in _told(recipe, StepReport)[1:]]
+    shares = [100 * event.teacher_wait_s / event.seconds for event in _run_and_collect(recipe, StepReport)[1:]]
     at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
     part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
     return of_spread(26, part, spread_of(shares), at)
 
 
 def exposed(folder: Path, options: Options) -> Figure:
-    """Row 31's asynchronous part: how long the worker stands still for a dev score that another process makes meanwhile.
+    """Row 31's asynchronous part: how long training stops for a dev score that another process computes meanwhile.
 
     The first score, which waits for that process to start, and the last, which no training overlaps, are left out.
     """
@@ -106,22 +109,22 @@ def exposed(folder: Path, options: Options) -> Figure:
         training={"workers": 1, "cpus_per_worker": 1, "max_steps": 4 * every, "log_every": 4, "engine": "torch"},
         evaluation={"dev": "stsb", "data": str(options.data), "eval_steps": every, "async_eval": {}},
     )
-    told = _told(recipe, StepReport, DevScore)
-    step = float(np.median([event.seconds for event in told if isinstance(event, StepReport)][1:]))
-    stood = [event.blocked_s for event in told if isinstance(event, DevScore)][1:-1]
+    events = _run_and_collect(recipe, StepReport, DevScore)
+    step = float(np.median([event.seconds for event in events if isinstance(event, StepReport)][1:]))
+    blocked = [event.blocked_s for event in events if isinstance(event, DevScore)][1:-1]
     at = f"{'tiny' if options.quick else 'MiniLM'} student, N = {n}, one core each, of 125 steps"
-    shares = spread_of([100 * seconds / (125 * step) for seconds in stood])
+    shares = spread_of([100 * seconds / (125 * step) for seconds in blocked])
     return of_spread(31, "exposed share, asynchronous", shares, at)
 
 
-def _told(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
+def _run_and_collect(recipe: Recipe, *kinds: type[Event]) -> list[Any]:
     seen: list[Any] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, kinds):
             seen.append(event)
 
-    run(recipe, Reporter(listen))
+    Distillation(recipe).run(choose_backend(recipe), Reporter(listen))
     return seen
 
 
@@ -131,7 +134,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
     shared = {"max_steps": 2, "log_every": 1, "engine": "torch"}
     recipe = list_recipe(folder, wiki_file(options.data), MINILM, [teacher], {}, 16, 64, training=shared)
     file = str(folder / "recipe.yaml")
-    run(recipe, Reporter())  # fills the caches
+    Distillation(recipe).run(choose_backend(recipe), Reporter())  # fills the caches
     seconds: dict[str, list[float]] = {"bare": [], "ray": []}
     for number in range(1 if options.quick else 5):
         for way in sorted(seconds, reverse=number % 2 == 1):
@@ -150,8 +153,8 @@ def first_step(*arguments: str) -> float:
     """Seconds from the start of a `distcse.train` to the end of its first step."""
     command = [sys.executable, "-m", "distcse.train", "--json", *arguments]
     began = time.time()
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    steps = (event for event in map(json.loads, told.splitlines()) if event["event"] == "StepReport")
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    steps = (event for event in map(json.loads, output.splitlines()) if event["event"] == "StepReport")
     return float(next(steps)["time"] - began)
 
 
@@ -167,13 +170,13 @@ def next_trials(recipe: Recipe) -> list[float]:
     }
     sweep = Sweep.model_validate({**space, **rules})
     folder = begin(recipe, sweep)
-    run_sweep(recipe, sweep, folder, Reporter())
-    told = [
+    run_sweep(recipe, sweep, folder, RaySweepBackend(), Reporter())
+    trials = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
     ]
-    first_steps = [next(event["time"] for event in events if event["event"] == "StepReport") for events in told]
-    return [step - before[-1]["time"] for before, step in zip(told, first_steps[1:], strict=False)]
+    first_steps = [next(event["time"] for event in events if event["event"] == "StepReport") for events in trials]
+    return [step - before[-1]["time"] for before, step in zip(trials, first_steps[1:], strict=False)]
 
 
 if __name__ == "__main__":

@@ -15,24 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.counting import with_padding
-from benchmarks.material import (
-    MINILM,
-    OurStep,
-    fast_precisions,
-    list_recipe,
-    masked_stand_in,
-    prepared,
-    stand_in,
-    wiki_file,
-)
+from benchmarks.material import MINILM, fast_precisions, list_recipe, masked_stand_in, prepared, stand_in
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
 from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import PairScores, VectorModel, read_table
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.experiments.mutual.pairs import Pairs
-from distcse.experiments.mutual.task import BiTokens, CrossTokens, PairTask
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.detection.edits import _choose, _masked
@@ -41,6 +31,9 @@ from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng
 from distcse.trainer.engines import make_engine
 from distcse.trainer.trainer import training_step
+from tests.counting import with_padding
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file
 
 BI, CROSS = 128, 32
 """Pairs of a step (Trans-Encoder, Table 16)."""
@@ -86,7 +79,7 @@ class OurPairStep:
     def loss(self) -> torch.Tensor:
         """The step's loss, without an update."""
         inputs = self.task.prepare_batch(self.step, self.engine.device)
-        return self.task.compute_loss(inputs.loss, self.engine.forward(inputs.model))[0]
+        return self.task.compute_loss(inputs.loss_inputs, self.engine.forward(inputs.model_inputs))[0]
 
 
 def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure]:
@@ -111,13 +104,13 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         task = ours[kind].task
 
         def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
-            places = task._rank_rows(step)
-            labels = task._labels[torch.from_numpy(places)]
+            rows = task._rank_rows(step)
+            labels = task._labels[torch.from_numpy(rows)]
             if kind == "bi":
-                first, second = bi_tokens._first[places], bi_tokens._second[places]
+                first, second = bi_tokens._first[rows], bi_tokens._second[rows]
                 return [bi_tokens._rows[p] for p in first], [bi_tokens._rows[p] for p in second], labels
             assert cross_tokens._kinds is not None
-            return [cross_tokens._rows[p] for p in places], [cross_tokens._kinds[p] for p in places], labels
+            return [cross_tokens._rows[row] for row in rows], [cross_tokens._kinds[row] for row in rows], labels
 
         return batch
 
@@ -186,9 +179,9 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         )
         return float(scores + steps)
 
-    whole = rounds.of(lambda s: cycle(s, ", reference") / cycle(s, ""))
+    full_cycle = rounds.of(lambda s: cycle(s, ", reference") / cycle(s, ""))
     terms = {name: rounds.of(lambda s, name=name: s[name]).median for name in ways}  # type: ignore[misc]
-    return [*found, of_spread(21, "whole cycle", whole, "MiniLM, from its parts", rounds.noise(), **terms)]
+    return [*found, of_spread(21, "full cycle", full_cycle, "MiniLM, from its parts", rounds.noise(), **terms)]
 
 
 class Batches:
@@ -206,12 +199,12 @@ class Batches:
 
     def __init__(self, texts: Sequence[Any], model: Encoder | CrossEncoder) -> None:
         read = model.token_ids(texts)
-        once = {tuple(row): place for place, row in enumerate(read[0] if isinstance(model, CrossEncoder) else read)}
-        ids, places = list(once), list(once.values())
+        once = {tuple(row): index for index, row in enumerate(read[0] if isinstance(model, CrossEncoder) else read)}
+        ids, indices = list(once), list(once.values())
         batches = by_length(ids, 4096)
         self.real, self.processed = sum(map(len, ids)), with_padding(ids, batches)
         picked = [batches[(2 * number + 1) * len(batches) // (2 * self.SAMPLES)] for number in range(self.SAMPLES)]
-        self._sampled = [[texts[places[place]] for place in batch] for batch in picked]
+        self._sampled = [[texts[indices[index]] for index in batch] for batch in picked]
         self.many = len(batches) / self.SAMPLES
 
     def through(self, score: Callable[[Sequence[Any]], object]) -> None:
@@ -250,7 +243,7 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     real = processed = 0
     for step in steps.values():
         for number in range(20):
-            for part in step.task.prepare_batch(number, torch.device("cpu")).model.parts:
+            for part in step.task.prepare_batch(number, torch.device("cpu")).model_inputs.parts:
                 assert part.token_index is not None
                 real, processed = real + int(part.mask.sum()), processed + len(part.token_index)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")
@@ -263,12 +256,14 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     generator = str(masked_stand_in(folder / "generator", size))
     detection = {"weight": 0.005, "generator": generator, "masking_ratio": 0.3}
     objective = {"tau1": 0.05, "consistency": None, "rank": None, "detection": detection}
-    told: dict[str, Any] = {"student": {"projection": "batch_norm_mlp"}}
+    sections: dict[str, Any] = {"student": {"projection": "batch_norm_mlp"}}
     ways = {}
     for name, section in (("ours", detection), ("masked only", {**detection, "replace": "masked_only"})):
         wanted = {**objective, "detection": section}
-        spec, _ = prepared(list_recipe(folder / name, wiki_file(options.data), student, [], wanted, n, 3 * n, **told))
-        ways[name] = OurStep(spec, [])
+        spec, _ = prepared(
+            list_recipe(folder / name, wiki_file(options.data), student, [], wanted, n, 3 * n, **sections)
+        )
+        ways[name] = TrainingStep(spec, [])
     ours = ways["ours"]
     theirs = reference_diffcse(ours, generator, student)
     logits = largest_logits(ours)
@@ -282,7 +277,7 @@ def diffcse(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     ]
 
 
-def largest_logits(ours: OurStep) -> float:
+def largest_logits(ours: TrainingStep) -> float:
     """Peak size of the generator's logits in a step, in MB."""
     detector = ours.task.model.detector
     assert detector is not None
@@ -297,7 +292,7 @@ def largest_logits(ours: OurStep) -> float:
     return max(sizes)
 
 
-def reference_diffcse(ours: OurStep, generator: str, student: str) -> ContrastiveLoop:
+def reference_diffcse(ours: TrainingStep, generator: str, student: str) -> ContrastiveLoop:
     """The reference style's step; compared with ours on one batch, with the same masks, before it is returned."""
     from transformers import AutoModel, AutoModelForMaskedLM
 
@@ -319,16 +314,16 @@ def reference_diffcse(ours: OurStep, generator: str, student: str) -> Contrastiv
     replaced = ReplacedTokens(masked_lm, discriminator, detector.head, mask_tokens, words.cls)
 
     def loss(z1: torch.Tensor, z2: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        told = torch.stack([z1, z2], dim=1).flatten(0, 1)
-        return contrastive(z1, z2, 0.05)[1] + 0.005 * replaced(ids, mask, told)
+        sentences = torch.stack([z1, z2], dim=1).flatten(0, 1)
+        return contrastive(z1, z2, 0.05)[1] + 0.005 * replaced(ids, mask, sentences)
 
     theirs = ContrastiveLoop(backbone, model.projection, ours.tokens, loss, head=replaced)
-    # Ours draws masks of both views, one view after the other, from the stream's seed; theirs lie side by side.
-    (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model.streams
+    # Ours draws masks of both views, one view after the other, from the stream's seed; theirs alternate by row.
+    (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model_inputs.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
     with dropout_rng(seed + 1, torch.device("cpu")):
-        drawn = _masked(both[0], _choose(*both, ratio, words), words)
-    fixed["masked"] = drawn.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
+        masked = _masked(both[0], _choose(*both, ratio, words), words)
+    fixed["masked"] = masked.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
     masked_lm.eval()
     replaced.discriminator.eval()
     equal_or_stop(ours, theirs)

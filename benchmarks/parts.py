@@ -19,17 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.counting import LargestTensor, dispatched
-from benchmarks.material import (
-    MINILM,
-    OurStep,
-    config_of,
-    list_recipe,
-    prepared,
-    stand_in,
-    table_sources,
-    wiki_file,
-)
+from benchmarks.material import MINILM, config_of, list_recipe, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.plain import whole_last_layer
 from benchmarks.protocol import (
@@ -49,6 +39,9 @@ from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.trainer.engines.fused_adamw import FusedAdamW
+from tests.counting import LargestTensor, dispatched
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file
 
 
 def measure(options: Options) -> Report:
@@ -77,26 +70,26 @@ def last_layers(folder: Path, options: Options, effort: Effort) -> list[Figure]:
         size, n = ("tiny", 8) if options.quick else (size, n)
         student = student or str(stand_in(folder / size, size))
         recipe = list_recipe(folder / name, wiki_file(options.data), student, [], SIMCSE, n, 3 * n)
-        ways = {way: OurStep(prepared(recipe)[0], []) for way in ("one token", "whole")}
-        encoder = ways["whole"].task.model.encoder
+        ways = {way: TrainingStep(prepared(recipe)[0], []) for way in ("one token", "all tokens")}
+        encoder = ways["all tokens"].task.model.encoder
         encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
-        same_or_stop(ways["one token"], ways["whole"])
+        same_or_stop(ways["one token"], ways["all tokens"])
         rounds = interleave({way: timed(step) for way, step in ways.items()}, effort.at_least(25), again="one token")
-        found.append(of_ratio(13, name, rounds, "whole", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
+        found.append(of_ratio(13, name, rounds, "all tokens", "one token", f"{size} student, N = {n}, SimCSE, fp32"))
     return found
 
 
-def same_or_stop(one: OurStep, other: OurStep) -> None:
+def same_or_stop(one: TrainingStep, other: TrainingStep) -> None:
     """Compare two ways of distcse's own step on one batch without dropout; `SystemExit` where they differ."""
-    told = []
+    results = []
     for step in (one, other):
         step.task.model.eval()
         loss = step.loss()[0]
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in step.task.model.parameters() if p.grad is not None])
         step.task.model.zero_grad(set_to_none=True)
-        told.append((loss.item(), gradient))
-    (mine, first), (plain, second) = told
+        results.append((loss.item(), gradient))
+    (mine, first), (plain, second) = results
     apart = abs(mine - plain) / abs(plain), float((first - second).norm() / second.norm())
     print(f"both ways: loss {mine:.6f}, apart by {apart[0]:.1e}; gradient by {apart[1]:.1e}", flush=True)
     if apart[0] > TOLERANCE or apart[1] > 10 * TOLERANCE:
@@ -112,18 +105,25 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
 
     def spec(name: str, length: int, small: bool = False, **training: Any) -> TrainSpec:
         model = {"max_length": 16, **({} if options.quick else {"layers": [1, 3, 5]})} if small else {}
-        told = {"student": model, "training": training}
-        return prepared(list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, **told))[0]
+        sections = {"student": model, "training": training}
+        return prepared(list_recipe(folder / name, file, student, [], SIMCSE, length, 2 * length, **sections))[0]
 
-    ways = {"plain": OurStep(spec("plain", n), []), "chunks": OurStep(spec("chunks", n, chunk=chunk), [])}
+    ways = {
+        "plain": TrainingStep(spec("plain", n), []),
+        "chunks": TrainingStep(spec("chunks", n, grad_cache_chunk=chunk), []),
+    }
     same_or_stop(ways["chunks"], ways["plain"])
     rounds = interleave({way: settled(step) for way, step in ways.items()}, effort, again="plain")
-    context, held = multiprocessing.get_context("spawn"), []
+    context, memory = multiprocessing.get_context("spawn"), []
     for length in lists:
         with context.Pool(1) as pool_of_one:
-            held.append(pool_of_one.apply(_held, (spec(f"lists of {length}", length, small=True, chunk=2 * chunk),)))
-    at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, held, strict=True)}
-    grown = held[1] / held[0]
+            memory.append(
+                pool_of_one.apply(
+                    _memory_held, (spec(f"lists of {length}", length, small=True, grad_cache_chunk=2 * chunk),)
+                )
+            )
+    at, terms = f"{size} student", {f"N = {length}, MB": each / 1e6 for length, each in zip(lists, memory, strict=True)}
+    grown = memory[1] / memory[0]
     return [
         of_ratio(33, "cost", rounds, "chunks", "plain", f"{at}, N = {n}, chunks of {chunk}"),
         Figure(
@@ -136,7 +136,7 @@ def gradient_cache(folder: Path, options: Options, effort: Effort) -> list[Figur
     ]
 
 
-def settled(step: OurStep) -> Sampler:
+def settled(step: TrainingStep) -> Sampler:
     """Samples a step that follows one like it: the first after a step in chunks allocates memory again that those released."""
     measured = timed(step)
 
@@ -147,12 +147,12 @@ def settled(step: OurStep) -> Sampler:
     return sample
 
 
-def _held(spec: TrainSpec) -> int:
+def _memory_held(spec: TrainSpec) -> int:
     """Most bytes that two steps hold beyond the imports."""
     torch.set_num_threads(1)
     importlib.import_module("transformers.models.bert.modeling_bert")
     before = psutil.Process().memory_info().rss
-    step = OurStep(spec, [])
+    step = TrainingStep(spec, [])
     for _ in range(2):
         step()
     return _highest() - before
@@ -167,11 +167,11 @@ def _highest() -> int:
 def losses(effort: Effort, sizes: tuple[int, ...]) -> list[Figure]:
     """Row 14: what is computed from two views of 768 numbers and the teachers' lists."""
     found: list[Figure] = []
-    for asked, n in zip((128, 1024), sizes, strict=True):
+    for full_size, n in zip((128, 1024), sizes, strict=True):
         all_terms = terms_of(n)
         rounds = interleave({"losses": timed(all_terms)}, effort)
         milliseconds = rounds.of(lambda s: 1000 * s["losses"])
-        found.append(of_spread(14, f"N = {asked}", milliseconds, f"N = {n}, 768 wide"))
+        found.append(of_spread(14, f"N = {full_size}", milliseconds, f"N = {n}, 768 wide"))
     with LargestTensor() as seen:
         terms_of(n)()
     return [*found, counted(14, "largest tensor of the losses / N²", seen.numbers / n**2, f"N = {n}, 768 wide")]
@@ -217,7 +217,7 @@ def host_work(folder: Path, options: Options) -> Figure:
     teacher = {"backbone": small, "pooling": "cls", "max_length": 32}
     student = str(stand_in(folder / "student", size))
     spec, tables = prepared(list_recipe(folder, wiki_file(options.data), student, [teacher], RANKCSE, 4, 64))
-    step = OurStep(spec, table_sources(spec, tables))
+    step = TrainingStep(spec, table_sources(spec, tables))
     step()
     return counted(7, "aten calls, BERT-base step", dispatched(step), f"{size} student")
 

@@ -5,7 +5,7 @@
 Three recipes of unlike depth, batch, precision and objective, on sentences of Wikipedia, with all-MiniLM-L6-v2 as teacher and as
 start of the students. In every round each recipe's passes are measured (`--calibrate`), its step and its memory are foretold, and
 then it is trained for some dozens of steps in a separate process, which finds text and table ready as a worker does: no Ray,
-one thread, the plain engine, the allocator's settings of training processes. So what a plan says and what happens lie next to
+one thread, the plain engine, the allocator's settings of training processes. So planned and measured figures lie next to
 each other in time. Medians of all rounds count.
 
 A step takes the CPU time of the process, which other programs change less than the wall time. Memory is
@@ -81,21 +81,21 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         figures = [measure(name, Path(folder), options, number) for number in range(options.rounds) for name in RECIPES]
-    tell(figures)
+    print_figures(figures)
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def measure(name: str, folder: Path, options: argparse.Namespace, number: int) -> dict[str, Any]:
-    """One recipe once: what its plan says, and what happens."""
+    """One recipe once: the figures of its plan, and those of its run."""
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(document(RECIPES[name], folder, options)))
-    said = planned(load_recipe(str(file)))
+    plan = planned(load_recipe(str(file)))
     environment = {**os.environ, **allocator.MALLOC_ENV, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--train", str(file)]
     for _ in range(2):  # a worker finds text and table made by others: the first time makes them
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = {"recipe": name, "round": number, **said, **json.loads(child.stdout.splitlines()[-1])}
+    found = {"recipe": name, "round": number, **plan, **json.loads(child.stdout.splitlines()[-1])}
     print(
         f"round {number}  {name:<62} step {found['planned_step'] * 1e3:7.0f} ms planned {found['step_cpu'] * 1e3:7.0f} ms CPU"
         f" ({found['step_wall'] * 1e3:7.0f} ms wall)  memory {found['planned_memory'] / 1e6:6.0f} MB planned"
@@ -141,18 +141,18 @@ def planned(recipe: Recipe) -> dict[str, Any]:
     run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, None))
     plan = StudentPlan.of(run, cluster)
     # A separate thread makes the teacher's lists: that is CPU time of this process, but not of the step.
-    beside = run.serving_seconds(cluster.machine, 1, recipe.training.batch_size)
+    serving = run.serving_seconds(cluster.machine, 1, recipe.training.batch_size)
     step = plan.step
     own = step.math + step.traffic + step.host
-    return {"planned_step": own + beside, "planned_memory": plan.memory.total, "busy": busy, "terms": vars(step)}
+    return {"planned_step": own + serving, "planned_memory": plan.memory.total, "busy": busy, "terms": vars(step)}
 
 
 def trained(recipe: Recipe) -> dict[str, Any]:
     """Train in this process; seconds of a step and the highest memory."""
     import torch
 
-    from distcse.experiments.distillation.backends import LocalBackend
     from distcse.experiments.distillation.preparation import PreparedCorpus
+    from distcse.experiments.local_backend import LocalBackend
     from distcse.planning.probe import anonymous_bytes
     from distcse.runs.directory import RunDirectory
 
@@ -184,7 +184,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
     return {"step_cpu": statistics.median(cpu), "step_wall": statistics.median(wall), "memory": highest[0]}
 
 
-def tell(figures: list[dict[str, Any]]) -> None:
+def print_figures(figures: list[dict[str, Any]]) -> None:
     """Print medians over the rounds, planned next to measured."""
     print(f"\n{'recipe':<62}{'step':>10}{'measured':>10}{'ratio':>8}{'memory':>10}{'measured':>10}{'ratio':>8}")
     for name in RECIPES:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from benchmarks.material import MINILM, OurStep, list_recipe, prepared, sentences, stand_in, wiki_file
+from benchmarks.material import MINILM, list_recipe, prepared, stand_in
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, pairwise_spearman, rankencoder
@@ -34,6 +34,8 @@ from distcse.rank_space.space import histogram_rank_vectors
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file, wiki_sentences
 
 LOWER, UPPER, WEIGHT, TAU = 0.5, 0.9999, 0.05, 0.05
 OBJECTIVE: dict[str, Any] = {
@@ -80,7 +82,9 @@ def measure(options: Options) -> Report:
     references = 500 if options.quick else 100_000
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        vectors = spectrum_of(Encoder.load(MINILM).encode(sentences(options.data, 300), normalize=True), references)
+        vectors = spectrum_of(
+            Encoder.load(MINILM).encode(wiki_sentences(options.data, 300), normalize=True), references
+        )
         if options.wants(16, 18):
             found += steps(Path(folder), options, effort, vectors)
         if options.wants(17):
@@ -95,8 +99,8 @@ def spectrum_of(real: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     mean = real.mean(axis=0)
     factor = np.linalg.svd(real - mean, full_matrices=False)
     spread = factor[1][:, None] * factor[2] / np.sqrt(len(real))
-    drawn = np.random.default_rng(0).standard_normal((count, len(spread)), dtype=np.float32)
-    return unit(mean + drawn @ spread.astype(np.float32))
+    sampled = np.random.default_rng(0).standard_normal((count, len(spread)), dtype=np.float32)
+    return unit(mean + sampled @ spread.astype(np.float32))
 
 
 def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np.float32]) -> list[Figure]:
@@ -108,7 +112,7 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], plain, n, 3 * n))
     assert tables[0] is not None
     ranks = WideRanks(tables[0], references)
-    ours, contrastive = OurStep(spec, [LocalTeacherClient(ranks)]), OurStep(simcse, [])
+    ours, contrastive = TrainingStep(spec, [LocalTeacherClient(ranks)]), TrainingStep(simcse, [])
     theirs, at = reference_of(spec, MINILM, references), f"N = {n}, n = {len(references):,}"
     every = {"ranks": timed(ours), "SimCSE": timed(contrastive), "reference": timed(theirs)}
     rounds = interleave(every, effort, again="SimCSE")
@@ -120,7 +124,7 @@ def steps(folder: Path, options: Options, effort: Effort, references: NDArray[np
         return found
     large, _ = prepared(list_recipe(folder / "wide", file, str(stand_in(folder / "base", "base")), [], plain, n, 3 * n))
     columns = ours.rows(0)[None, :]
-    ways = {"lists": timed(lambda: ranks.similarities(columns, slice(None))), "SimCSE": timed(OurStep(large, []))}
+    ways = {"lists": timed(lambda: ranks.similarities(columns, slice(None))), "SimCSE": timed(TrainingStep(large, []))}
     rounds = interleave(ways, Effort(min(effort.pairs, 3), 1, effort.shortest))
     sum_of_parts = rounds.of(lambda s: 1 + s["lists"] / s["SimCSE"])
     return [*found, of_spread(16, "base", sum_of_parts, f"{at}, sum of parts")]
@@ -133,8 +137,8 @@ def reference_of(spec: Any, student: str, references: NDArray[np.float32]) -> Co
     from distcse.data import Corpus
 
     section = spec.recipe.teachers.encoders[0]
-    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus)
-    live = OurStep(spec, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
+    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus.path)
+    live = TrainingStep(spec, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
     teacher = FrozenTeacher(load(section.backbone).eval(), "cls", 1.0)
     model = AutoModel.from_pretrained(resolve_model(student))
     if getattr(model, "pooler", None) is not None:
@@ -200,7 +204,7 @@ def inference(options: Options, effort: Effort, references: NDArray[np.float32])
         "exact": rank_space(references, "sort", "cpu"),
         "histogram": rank_space(references, "histogram", "cpu"),
     }
-    whole, ranked, apart = {}, {}, {}
+    all_pairs, ranked, apart = {}, {}, {}
     for (name, space), most in zip(spaces.items(), (1e-6, 1e-5), strict=True):
         apart[name] = float(np.abs(pair_similarities(space, vectors, ours, others) - expected).max())
         print(f"ranks, {name}, against scipy on {sample} pairs: apart by at most {apart[name]:.1e}")
@@ -209,7 +213,7 @@ def inference(options: Options, effort: Effort, references: NDArray[np.float32])
         with patch.object(space, "ranks", wraps=space.ranks) as ranks:
             begun = time.perf_counter()
             pair_similarities(space, sentences, *pairs)
-            whole[name] = time.perf_counter() - begun
+            all_pairs[name] = time.perf_counter() - begun
         ranked[name] = sum(len(call.args[0]) for call in ranks.call_args_list) / len(sentences)
     many = references[: 2 if options.quick else MANY]
 
@@ -224,9 +228,9 @@ def inference(options: Options, effort: Effort, references: NDArray[np.float32])
     found = [counted(19, "rankings a different sentence", max(ranked.values()), at)]
     for name, part in (("exact", "scipy pair by pair / ours"), ("histogram", "the same, ranks by histogram")):
         usual = rounds.of(itemgetter(name), "wall").median
-        ratio = rounds.of(partial(_pairs_ratio, name, whole[name] / usual, len(first) / sample), "wall")
+        ratio = rounds.of(partial(_pairs_ratio, name, all_pairs[name] / usual, len(first) / sample), "wall")
         terms = {
-            "ours, whole, s": whole[name],
+            "ours, all pairs, s": all_pairs[name],
             "its ranks alone, s": len(sentences) / len(many) * usual,
             "scipy, a pair, s": a_pair,
             "apart": apart[name],

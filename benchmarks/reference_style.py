@@ -202,9 +202,9 @@ def rankencoder(
             hidden = teacher.model(input_ids=ids, attention_mask=mask).last_hidden_state
             vectors = F.normalize(pooled(teacher.pooling, hidden, mask), dim=1).view(len(z1), 2, -1)
             first, _ = vectors[:, 0] @ references.T, vectors[:, 1] @ references.T
-            taught = rank_similarities(first)
-            kept = ((taught >= lower) & (taught <= upper)).float()
-        errors = (kept * (cosines - taught) ** 2).sum() / (kept.sum() + 1e-8)
+            targets = rank_similarities(first)
+            kept = ((targets >= lower) & (targets <= upper)).float()
+        errors = (kept * (cosines - targets) ** 2).sum() / (kept.sum() + 1e-8)
         return nce + weight * errors
 
     return loss
@@ -341,11 +341,11 @@ class ReplacedTokens(nn.Module):
             edited = filled * mask
         embedded = self.discriminator.embeddings(input_ids=edited)  # type: ignore[operator]
         embedded = torch.cat([vectors.unsqueeze(1), embedded[:, 1:]], dim=1)
-        hidden = _through_layers(self.discriminator, embedded, mask)
+        hidden = through_layers(self.discriminator, embedded, mask)
         return F.cross_entropy(self.head(hidden).view(-1, 2), labels.view(-1))
 
 
-def _through_layers(model: nn.Module, embedded: Tensor, mask: Tensor) -> Tensor:
+def through_layers(model: nn.Module, embedded: Tensor, mask: Tensor) -> Tensor:
     """The layers of a BERT over embeddings that are there already."""
     attends = torch.zeros_like(mask, dtype=embedded.dtype).masked_fill(mask == 0, torch.finfo(embedded.dtype).min)
     hidden = embedded

@@ -29,12 +29,12 @@ def with_copies(pairs: ScoredPairs, any_copy: bool) -> RetrievalDataset:
     for position, text in enumerate(documents):
         positions.setdefault(text, []).append(position)
     best = np.flatnonzero(pairs.gold == 5).tolist()
-    asked = [(row, row + size) for row in best] + [(row + size, row) for row in best]
+    queries = [(row, row + size) for row in best] + [(row + size, row) for row in best]
     return RetrievalDataset(
-        [documents[query] for query, _ in asked],
+        [documents[query] for query, _ in queries],
         documents,
-        [dict.fromkeys(positions[documents[found]] if any_copy else [found], 1.0) for _, found in asked],
-        [query for query, _ in asked],
+        [dict.fromkeys(positions[documents[found]] if any_copy else [found], 1.0) for _, found in queries],
+        [query for query, _ in queries],
     )
 
 

@@ -28,16 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.material import (
-    MINILM,
-    OurStep,
-    list_recipe,
-    make_up_tables,
-    prepared,
-    stand_in,
-    table_sources,
-    wiki_file,
-)
+from benchmarks.material import MINILM, list_recipe, make_up_tables, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
     Duration,
@@ -63,6 +54,8 @@ from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.distributed import barrier
 from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file
 from tests.workers import run_workers
 
 WORKERS, FAR = (2, 4, 8), (64, 512)
@@ -123,7 +116,7 @@ def groups(folder: Path, options: Options) -> list[Figure]:
             off(22, part, [(made, run.makespan) for made, run in zip(simulated, together, strict=True)], at)
             for part, simulated in (
                 ("simulated makespan, off the real one", [day.makespan for day in days]),
-                ("the same, phases timed beside each other", [side_by_side(run.phases).makespan for run in together]),
+                ("the same, phases timed concurrently", [side_by_side(run.phases).makespan for run in together]),
             )
         ),
     ]
@@ -143,10 +136,12 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
     encoder = Encoder.from_section(section).eval()
     lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))
-    whole = TeachersSection().shard_rows
-    drawn = np.random.default_rng(0).choice(lengths, _MILLION)
-    costs = [float(drawn[begin : begin + whole].sum()) for begin in range(0, _MILLION, whole)]
-    at, found = f"1M rows in {len(costs)} shards of {whole:,}, real lengths", []
+    default_shard_rows = TeachersSection().shard_rows
+    sampled = np.random.default_rng(0).choice(lengths, _MILLION)
+    costs = [
+        float(sampled[begin : begin + default_shard_rows].sum()) for begin in range(0, _MILLION, default_shard_rows)
+    ]
+    at, found = f"1M rows in {len(costs)} shards of {default_shard_rows:,}, real lengths", []
     for actors in (2, 4, 8):
         efficiency = sum(costs) / (actors * makespan(dealt(costs, actors)))
         found.append(counted(27, f"{actors} actors, simulated efficiency", round(efficiency, 4), at))
@@ -161,29 +156,32 @@ def _real_actors(
     import ray
     from ray.util import ActorPool
 
-    from distcse.teachers.embedding_actors import EmbeddingActor
-    from distcse.teachers.heartbeat import CONCURRENCY
+    from distcse.ray_backend.embedding_actors import EmbeddingActor
+    from distcse.ray_backend.heartbeat import CONCURRENCY
+    from distcse.storage import open_store
 
     table = table_of(section, corpus, folder / "real", teachers.shard_rows)
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
-        actor = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)
-        told = (section, corpus.directory, table.directory, table.identity, 4096)
-        builders = [actor.remote(*told) for _ in range(2)]
+        actor_class = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)
+        arguments = (section, open_store(corpus.directory), table.store, table.identity, 4096)
+        actors = [actor_class.remote(*arguments) for _ in range(2)]
 
         def by(count: int) -> Callable[[int], Duration]:
             def sample(repeats: int) -> Duration:
                 begun = time.perf_counter()
                 for _ in range(repeats):
-                    list(ActorPool(builders[:count]).map_unordered(lambda b, shard: b.embed.remote(shard), shards))
+                    list(
+                        ActorPool(actors[:count]).map_unordered(lambda actor, shard: actor.embed.remote(shard), shards)
+                    )
                 wall = (time.perf_counter() - begun) / repeats
                 return Duration(wall, wall)  # the actors' CPU time is not this process's
 
             return sample
 
         rounds = interleave({"one": by(1), "two": by(2)}, effort)
-        for builder in builders:
-            ray.kill(builder)
+        for actor in actors:
+            ray.kill(actor)
     efficiency = rounds.of(lambda s: s["one"] / (2 * s["two"]), "wall")
     return [of_spread(27, "2 actors, real efficiency", efficiency, f"{len(shards)} shards, warm actors")]
 
@@ -191,26 +189,26 @@ def _real_actors(
 def recipe_for(folder: Path, options: Options, student: str, n: int, limit: int) -> Recipe:
     """RankCSE with one teacher on `limit` sentences, for global batches of n."""
     teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
-    place = folder / str(n)
-    storage = {"cache": str(folder / "cache"), "runs": str(place / "runs")}
-    return list_recipe(place, wiki_file(options.data), student, [teacher], {}, n, limit, storage=storage)
+    job_folder = folder / str(n)
+    storage = {"cache": str(folder / "cache"), "runs": str(job_folder / "runs")}
+    return list_recipe(job_folder, wiki_file(options.data), student, [teacher], {}, n, limit, storage=storage)
 
 
 class Share:
     """One worker's part of a step, alone: the others' views are there, as if gathered.
 
     Args:
-        job: Of the global batch.
-        rank: This worker's number.
-        workers: How many there would be.
+        spec: The prepared job of the global batch.
+        rank: Rank of this worker.
+        workers: Number of workers.
     """
 
     def __init__(self, spec: Prepared, rank: int, workers: int) -> None:
-        self._step = OurStep(spec[0], table_sources(*spec), rank, workers)
+        self._step = TrainingStep(spec[0], table_sources(*spec), rank, workers)
         self._workers, self._timed = workers, [0]
         width = self._step.task.model.encoder.dimension
         self._others = torch.randn(2, self._step.section.batch_size, width)
-        self._places = self._step.task._loader.batch_slice
+        self._batch_slice = self._step.task._loader.batch_slice
 
     def __call__(self) -> None:
         """Forward, loss over the global lists, backward, update."""
@@ -218,14 +216,14 @@ class Share:
         task, engine = self._step.task, self._step.engine
         task.model.train()
         inputs = task.prepare_batch(self._step.step, engine.device)
-        answer = engine.forward(inputs.model)
-        before, after = self._places.start, self._places.stop
-        every = [
+        output = engine.forward(inputs.model_inputs)
+        before, after = self._batch_slice.start, self._batch_slice.stop
+        all_z1, all_z2 = (
             torch.cat([other[:before], mine, other[after:]])
-            for other, mine in zip(self._others, (answer.z1, answer.z2), strict=True)
-        ]
-        views = Views(answer.z1, answer.z2, *every, before)
-        share, _ = task._objective(views, inputs.loss.taught)
+            for other, mine in zip(self._others, (output.z1, output.z2), strict=True)
+        )
+        views = Views(output.z1, output.z2, all_z1, all_z2, before)
+        share, _ = task._objective(views, inputs.loss_inputs.teachers)
         engine.backward(share)
         engine.step(3e-5)
         self._step.step += 1
@@ -239,7 +237,7 @@ class Share:
     def slowest(self) -> float:
         """How many more tokens the longest part of a step has than the parts that were timed, in the mean over steps."""
         steps = range(min(_STEPS, self._step.task.steps))
-        mine = self._places.start // (self._places.stop - self._places.start)
+        mine = self._batch_slice.start // (self._batch_slice.stop - self._batch_slice.start)
         timed = np.mean([self.tokens(step)[mine] for step in self._timed])
         return float(np.mean([self.tokens(step).max() for step in steps]) / timed)
 
@@ -266,7 +264,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
                 return efficiency(slowest["alone"] * s["alone"], together(s), work)
 
             terms = {"longest part / timed part": slowest[f"{kind} {k}"]}
-            terms |= together({f"{kind} {k}": rounds.of(lambda s, way=f"{kind} {k}": s[way], "wall").median}).told()  # type: ignore[misc]
+            terms |= together({f"{kind} {k}": rounds.of(lambda s, way=f"{kind} {k}": s[way], "wall").median}).figures()  # type: ignore[misc]
             at = f"{rows} rows {'a worker' if kind == 'weak' else 'in all'}"
             spread = rounds.of(value, "wall")
             found.append(of_spread(28, f"{kind}, {k} workers, simulated", spread, at, rounds.noise("wall"), **terms))
@@ -276,7 +274,7 @@ def shares(jobs: dict[int, Prepared], rows: int, effort: Effort) -> list[Figure]
 
 def for_real(spec: Prepared, alone: float, at: str, effort: Effort) -> list[Figure]:
     """Two workers' real step, and its simulation from parts that the same two measure interleaved with it."""
-    workers = run_workers(_by_turns, 2, spec, 2 if effort.shortest == 0 else TURNS)
+    workers = run_workers(_interleaved, 2, spec, 2 if effort.shortest == 0 else TURNS)
     turns = [{way: max(each[way] for each in turn) for way in turn[0]} for turn in zip(*workers, strict=True)]
     middle = {f"{way} s": median(turn[way] for turn in turns) for way in turns[0]}
     return [
@@ -285,7 +283,7 @@ def for_real(spec: Prepared, alone: float, at: str, effort: Effort) -> list[Figu
             off(28, part, [(turn[share] + turn["communication"], turn["real"]) for turn in turns], at)
             for part, share in (
                 ("simulated step of 2 workers, off the real one", "share alone"),
-                ("the same, shares timed beside each other", "share beside another"),
+                ("the same, shares timed concurrently", "concurrent share"),
             )
         ),
     ]
@@ -308,22 +306,22 @@ def gradient(spec: Prepared) -> Figure:
 
 def _gradient(spec: Prepared) -> Tensor:
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    step = OurStep(spec[0], table_sources(*spec), rank, workers)
+    step = TrainingStep(spec[0], table_sources(*spec), rank, workers)
     step.task.model.eval()
     step.engine.backward(step.loss()[0])
     sum_gradients(step)
     return torch.cat([p.grad.flatten() for p in step.task.model.parameters() if p.grad is not None])
 
 
-def sum_gradients(step: OurStep) -> None:
+def sum_gradients(step: TrainingStep) -> None:
     """As the plain engine does before an update."""
     all_reduce_gradients(step.task.model.parameters(), large_embeddings(step.task.model))
 
 
 def collectives(jobs: dict[int, Prepared], effort: Effort) -> dict[int, float]:
     """Wall seconds of what two workers send in a step of each batch size, without the step."""
-    told = run_workers(_send, 2, jobs, max(3, effort.pairs))
-    return {n: max(worker[n] for worker in told) for n in jobs}
+    seconds = run_workers(_send, 2, jobs, max(3, effort.pairs))
+    return {n: max(worker[n] for worker in seconds) for n in jobs}
 
 
 def _send(jobs: dict[int, Prepared], times: int) -> dict[int, float]:
@@ -336,7 +334,7 @@ def _sent(spec: Prepared, times: int) -> float:
 
 
 def _sender(spec: Prepared) -> Callable[[], None]:
-    step = OurStep(spec[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
+    step = TrainingStep(spec[0], [], dist.get_rank(), dist.get_world_size())  # without lists: half of all would be here
     model = step.task.model
     views = torch.randn(2, step.task.rows, model.encoder.dimension, requires_grad=True)
     for parameter in model.parameters():
@@ -354,16 +352,16 @@ def _sender(spec: Prepared) -> Callable[[], None]:
     return send
 
 
-def _by_turns(spec: Prepared, turns: int) -> list[dict[str, float]]:
+def _interleaved(spec: Prepared, turns: int) -> list[dict[str, float]]:
     """Of each turn, after one that does not count: seconds of a real step and of what the simulation puts together."""
     me, workers = dist.get_rank(), dist.get_world_size()
-    real = OurStep(spec[0], table_sources(*spec), me, workers)
-    beside, alone, send = Share(spec, me, workers), Share(spec, me, workers), _sender(spec)
+    real = TrainingStep(spec[0], table_sources(*spec), me, workers)
+    concurrent, alone, send = Share(spec, me, workers), Share(spec, me, workers), _sender(spec)
     found = []
     for _ in range(turns + 1):
         turn = {"real": _timed_together(real), "communication": _timed_together(send)}
         with patch("distcse.trainer.engines.torch_engine.all_reduce_gradients"):
-            turn["share beside another"] = _timed_together(beside)
+            turn["concurrent share"] = _timed_together(concurrent)
             for worker in range(workers):
                 barrier()
                 if worker == me:

@@ -16,20 +16,22 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-import distcse.experiments.mutual.run as runs
 from benchmarks.simulator import PhaseTimes
 from distcse.events import Reporter
+from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.group import Group, SerializedGroup
 from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.placement.resources import Resources
+from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
 
@@ -43,17 +45,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/side_by_side.json"))
     options = parser.parse_args()
-    timed: dict[str, list[float]] = {"side by side": [], "in turns": []}
+    timed: dict[str, list[float]] = {"side by side": [], "alternating": []}
     with cluster(), tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(options.data, Path(folder), options.pairs)
         order = list(timed)
         for number in range(options.rounds):
             random.Random(number).shuffle(order)
             for way in order:
-                timed[way].append(run_groups(recipe, in_turns=way == "in turns").makespan)
+                timed[way].append(run_groups(recipe, in_turns=way == "alternating").makespan)
                 print(f"round {number + 1}, {way}: {timed[way][-1]:.1f} s", flush=True)
     ratios = [turns / together for together, turns in zip(*timed.values(), strict=True)]
-    print(f"in turns / side by side: {statistics.median(ratios):.2f} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})")
+    print(
+        f"alternating / side by side: {statistics.median(ratios):.2f} (rounds: {', '.join(f'{r:.2f}' for r in ratios)})"
+    )
     options.out.write_text(json.dumps({**timed, "ratios": ratios}, indent=2))
 
 
@@ -122,24 +126,31 @@ class Clocked:
         self._worked.spans[self.name][phase.number].append((begun, time.perf_counter()))
 
 
-def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
-    """A full run; with `in_turns`, the same groups on the same actors, but only one of them works at any moment."""
-    whole, worked = runs._open_groups, Worked()
+class ClockedBackend(RayBackend):
+    """Ray's groups with their work timed.
+
+    Args:
+        worked: Records when.
+        in_turns: Whether only one of the groups works at any moment, on the same actors.
+    """
+
+    def __init__(self, worked: Worked, in_turns: bool) -> None:
+        self._worked, self._in_turns = worked, in_turns
 
     @contextmanager
-    def groups(
-        recipe: MutualRecipe, benches: list[GroupContext], reporter: Reporter
-    ) -> Iterator[tuple[list[Group], Reporter]]:
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+    ) -> Iterator[list[Group]]:
         turn = threading.Lock()
-        with whole(recipe, benches, reporter) as (found, heard):
-            clocked: list[Group] = [Clocked(group, worked, ahead=not in_turns) for group in found]
-            yield ([SerializedGroup(group, turn) for group in clocked] if in_turns else clocked), heard
+        with super().open_groups(contexts, reporters, per_worker) as groups:
+            clocked: list[Group] = [Clocked(group, self._worked, ahead=not self._in_turns) for group in groups]
+            yield [SerializedGroup(group, turn) for group in clocked] if self._in_turns else clocked
 
-    runs._open_groups = groups
-    try:
-        runs.run_mutual(recipe, Reporter())
-    finally:
-        runs._open_groups = whole
+
+def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:
+    """A full run; with `in_turns`, the same groups on the same actors, but only one of them works at any moment."""
+    worked = Worked()
+    MutualDistillation(recipe).run(ClockedBackend(worked, in_turns), Reporter())
     return worked
 
 

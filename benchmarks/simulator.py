@@ -29,8 +29,8 @@ class Terms:
         """T_k."""
         return max(self.shares) + self.communication + self.orchestration
 
-    def told(self) -> dict[str, float]:
-        """The terms, for people."""
+    def figures(self) -> dict[str, float]:
+        """The terms by name, for a report."""
         return {
             "slowest share": max(self.shares),
             "communication": self.communication,

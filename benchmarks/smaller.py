@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.material import MINILM, sentences
+from benchmarks.material import MINILM
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
 from distcse.models import Encoder, resolve_model
+from tests.wikipedia import wiki_sentences
 
 SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")
 DIMENSIONS = (256, 128, 64)
@@ -38,14 +39,14 @@ def main() -> None:
     tasks = collect(options.data, ["sts"], [], EvalConfig()).tasks
     sets = [task.pairs for task in tasks if isinstance(task, StsTask) and task.name in SETS]
     texts = list(dict.fromkeys(text for pairs in sets for text in pairs.unique))
-    wiki = sentences(options.data, AXES_OF)
+    wiki = wiki_sentences(options.data, AXES_OF)
     rows: dict[str, dict[str, float]] = {}
 
     def score(name: str, vectors: NDArray[np.float32], rate: float | None = None) -> None:
-        places = {text: place for place, text in enumerate(texts)}
-        model = VectorModel(lambda asked: vectors[[places[text] for text in asked]])
-        told = {"dimensions": vectors.shape[1], "STS": statistics.mean(sts_score(model, pairs) for pairs in sets)}
-        rows[name] = {**told, **({} if rate is None else {"sentences a second": rate})}
+        indices = {text: index for index, text in enumerate(texts)}
+        model = VectorModel(lambda batch: vectors[[indices[text] for text in batch]])
+        row = {"dimensions": vectors.shape[1], "STS": statistics.mean(sts_score(model, pairs) for pairs in sets)}
+        rows[name] = {**row, **({} if rate is None else {"sentences a second": rate})}
         print(name, {key: round(value, 2) for key, value in rows[name].items()}, flush=True)
         options.out.write_text(json.dumps(rows, indent=1))
 
@@ -87,9 +88,9 @@ def static_of(folder: str, width: int) -> Encode:
 def table(rows: dict[str, dict[str, float]]) -> str:
     """As Markdown."""
     lines = ["| | dimensions | STS | sentences a second |", "|---|---:|---:|---:|"]
-    for name, told in rows.items():
-        rate = told.get("sentences a second")
-        cells = (f"{told['dimensions']:.0f}", f"{told['STS']:.2f}", "" if rate is None else f"{rate:,.0f}")
+    for name, row in rows.items():
+        rate = row.get("sentences a second")
+        cells = (f"{row['dimensions']:.0f}", f"{row['STS']:.2f}", "" if rate is None else f"{rate:,.0f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.counting import NumbersRead
 from benchmarks.material import (
     MINILM,
-    OurStep,
     fast_precisions,
     forward_flops,
     list_recipe,
@@ -26,7 +24,6 @@ from benchmarks.material import (
     prepared,
     stand_in,
     table_sources,
-    wiki_file,
 )
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
@@ -37,6 +34,9 @@ from distcse.losses import TeacherOutputs, gather_views, mix_lists
 from distcse.models import resolve_model
 from distcse.models.layers import layers_of
 from distcse.recipe import Recipe
+from tests.counting import NumbersRead
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file
 
 RANKCSE: dict[str, Any] = {"tau1": 0.05, "rank": {"form": "list_net", "tau2": 0.05, "tau3": 0.025}}
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
@@ -91,16 +91,16 @@ class Bench:
         )
         return recipe
 
-    def ours(self, objective: dict[str, Any], precision: str, live: bool = False, **training: Any) -> OurStep:
+    def ours(self, objective: dict[str, Any], precision: str, live: bool = False, **training: Any) -> TrainingStep:
         """distcse's step."""
         distilled = objective is RANKCSE
         teachers = self.teachers if distilled else []
         name = f"{'rankcse' if distilled else 'simcse'}-{precision}"
         spec, tables = prepared(self.recipe(objective, teachers, name, precision=precision, **training))
-        sources = live_sources(spec, Corpus.open(spec.corpus)) if live else table_sources(spec, tables)
-        return OurStep(spec, sources)
+        sources = live_sources(spec, Corpus.open(spec.corpus.path)) if live else table_sources(spec, tables)
+        return TrainingStep(spec, sources)
 
-    def theirs(self, ours: OurStep, distilled: bool) -> ContrastiveLoop:
+    def theirs(self, ours: TrainingStep, distilled: bool) -> ContrastiveLoop:
         """The reference style's, from the same weights over the same batches."""
         from transformers import AutoModel
 
@@ -120,7 +120,7 @@ def load(backbone: str) -> nn.Module:
     return model
 
 
-def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
+def equal_or_stop(ours: TrainingStep, theirs: ContrastiveLoop) -> None:
     """Compare losses and gradients on one batch, without dropout; `SystemExit` where they differ."""
     ours.task.model.eval()
     theirs.backbone.eval()
@@ -151,7 +151,7 @@ def equal_or_stop(ours: OurStep, theirs: ContrastiveLoop) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def near_or_stop(exact: OurStep, half: OurStep) -> None:
+def near_or_stop(exact: TrainingStep, half: TrainingStep) -> None:
     """Compare the gradients of a float32 and a bf16 step on one batch, without dropout; `SystemExit` where they point apart."""
     half.task.model.load_state_dict(exact.task.model.state_dict())
     gradients = []
@@ -251,7 +251,7 @@ def beside_reference(bench: Bench, options: Options, effort: Effort) -> list[Fig
     ]
 
 
-def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
+def parts_of(distilled: TrainingStep, contrastive: TrainingStep) -> tuple[Any, Any]:
     """What a distilled step does that a SimCSE step does not, and its counterpart there: lists and losses alone."""
     n, width = distilled.section.batch_size, distilled.task.model.encoder.dimension
     z1, z2 = (torch.randn(n, width, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in (1, 2))
@@ -274,7 +274,7 @@ def parts_of(distilled: OurStep, contrastive: OurStep) -> tuple[Any, Any]:
 class DevEvaluations:
     """Samples of what a dev score costs either way, per sentence: ours of STS-B dev, theirs of all splits of two sets."""
 
-    def __init__(self, bench: Bench, step: OurStep, options: Options) -> None:
+    def __init__(self, bench: Bench, step: TrainingStep, options: Options) -> None:
         from transformers import AutoTokenizer
 
         pairs = labelled_dev(options.data)
@@ -282,16 +282,16 @@ class DevEvaluations:
         stride = 50 if options.quick else 10
         self._texts = every[::stride]
         self.dev_sampled = len(self._texts)
-        whole: list[str] = []
+        sentences: list[str] = []
         for name in ("stsb", "sickr"):
             for file in sorted((options.data / "sts" / name).iterdir()):
                 table = read_table(file)
-                whole += [*table.texts("sentence1"), *table.texts("sentence2")]
-        assert len(whole) == REFERENCE_SENTENCES
+                sentences += [*table.texts("sentence1"), *table.texts("sentence2")]
+        assert len(sentences) == REFERENCE_SENTENCES
         # Full batches, as they come of all sentences by length: the fewer there are, the worse a sample fills them.
-        batches = batches_of(whole, 8 if options.quick else 128)
+        batches = batches_of(sentences, 8 if options.quick else 128)
         picked = [batches[(2 * number + 1) * len(batches) // (2 * SAMPLES)] for number in range(SAMPLES)]
-        self._batches = [[whole[place] for place in batch] for batch in picked]
+        self._batches = [[sentences[index] for index in batch] for batch in picked]
         self.many = len(batches) / SAMPLES
         self._encoder = step.task.model.encoder
         self._model, self._tokenizer = load(bench.student), AutoTokenizer.from_pretrained(resolve_model(bench.student))

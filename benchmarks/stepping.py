@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.material import OurStep
 from benchmarks.protocol import Duration
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.recipe import Recipe
+from tests.training_step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ def stepping(arguments: SteppingArguments) -> None:
     torch.set_num_threads(1)
     recipe: Recipe = arguments.spec.recipe
     changed = recipe.model_copy(update={"training": recipe.training.model_copy(update=arguments.training)})
-    step = OurStep(TrainSpec(changed, arguments.spec.run, arguments.spec.corpus, arguments.spec.tokens), [])
-    with Client(arguments.address, authkey=arguments.key) as asking:
-        asking.send("ready")
-        while (steps := asking.recv()) > 0:
+    step = TrainingStep(TrainSpec(changed, arguments.spec.run, arguments.spec.corpus, arguments.spec.tokens), [])
+    with Client(arguments.address, authkey=arguments.key) as connection:
+        connection.send("ready")
+        while (steps := connection.recv()) > 0:
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step()
-            asking.send(Duration((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
+            connection.send(Duration((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
             if arguments.reports:
                 import ray.train
 
                 begun = time.perf_counter()
                 ray.train.report({"steps": steps})
-                asking.send(time.perf_counter() - begun)
+                connection.send(time.perf_counter() - begun)
     step.engine.close()
 
 

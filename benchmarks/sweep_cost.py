@@ -3,8 +3,8 @@
     python benchmarks/sweep_cost.py --data ../shared/data [--trials 8] [--sentences 4000] [--rounds 1]
 
 Layers 0, 2, 4 of all-MiniLM-L6-v2 learn from two teachers (MiniLM, and its first four layers) on Wikipedia sentences, one epoch,
-STS-B dev. Both are the commands a user would type, from their start to their end. Nothing is measured on test sets and the winner
-is not trained again, so that the same students are trained on both sides.
+STS-B dev. Both are the commands a user would type, from their start to their end. Nothing is measured on test sets, and the best
+trial is not trained again, so that the same students are trained on both sides.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def main() -> None:
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder)
+        with tempfile.TemporaryDirectory() as temporary:
+            root = Path(temporary)
             ways = {"alone": train, "sweep": tune} if number % 2 == 0 else {"sweep": tune, "alone": train}
-            seconds = {name: way(options, place / name) for name, way in ways.items()}
+            seconds = {name: way(options, root / name) for name, way in ways.items()}
             ratio = seconds["sweep"] / (options.trials * seconds["alone"])
             found.append({**seconds, "ratio": ratio})
             print(
@@ -56,15 +56,15 @@ def main() -> None:
     )
 
 
-def train(options: argparse.Namespace, place: Path) -> float:
+def train(options: argparse.Namespace, folder: Path) -> float:
     """Time one standalone run, its teacher pass included."""
-    return timed(["-m", "distcse.train", str(recipe(options, place))])
+    return timed(["-m", "distcse.train", str(recipe(options, folder))])
 
 
-def tune(options: argparse.Namespace, place: Path) -> float:
+def tune(options: argparse.Namespace, folder: Path) -> float:
     """The sweep, its teacher pass included."""
-    file = recipe(options, place)
-    space = place / "space.yaml"
+    file = recipe(options, folder)
+    space = folder / "space.yaml"
     space.write_text(
         yaml.safe_dump(
             {
@@ -82,10 +82,10 @@ def tune(options: argparse.Namespace, place: Path) -> float:
     return timed(["-m", "distcse.tune", str(file), "--space", str(space)])
 
 
-def recipe(options: argparse.Namespace, place: Path) -> Path:
+def recipe(options: argparse.Namespace, folder: Path) -> Path:
     """A recipe with its own storage."""
-    place.mkdir(parents=True)
-    second = place / "teacher"
+    folder.mkdir(parents=True)
+    second = folder / "teacher"
     layers = StudentSection(backbone=MINILM, pooling="mean", layers=[0, 1, 2, 3])
     Encoder.from_section(layers).save(second)
     document = {
@@ -99,9 +99,9 @@ def recipe(options: argparse.Namespace, place: Path) -> Path:
         "objective": {"info_nce": None, "consistency": None},
         "training": {"epochs": 1},
         "evaluation": {"data": str(options.data.absolute()), "final_suites": [], "eval_steps": 15},
-        "storage": {"runs": str(place / "runs"), "cache": str(place / "cache")},
+        "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
     }
-    file = place / "recipe.yaml"
+    file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
 

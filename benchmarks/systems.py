@@ -21,8 +21,9 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 from distcse.data import Corpus
 from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.model import encoder_weights
-from distcse.experiments.distillation.run import run
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
@@ -116,7 +117,7 @@ def train(options: argparse.Namespace, name: str, seed: int, overrides: tuple[st
             print("  ", name, event, flush=True)
 
     recipe = recipe_of(options, name, seed, overrides)
-    directory = run(recipe, Reporter(show)).directory
+    directory = Distillation(recipe).run(LocalBackend(), Reporter(show)).directory
     latest = CheckpointStore(directory.path).latest()
     if latest is None:
         raise SystemExit(f"{directory.path} kept no checkpoint")

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.protocol import Figure, Report, judged, read_reports
 from benchmarks.targets import ROWS, Part, Row, part_of
-from distcse.files import write_text_atomic
+from distcse.storage import write_text_atomic
 
 BEGIN, END = "<!-- rows: written by python -m benchmarks.table -->", "<!-- end of rows -->"
 README = Path(__file__).parent / "README.md"
@@ -27,8 +27,8 @@ def lines_of(report: Report) -> list[str]:
     lines = [f"{report.group} on {machine_name(report.machine)}"]
     for figure in sorted(report.figures, key=lambda figure: figure.key):
         part = part_of(figure.row, figure.part, gpu)
-        told = f"{target(part)}  {verdict(part, [figure], report.machine)}".strip() if not report.trial else "trial"
-        lines.append(f"  row {figure.row:>2}  {figure.part:<52} {value(figure, part):<34} {told}  {figure.setting}")
+        meets = f"{target(part)}  {verdict(part, [figure], report.machine)}".strip() if not report.trial else "trial"
+        lines.append(f"  row {figure.row:>2}  {figure.part:<52} {value(figure, part):<34} {meets}  {figure.setting}")
         if figure.terms:
             lines.append("          " + ", ".join(f"{name} {number:.4g}" for name, number in figure.terms.items()))
     lines += [f"  not run: {name}: {reason}" for name, reason in report.not_run.items()]
@@ -58,7 +58,7 @@ def write_readme(reports: Iterable[Report], file: Path = README) -> None:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{file} has no place for the table; write {BEGIN} and {END} into it")
+        raise ValueError(f"{file} has no markers for the table; write {BEGIN} and {END} into it")
     write_text_atomic(file, f"{before}{BEGIN}\n{rows_table(reports)}\n{END}{after}")
 
 
@@ -127,8 +127,8 @@ def _cell(number: int, part: Part, reports: Sequence[tuple[Report, str]]) -> tup
     for report, letter in reports:
         figures = [figure for figure in report.figures if (figure.row, figure.part) == (number, part.name)]
         if figures:
-            told = (value(figure, part) + (f" ({figure.setting})" if figure.setting else "") for figure in figures)
-            found.append(letter + "; ".join(told))
+            values = (value(figure, part) + (f" ({figure.setting})" if figure.setting else "") for figure in figures)
+            found.append(letter + "; ".join(values))
             meets.append(letter + verdict(part, figures, report.machine))
     if found:
         return "<br>".join(found), "<br>".join(meets)

@@ -67,7 +67,7 @@ ROWS = (
     ),
     Row(
         5,
-        "whole RankCSE-base run, 1M sentences, 4 epochs, extrapolated",
+        "full RankCSE-base run, 1M sentences, 4 epochs, extrapolated",
         (),
         (Part("minutes", "<= 7", "<= 5", unit="min"),),
     ),
@@ -154,7 +154,7 @@ ROWS = (
     ),
     Row(
         13,
-        "whole last layer / last layer for [CLS] only, step",
+        "full last layer / last layer for [CLS] only, step",
         (
             Part("MiniLM", ">= 1.1"),
             Part("base", ">= 1.03"),
@@ -226,9 +226,9 @@ ROWS = (
         (
             Part("bi step", ">= 1.75", ">= 2"),
             Part("cross step", ">= 1.75", ">= 2"),
-            Part("whole cycle", ">= 1.75", ">= 2"),
+            Part("full cycle", ">= 1.75", ">= 2"),
         ),
-        (Part("whole base run of 3 cycles, extrapolated", "<= 3", "<= 1.5", unit="min"),),
+        (Part("full base run of 3 cycles, extrapolated", "<= 3", "<= 1.5", unit="min"),),
     ),
     Row(
         22,
@@ -238,7 +238,7 @@ ROWS = (
             Part("makespan / (Σ track time / W), simulated", "<= 1.1", "<= 1.04"),
             Part("idle share, two workers", "<= 10", "<= 5", unit="%"),
             Part("simulated makespan, off the real one", "<= 5", unit="%"),
-            Part("the same, phases timed beside each other", "<= 5", unit="%"),
+            Part("the same, phases timed concurrently", "<= 5", unit="%"),
         ),
     ),
     Row(
@@ -308,7 +308,7 @@ ROWS = (
             Part("strong, 8 workers, simulated", unit=""),
             Part("weak, 2 workers, real", unit=""),
             Part("simulated step of 2 workers, off the real one", "<= 5", unit="%"),
-            Part("the same, shares timed beside each other", "<= 5", unit="%"),
+            Part("the same, shares timed concurrently", "<= 5", unit="%"),
         ),
     ),
     Row(

@@ -21,19 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from benchmarks.counting import counted_calls, passes_of, with_padding
-from benchmarks.material import (
-    MINILM,
-    OurStep,
-    fast_precisions,
-    fill,
-    list_recipe,
-    prepared,
-    sentences,
-    stand_in,
-    table_sources,
-    wiki_file,
-)
+from benchmarks.material import MINILM, fast_precisions, fill, list_recipe, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.protocol import (
     Effort,
@@ -58,6 +46,9 @@ from distcse.teachers.embedding import embed_shard, table_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.trainer.allocator import release_memory
+from tests.counting import counted_calls, passes_of, with_padding
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_file, wiki_sentences
 
 LISTS, LENGTH = 10, 128
 TRIALS, EPOCHS = 16, 4
@@ -68,16 +59,16 @@ def measure(options: Options) -> Report:
     effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        place, texts = Path(folder), sentences(options.data, 200 if options.quick else 2000)
+        root, texts = Path(folder), wiki_sentences(options.data, 200 if options.quick else 2000)
         parts: dict[tuple[int, ...], Callable[[], list[Figure]]] = {
-            (8,): lambda: sweep(place / "sweep", options, effort),
-            (9,): lambda: cache(place / "cache", 2000 if options.quick else 100_000, effort),
-            (10,): lambda: fidelity(place / "fidelity", options, texts),
+            (8,): lambda: sweep(root / "sweep", options, effort),
+            (9,): lambda: cache(root / "cache", 2000 if options.quick else 100_000, effort),
+            (10,): lambda: fidelity(root / "fidelity", options, texts),
             (11,): lambda: encoding(texts[: 64 if options.quick else 384], effort),
             (12,): lambda: filled(options),
-            (30,): lambda: memory(place, options),
+            (30,): lambda: memory(root, options),
             (31,): lambda: dev_score(options),
-            (32,): lambda: tokens(place / "tokens", options, effort),
+            (32,): lambda: tokens(root / "tokens", options, effort),
         }
         for rows, part in parts.items():
             if options.wants(*rows):
@@ -93,17 +84,17 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     objective = {"consistency": None, "rank": None}
     file = wiki_file(options.data)
     spec, tables = prepared(list_recipe(folder, file, MINILM, [teacher], {}, n, 4 * n))
-    corpus, table = Corpus.open(spec.corpus), tables[0]
+    corpus, table = Corpus.open(spec.corpus.path), tables[0]
     assert table is not None
     encoder = Encoder.from_section(spec.recipe.teachers.encoders[0]).eval()
     unique = len(set(corpus.texts(range(len(corpus)))))
     fresh = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     with passes_of(encoder) as first:
-        embed_shard(encoder, spec.recipe.teachers.encoders[0], corpus, fresh, 0, 4096)
+        embed_shard(encoder, corpus, fresh, 0, 4096)
     again = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], objective, n, 4 * n))
-    step = OurStep(simcse, [])
-    distilled = OurStep(spec, table_sources(spec, tables))
+    step = TrainingStep(simcse, [])
+    distilled = TrainingStep(spec, table_sources(spec, tables))
     texts = corpus.texts(range(n))
     ways = {"pass": lambda: encoder.encode(texts), "SimCSE": step, "distilled": distilled}
     rounds = interleave({name: timed(way) for name, way in ways.items()}, effort, again="SimCSE")  # type: ignore[arg-type]
@@ -133,23 +124,25 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
     size = sum(file.stat().st_size for table in tables for file in table.directory.iterdir())
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        told = [
+        measured = [
             pool.apply(_opened, ([(t.directory, t.identity) for t in tables],)) for _ in range(min(effort.pairs, 5))
         ]
     at = f"{rows:,} rows of 768 and 1,024 numbers"
-    opening = sorted(seconds for seconds, _ in told)
-    private = max(grown for _, grown in told) / 1e6
+    opening = sorted(seconds for seconds, _ in measured)
+    private = max(grown for _, grown in measured) / 1e6
     return [
         counted(9, "bytes a sentence / 2 · Σ dimensions", round(size / rows / (2 * 1792), 5), at),
         Figure(9, "time to open", opening[len(opening) // 2], opening[0], opening[-1], pairs=len(opening), setting=at),
-        Figure(9, "private memory of a worker that opens it", private, private, private, pairs=len(told), setting=at),
+        Figure(
+            9, "private memory of a worker that opens it", private, private, private, pairs=len(measured), setting=at
+        ),
     ]
 
 
-def _opened(places: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
+def _opened(tables_on_disk: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
     """Seconds to the first vectors; bytes that a hundred gathers left besides the files' own pages, which all workers share."""
     before, begun = anonymous_bytes(), time.perf_counter()
-    tables = [EmbeddingTable(directory, identity) for directory, identity in places]
+    tables = [EmbeddingTable(directory, identity) for directory, identity in tables_on_disk]
     for table in tables:
         table.vectors([0])
     opened = time.perf_counter() - begun
@@ -169,7 +162,7 @@ def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
     corpus = Corpus.prepare(CorpusSection(path=str(file)), folder)
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
     encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, folder, len(corpus))
-    embed_shard(encoder, section, corpus, table, 0, 4096)
+    embed_shard(encoder, corpus, table, 0, 4096)
     lists = len(corpus) // length
     columns = np.arange(lists * length).reshape(lists, length)
     stored = TableTeacher(table).similarities(columns, slice(None))
@@ -210,8 +203,8 @@ def encoding(texts: list[str], effort: Effort) -> list[Figure]:
         use_mkldnn_linear(ours[precision], precision)
         mine = ours[precision].encode(texts, normalize=True, precision=precision)
         least[precision] = float((mine * reference).sum(axis=1).min())
-    told = ", ".join(f"{precision} {cosine:.6f}" for precision, cosine in least.items())
-    print(f"least cosine with sentence-transformers: {told}")
+    cosines = ", ".join(f"{precision} {cosine:.6f}" for precision, cosine in least.items())
+    print(f"least cosine with sentence-transformers: {cosines}")
     if least["fp32"] < 0.9999:
         raise SystemExit("the two encoders do not give the same vectors; nothing is timed")
     ways: dict[str, Callable[[], object]] = {
@@ -233,7 +226,7 @@ def filled(options: Options) -> list[Figure]:
     """Row 12's teacher pass: the batches of one shard, by their tokens."""
     rows = 200 if options.quick else TeachersSection().shard_rows
     encoder, budget = Encoder.load(MINILM, max_length=32), TeachersSection().tokens_per_batch
-    ids = encoder.token_ids(sentences(options.data, rows))
+    ids = encoder.token_ids(wiki_sentences(options.data, rows))
     filled = sum(map(len, ids)) / with_padding(ids, by_length(ids, budget))
     return [counted(12, "teacher pass", round(filled, 5), f"a shard of {rows:,} rows")]
 
@@ -258,7 +251,7 @@ def memory(folder: Path, options: Options) -> list[Figure]:
 
 def _held(model: str) -> tuple[int, int]:
     torch.set_num_threads(1)
-    for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.factory"):
+    for name in ("transformers.models.bert.modeling_bert", "distcse.teachers.kinds"):
         importlib.import_module(name)  # the imports are every worker's
     gc.collect()
     release_memory()

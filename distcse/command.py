@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Self
 
 from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
 
@@ -31,36 +32,52 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class ErrorStatus:
+    """Context manager of a command: an error becomes one line on stderr, and sets the exit status.
+
+    Args:
+        kept: What remains after a second Ctrl-C, for the message.
+        as_json: Also print the error as a JSON object on stdout. Default: False.
+    """
+
+    status = 0
+    """1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new checkpoint."""
+
+    def __init__(self, kept: str, as_json: bool = False) -> None:
+        self._kept = kept
+        self._as_json = as_json
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, DistcseError):
+            self._print(error)
+            is_mistake, is_stop = isinstance(error, RecipeError), isinstance(error, StoppedEarlyError)
+            self.status = INTERRUPTED if is_stop else 2 if is_mistake else 1
+        elif isinstance(error, KeyboardInterrupt):
+            sys.stderr.write(f"distcse: stopped at once; {self._kept}\n")
+            self.status = INTERRUPTED
+        return bool(self.status)
+
+    def _print(self, error: DistcseError) -> None:
+        sys.stderr.write(f"distcse: {error.coded_message}\n")
+        if self._as_json:
+            described = {"event": "Error", "code": error.code, "kind": type(error).__name__, "message": str(error)}
+            sys.stdout.write(json.dumps(described) + "\n")
+
+
 def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> int:
-    """Run a command and return its exit status; an error becomes one line on stderr.
+    """Run a command and return its exit status, or that of its error (see `ErrorStatus`).
 
     Args:
         work: Runs the command and returns its exit status.
         kept: What remains after a second Ctrl-C, for the message.
-        as_json: Also print the error as a JSON object on stdout.
-
-    Returns:
-        The status of `work`; 1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new
-        checkpoint.
+        as_json: Also print an error as a JSON object on stdout. Default: False.
     """
-    try:
+    with ErrorStatus(kept, as_json) as failed:
         return work()
-    except DistcseError as mistake:
-        sys.stderr.write(f"distcse: {mistake.coded_message}\n")
-        if as_json:
-            error = {
-                "event": "Error",
-                "code": mistake.code,
-                "kind": type(mistake).__name__,
-                "message": str(mistake),
-            }
-            sys.stdout.write(json.dumps(error) + "\n")
-        if isinstance(mistake, StoppedEarlyError):
-            return INTERRUPTED
-        return 2 if isinstance(mistake, RecipeError) else 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"distcse: stopped at once; {kept}\n")
-        return INTERRUPTED
+    return failed.status
 
 
 class StopOnSignal:

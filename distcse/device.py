@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distcse import host
+from distcse.compat.torch import onednn_supports
 
 HALF_PRECISIONS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -130,14 +131,6 @@ def speedup(baseline: Callable[[], object], other: Callable[[], object], rounds:
     finally:
         torch.set_num_threads(threads)
     return best[0] / best[1]
-
-
-def onednn_supports(precision: str) -> bool:
-    """Whether oneDNN supports matrix products of a half precision on this CPU, by PyTorch's own check."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported", None)
-    return is_supported is not None and bool(is_supported())
 
 
 def _measured_speedup(dtype: torch.dtype) -> float:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distcse.command import exit_status
-from distcse.recipe import MutualRecipe, Recipe, StorageSection, read_recipe
+from distcse.recipe import BaseRecipe, StorageSection, read_recipe
 from distcse.storage import resolve_path
 
 if TYPE_CHECKING:
-    from distcse.health.check import Check
+    from distcse.checks import Check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
-    from distcse.health import machine, ray_cluster, sources, storage
-    from distcse.health.check import run_checks
+    from distcse.checks import run_checks
+    from distcse.health import machine, sources, storage
+    from distcse.ray_backend import cluster_checks
     from distcse.report.terminal import print_lines
 
     runs, cache = _storage(recipe)
@@ -42,10 +43,10 @@ def _main(options: argparse.Namespace) -> int:
         machine.check_shared_memory,
         machine.check_open_files,
         partial(machine.check_deepspeed, recipe),
-        ray_cluster.check_version,
-        partial(ray_cluster.check_cluster, {"storage.runs": runs, "storage.cache": cache}),
-        ray_cluster.check_token,
-        ray_cluster.check_ports,
+        cluster_checks.check_version,
+        partial(cluster_checks.check_cluster, {"storage.runs": runs, "storage.cache": cache}),
+        cluster_checks.check_token,
+        cluster_checks.check_ports,
         *(
             partial(storage.check_location, name, path)
             for name, path in (("storage.runs", runs), ("storage.cache", cache))
@@ -64,7 +65,7 @@ def _main(options: argparse.Namespace) -> int:
     return int(any(check.verdict == "fail" for check in found))
 
 
-def _storage(recipe: Recipe | MutualRecipe | None) -> tuple[Path, Path]:
+def _storage(recipe: BaseRecipe | None) -> tuple[Path, Path]:
     """Folders of runs and cache, the recipe's or the defaults."""
     section = StorageSection() if recipe is None else recipe.storage
     cache = os.environ.get("DISTCSE_CACHE", section.cache) if recipe is None else section.cache

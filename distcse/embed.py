@@ -31,11 +31,12 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     with gc_paused():
         from distcse.events import Reporter
         from distcse.experiments.distillation.preparation import embed_corpus
+        from distcse.ray_backend.backend import choose_backend
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json) as view:
-        tables = embed_corpus(recipe, Reporter(view.show))
+        tables = embed_corpus(recipe, choose_backend(recipe), Reporter(view.show))
     folders = [None if table is None else to_uri(table.directory) for table in tables]
     if options.json:
         print_json([{"event": "Finished", "tables": folders}])
@@ -48,12 +49,16 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
     from distcse.experiments.distillation.preflight import check_comparison, check_embedding
+    from distcse.ray_backend.backend import choose_backend
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
 
-    check, what = (check_comparison, "comparison") if options.compare else (check_embedding, "pass")
     with open_view(options.quiet, options.json) as view:
-        check(recipe, Reporter(view.show))
+        if options.compare:
+            check_comparison(recipe, Reporter(view.show))
+        else:
+            check_embedding(recipe, choose_backend(recipe), Reporter(view.show))
+    what = "comparison" if options.compare else "pass"
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
@@ -72,7 +77,7 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json) as view:
         use_available_cpus()
-        recipe = with_teacher_precisions(recipe, Reporter(view.show), in_this_process=True)
+        recipe = with_teacher_precisions(recipe, None, Reporter(view.show))
         corpus = read_corpus(recipe, Reporter(view.show))
         comparison = compare(
             recipe,
@@ -99,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="embed a sample only: Kendall's τ and common neighbours of each two teachers",
+        help="embed a sample only: Kendall's τ and common neighbors of each two teachers",
     )
     parser.add_argument(
         "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"

@@ -14,12 +14,11 @@ from distcse.data.docstrings import docstring_sentences
 from distcse.errors import ExportError, UnsupportedModelError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Listener, StageProgress, ignore
-from distcse.files import atomic_write, write_text_atomic
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import is_rank_space
-from distcse.storage import find_model
+from distcse.storage import atomic_write, find_model, write_text_atomic
 
 FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
 """Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""

@@ -6,14 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from distcse.command import exit_status
 from distcse.errors import ClusterTooSmallError, CommandLineError
-from distcse.recipe import MutualRecipe, Recipe, read_recipe
-
-if TYPE_CHECKING:
-    from distcse.planning.machines import Cluster
+from distcse.recipe import read_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +30,8 @@ def _main(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; report a mistake in recipe or cluster first.
     from distcse.planning.opening import calibrate_for, open_cluster, with_precisions
+    from distcse.planning.registry import planner_of
+    from distcse.report.terminal import print_lines
     from distcse.runs.directory import require_lasting
 
     recipe = with_precisions(recipe, form)
@@ -45,54 +43,15 @@ def _main(options: argparse.Namespace) -> int:
         require_lasting(recipe.storage, ["cache"])
         calibrate_for(recipe, form)
     cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
-    if isinstance(recipe, MutualRecipe):
-        return _groups(recipe, cluster, options)
-    return _student(recipe, cluster, options)
-
-
-def _student(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
-    from distcse.planning.lengths import read_lengths
-    from distcse.planning.plan import StudentPlan
-    from distcse.planning.report import scaling_lines, student_lines
-    from distcse.planning.scaling import scaling
-    from distcse.planning.student import StudentRun
-
-    run = StudentRun.of(recipe, read_lengths(recipe.corpus, recipe.student, options.corpus_rows))
-    plan = StudentPlan.of(run, cluster)
-    rows = scaling(run, cluster, options.gpus) if options.gpus else []
-    lines = student_lines(plan) + (scaling_lines(rows, cluster.machine.name) if rows else [])
-    described = {**plan.described, "scaling": [_row(row) for row in rows]}
-    return _print_plan(lines, described, [str(problem) for problem in plan.problems], options.json)
-
-
-def _groups(recipe: MutualRecipe, cluster: Cluster, options: argparse.Namespace) -> int:
-    from distcse.planning.groups import MutualPlan
-    from distcse.planning.report import mutual_lines
-
-    if options.gpus:
-        raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
-    plan = MutualPlan.of(recipe, cluster, options.corpus_rows)
-    return _print_plan(mutual_lines(plan), plan.described, [str(problem) for problem in plan.problems], options.json)
-
-
-def _print_plan(lines: list[str], described: dict[str, Any], problems: list[str], as_json: bool) -> int:
-    from distcse.report.terminal import print_lines
-
-    if as_json:
-        json.dump(described, sys.stdout, indent=2)
+    estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
+    if options.json:
+        json.dump(estimate.described, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        print_lines(lines)
-    if problems:
-        raise ClusterTooSmallError(f"this plan cannot be carried out: {problems[0]}")
+        print_lines([*estimate.lines])
+    if estimate.problems:
+        raise ClusterTooSmallError(f"this plan cannot be carried out: {estimate.problems[0]}")
     return 0
-
-
-def _row(row: Any) -> dict[str, Any]:
-    parts = {
-        name: {**vars(part), "seconds": part.seconds} for name, part in (("strong", row.strong), ("weak", row.weak))
-    }
-    return {**vars(row), **parts}
 
 
 def build_parser() -> argparse.ArgumentParser:

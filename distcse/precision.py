@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from distcse.device import DeviceSpeed
 from distcse.events import Listener, LogMessage, StageProgress
-from distcse.recipe import MutualRecipe, Recipe
+from distcse.recipe import BaseRecipe
 
-R = TypeVar("R", bound=Recipe | MutualRecipe)
+R = TypeVar("R", bound=BaseRecipe)
 
 
 @dataclass(frozen=True)

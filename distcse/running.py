@@ -5,7 +5,8 @@ The function is `distcse.run`, not `distcse.train`: importing the module `distcs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,15 +14,12 @@ from typing import TYPE_CHECKING
 from distcse.device import use_available_cpus
 from distcse.errors import RunArgumentError
 from distcse.events import Listener, LogMessage, Reporter
-from distcse.experiments.distillation.fingerprints import read_fingerprints
-from distcse.experiments.distillation.run import Result
-from distcse.experiments.distillation.run import run as run_student
-from distcse.experiments.mutual import MutualResult, run_mutual
-from distcse.experiments.mutual.run import read_fingerprints as read_group_fingerprints
+from distcse.experiments.experiment import Result
+from distcse.experiments.registry import experiment_of
 from distcse.models import Encoder
-from distcse.recipe import MutualRecipe, Recipe, read_recipe
-from distcse.report.card import write_card
-from distcse.report.group_card import write_group_cards
+from distcse.ray_backend.backend import choose_backend
+from distcse.recipe import BaseRecipe, read_recipe
+from distcse.report.card import write_cards
 from distcse.report.history import read_run
 from distcse.report.progress import open_listener
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 class Run:
     """Results and files of a run."""
 
-    result: Result | MutualResult
+    result: Result
     reports: Sequence[Path] = ()
     """Paths of the report pages."""
     compared: Compared | None = None
@@ -55,14 +53,12 @@ class Run:
     @property
     def interrupted(self) -> bool:
         """Whether the run was stopped early; `distcse.resume(run.directory)` continues it."""
-        return self.result.train_result.interrupted if isinstance(self.result, Result) else self.result.interrupted
+        return self.result.interrupted
 
     @property
     def models(self) -> dict[str, Path]:
         """Folders of its models by name: `student`, or `GROUP bi` and `GROUP cross` of a mutual distillation."""
-        if isinstance(self.result, Result):
-            return {"student": self.result.directory.model}
-        return {f"{best.group} {best.kind}": best.model for best in self.result.best}
+        return self.result.models
 
     @property
     def model(self) -> Path:
@@ -89,7 +85,7 @@ class Run:
 
 
 def run(
-    recipe: Recipe | MutualRecipe | str | Path,
+    recipe: BaseRecipe | str | Path,
     *overrides: str,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -112,7 +108,8 @@ def run(
         raise RunArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
-    return _execute(recipe, None, listen, stop_requested)
+    with _reporting(listen, stop_requested) as reporter:
+        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter))
 
 
 def resume(
@@ -133,7 +130,8 @@ def resume(
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
-    return _execute(recipe, begun, listen, stop_requested)
+    with _reporting(listen, stop_requested) as reporter:
+        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
 
 
 def rerun(
@@ -154,39 +152,30 @@ def rerun(
         RunDirectoryError: The first run did not finish.
         ResumeMismatchError: The first run's data have changed.
     """
-    with open_listener(listen) as post:
-        earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), Reporter(post, stop_requested))
-    recipe = earlier.recipe
-    earlier.check_data(
-        read_group_fingerprints(recipe) if isinstance(recipe, MutualRecipe) else read_fingerprints(recipe)
-    )
-    others = [f"other than in the first run: {warning}" for warning in earlier.warnings]
-    done = _execute(recipe, None, listen, stop_requested, others)
+    with _reporting(listen, stop_requested) as reporter:
+        earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), reporter)
+        experiment = experiment_of(earlier.recipe)
+        earlier.check_data(experiment.fingerprints())
+        for warning in earlier.warnings:
+            reporter.emit(LogMessage(f"other than in the first run: {warning}", warning=True))
+        done = _finished(experiment.run(choose_backend(earlier.recipe), reporter))
     return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
 
 
-def _execute(
-    recipe: Recipe | MutualRecipe,
-    begun: RunDirectory | None,
-    listen: Listener | None,
-    stop_requested: Callable[[], bool],
-    warnings: Sequence[str] = (),
-) -> Run:
-    result: Result | MutualResult
+@contextmanager
+def _reporting(listen: Listener | None, stop_requested: Callable[[], bool]) -> Iterator[Reporter]:
+    """Give the process its CPUs, and open the listener of a run."""
     use_available_cpus()
     with open_listener(listen) as post:
-        reporter = Reporter(post, stop_requested)
-        for warning in warnings:
-            post(LogMessage(warning, warning=True))
-        if isinstance(recipe, MutualRecipe):
-            result = run_mutual(recipe, reporter, begun)
-            write_group_cards(result)
-        else:
-            result = run_student(recipe, reporter, begun)
-            write_card(result)
-    folder, evaluation = result.directory.path, result.evaluation
-    if evaluation is None:
+        yield Reporter(post, stop_requested)
+
+
+def _finished(result: Result) -> Run:
+    """Write the model cards and the report pages of a run."""
+    write_cards(result)
+    if result.evaluation is None:
         return Run(result, [])
     from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
 
-    return Run(result, write_pages(evaluation, folder, read_run(folder)))
+    folder = result.directory.path
+    return Run(result, write_pages(result.evaluation, folder, read_run(folder)))

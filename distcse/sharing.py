@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from distcse.errors import HubUploadError, ModelNotFoundError
-from distcse.files import write_text_atomic
-from distcse.storage import fetch_folder, find_model, is_uri, resolve_path, to_uri
+from distcse.storage import find_model, is_uri, open_store, to_uri, write_text_atomic
 
 _FILES_WITH_PATHS = ("README.md", "config.json", "distcse/recipe.yaml")
 """Files of a model folder that may contain paths of this machine."""
@@ -45,17 +44,18 @@ def prepare_upload(model: Path, target: Path, licence: str | None = None) -> Upl
     Raises:
         ModelNotFoundError: The folder has no model, several models, or a pickled one.
     """
-    folder = resolve_path(find_model(to_uri(model)))
-    fetch_folder(folder)
+    store = open_store(find_model(to_uri(model)))
+    store.fetch_folder()
+    folder = store.path
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ModelNotFoundError(
-            f"{to_uri(folder)} contains no model (config.json and safetensors); name a run's or a model's folder"
+            f"{store} contains no model (config.json and safetensors); name a run's or a model's folder"
         )
     shutil.copytree(folder, target)
     local_paths = sorted(_local_paths(target / "distcse" / "recipe.yaml"), key=len, reverse=True)
     for file in (target / name for name in _FILES_WITH_PATHS):
         if file.is_file():
-            write_text_atomic(file, _shorten_paths(local_paths, file.read_text(encoding="utf-8")))
+            write_text_atomic(file, shorten_paths(local_paths, file.read_text(encoding="utf-8")))
     remarks = _card(target / "README.md", licence)
     found = sorted(file for file in target.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in found) / 1e6
@@ -106,7 +106,7 @@ def _local_paths(recipe: Path) -> Iterator[str]:
             pending.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _shorten_paths(local_paths: list[str], text: str) -> str:
+def shorten_paths(local_paths: list[str], text: str) -> str:
     """Replace each path by its last part; only complete paths: /data is no part of a hub id or of /data-2."""
     for path in local_paths:
         text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-]|\.\w)", lambda found: Path(found[0]).name, text)

@@ -12,10 +12,11 @@ from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_opti
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
-from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
+from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
+    from distcse.placement.resources import Node
     from distcse.tuning.sweep import SweepResult
 
 _SWEEP = "sweep."
@@ -68,21 +69,20 @@ def _main(options: argparse.Namespace) -> int:
     return _sweep(options, None, recipe, sweep)
 
 
-def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sweep) -> int:
+def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.experiments.distillation.preflight import check_run
-    from distcse.experiments.mutual.preflight import check_groups
+    from distcse.experiments.registry import experiment_of
+    from distcse.ray_backend.backend import choose_backend
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
     from distcse.tuning.sweep import check
 
     check(recipe, sweep)
     with open_view(options.quiet, options.json) as view:
-        if isinstance(recipe, MutualRecipe):
-            check_groups(recipe, Reporter(view.show), in_sweep=True)
-        else:
-            check_run(recipe, Reporter(view.show), lambda: _lost_gpus(recipe, sweep))
+        experiment_of(recipe).check(
+            choose_backend(recipe), Reporter(view.show), lambda nodes: _lost_gpus(recipe, sweep, nodes)
+        )
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
     else:
@@ -90,21 +90,20 @@ def _check(options: argparse.Namespace, recipe: Recipe | MutualRecipe, sweep: Sw
     return 0
 
 
-def _lost_gpus(recipe: Recipe, sweep: Sweep) -> list[str]:
-    """Warn of GPUs that the trials would not use; needs a cluster. Raises `RunError` if the trials do not fit."""
-    from distcse.ray_backend.nodes import alive
+def _lost_gpus(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[str]:
+    """Warn of GPUs that the trials would not use. Raises `ClusterTooSmallError` if the trials do not fit."""
     from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
 
-    return lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep), alive())
+    resources = trial_resources(recipe, sweep, [node.resources for node in nodes])
+    return lost_gpus_of_trials(recipe, sweep, resources, nodes)
 
 
-def _sweep(
-    options: argparse.Namespace, directory: Path | None, recipe: Recipe | MutualRecipe | None, sweep: Sweep | None
-) -> int:
+def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseRecipe | None, sweep: Sweep | None) -> int:
     # A new sweep's recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
     start_ray(fast_allocator=True)
     with gc_paused():
         from distcse.events import Reporter
+        from distcse.ray_backend.sweep_backend import RaySweepBackend
         from distcse.report.parameters import format_values
         from distcse.report.progress import open_view
         from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
@@ -118,7 +117,8 @@ def _sweep(
     recipe, sweep = reopen(directory)
     stop = StopOnSignal()
     with open_view(options.quiet, options.json) as view, stop:
-        result = run_sweep(recipe, sweep, directory, Reporter(view.show, stop.stop_requested))
+        reporter = Reporter(view.show, stop.stop_requested)
+        result = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])
@@ -127,7 +127,7 @@ def _sweep(
     print_summary(rows_of(result))
     if result.best_trial is not None and result.best_trial.best is not None:
         lines += [
-            f"winner  dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}",
+            f"best    dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}",
             f"recipe  {to_uri(result.best_recipe)}",
         ]
     lines += [f"missing {run}" for run in unfinished(result)]
@@ -142,14 +142,18 @@ def _sweep(
 
 
 def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
-    winner = result.best_trial
-    found = None if winner is None or winner.best is None else {"dev": winner.best.score, "values": dict(winner.values)}
+    best = None if result.best_trial is None else result.best_trial.best
+    best_trial = (
+        None
+        if result.best_trial is None or best is None
+        else {"dev": best.score, "values": dict(result.best_trial.values)}
+    )
     return {
         "event": "Finished",
         "interrupted": result.interrupted,
         "sweep": to_uri(result.directory),
-        "winner": found,
-        "best_recipe": to_uri(result.best_recipe) if found else None,
+        "best_trial": best_trial,
+        "best_recipe": to_uri(result.best_recipe) if best_trial else None,
         "reports": [to_uri(page) for page in pages],
     }
 
@@ -159,11 +163,11 @@ def _status(result: SweepResult) -> int:
     if result.interrupted:
         return INTERRUPTED
     if result.best_trial is None:
-        why = next((trial.why for trial in result.trials if trial.why), "see its events")
-        raise WorkFailedError(f"no trial of {len(result.trials)} finished; the first failed with: {why}")
+        reason = next((trial.reason for trial in result.trials if trial.reason), "see its events")
+        raise WorkFailedError(f"no trial of {len(result.trials)} finished; the first failed with: {reason}")
     lost = [run for run in result.final_results if run.status != "finished"]
     if lost and len(lost) == len(result.final_results):
-        raise WorkFailedError(f"none of the {len(lost)} final runs finished; the first failed with: {lost[0].why}")
+        raise WorkFailedError(f"none of the {len(lost)} final runs finished; the first failed with: {lost[0].reason}")
     return 0
 
 

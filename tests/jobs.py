@@ -8,11 +8,12 @@ from typing import Any
 import yaml
 
 from distcse.data import Corpus, TokenTable
-from distcse.events import Event, Reporter
-from distcse.experiments.distillation.backends import LocalBackend
+from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.distillation_task import fit
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.task import fit
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
@@ -63,16 +64,26 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
     return load_recipe(str(file), overrides)
 
 
+def embed_tables(recipe: Recipe, corpus: Corpus | None = None) -> list[EmbeddingTable]:
+    """Embed the corpus with all teachers in this process, so that a run on Ray starts no embedding actors."""
+    cache = Path(recipe.storage.cache)
+    corpus = corpus or Corpus.prepare(recipe.corpus, cache)
+    tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
+    for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
+        if missing := table.missing_shards():
+            LocalBackend().embed(
+                EmbeddingRequest(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
+            )
+    return tables
+
+
 def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
     """Prepare corpus, tokens and tables, and create a run directory unless `run` is given."""
     cache = Path(recipe.storage.cache)
     corpus = Corpus.prepare(recipe.corpus, cache)
     encoder = Encoder.from_section(recipe.student)
     tokens = TokenTable.prepare(corpus, encoder.tokenizer, encoder.max_length, cache)
-    tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
-    for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
-        if missing := table.missing_shards():
-            LocalBackend().embed(teacher, recipe.teachers, corpus, table, missing, lambda done: None, Reporter())
+    tables = embed_tables(recipe, corpus)
     directory = run or RunDirectory.create(recipe)
     return PreparedCorpus(corpus, tokens, recipe).spec(directory.path, tables, Reporter()), tables
 
@@ -95,3 +106,12 @@ def train_with_and_without_interruption(recipe: Recipe) -> tuple[TrainSpec, Trai
     assert train(spec, tables, stop_after=2).interrupted
     train(spec, tables)
     return uninterrupted, spec
+
+
+def rows_embedded(events: list[Event]) -> list[int]:
+    """Return the number of rows that each teacher embedded."""
+    return [
+        event.done
+        for event in events
+        if isinstance(event, StageProgress) and event.finished and event.name.startswith("teacher")
+    ]

@@ -18,6 +18,13 @@ from tests.ports import free_ports
 _AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
 
 
+class CpuHolder:
+    """An actor that only occupies CPUs."""
+
+    def is_ready(self) -> bool:
+        return True
+
+
 def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "") -> bool:
     """Send a signal to the process of one live actor. Actors whose process has ended, which Ray still lists, are skipped.
 
@@ -123,6 +130,7 @@ class Nodes:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_health_check_period_ms": "1000",  # a lost node is detected after 5 s instead of 15 s
             # The machine may be busy.
             "RAY_raylet_start_wait_time_s": "120",

@@ -1,4 +1,4 @@
-"""Small mutual distillations: tiny models, pairs of a few sentences, a labelled dev file."""
+"""Small mutual distillations: tiny models, pairs of a few sentences, a labelled dev file; and their labels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import MutualRecipe, read_recipe
 
 
@@ -49,6 +53,20 @@ def make_mutual_recipe(
     recipe = read_recipe(str(file), overrides)
     assert isinstance(recipe, MutualRecipe)
     return recipe
+
+
+def labels_of(run: Path) -> list[NDArray[np.float32]]:
+    """Return the labels of a run's first three phases."""
+    store = PhaseStore(run)
+    found = [store.labels(Phase(number)) for number in range(3)]
+    assert all(labels is not None for labels in found)
+    return [labels for labels in found if labels is not None]
+
+
+def assert_same_labels(one: Path, other: Path, tolerance: float = 1e-4) -> None:
+    """Assert that two runs have made the same labels up to rounding."""
+    for number, (labels, other_labels) in enumerate(zip(labels_of(one), labels_of(other), strict=True)):
+        np.testing.assert_allclose(labels, other_labels, atol=tolerance, err_msg=Phase(number).name)
 
 
 def _write_table(file: Path, header: list[str], rows: Sequence[tuple[Any, ...]]) -> None:

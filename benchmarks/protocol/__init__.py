@@ -1,4 +1,4 @@
-"""How this folder measures: ways interleaved in shuffled order, ratios of neighbours in time, and what moved since."""
+"""How this folder measures: ways interleaved in shuffled order, ratios of neighbors in time, and what moved since."""
 
 from benchmarks.protocol.figures import Figure, counted, judged, of_ratio, of_spread
 from benchmarks.protocol.pairing import Duration, Effort, Rounds, Sampler, interleave, timed

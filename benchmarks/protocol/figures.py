@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """What tells figures of a report apart."""
+        """Identifies a figure within a report."""
         return self.row, self.part, self.setting
 
     @property

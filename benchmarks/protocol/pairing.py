@@ -103,14 +103,14 @@ def interleave(ways: Mapping[str, Sampler], effort: Effort, again: str | None = 
         seed: Of the orders.
     """
     began = time.perf_counter()
-    whole = dict(ways) if again is None else {**ways, again + AGAIN: ways[again]}
+    sampled = dict(ways) if again is None else {**ways, again + AGAIN: ways[again]}
     repeats = {name: _repeats(sample, effort) for name, sample in ways.items()}
-    durations: dict[str, list[Duration]] = {name: [] for name in whole}
-    order, shuffler = list(whole), random.Random(seed)
+    durations: dict[str, list[Duration]] = {name: [] for name in sampled}
+    order, shuffler = list(sampled), random.Random(seed)
     for _ in range(effort.pairs):
         shuffler.shuffle(order)
         for name in order:
-            durations[name].append(whole[name](repeats[name.removesuffix(AGAIN)]))
+            durations[name].append(sampled[name](repeats[name.removesuffix(AGAIN)]))
     print(f"{', '.join(ways)}: {effort.pairs} rounds in {time.perf_counter() - began:.0f} s", flush=True)
     return Rounds(durations)
 

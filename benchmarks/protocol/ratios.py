@@ -39,6 +39,6 @@ def spread_of(values: Sequence[float], seed: int = 0) -> Spread:
         raise ValueError(
             f"{len(found)} values, {np.isfinite(found).sum()} of them finite; a median needs one, all finite"
         )
-    drawn = np.random.default_rng(seed).integers(0, len(found), (_RESAMPLES, len(found)))
-    low, high = np.percentile(np.median(found[drawn], axis=1), [2.5, 97.5])
+    resampled = np.random.default_rng(seed).integers(0, len(found), (_RESAMPLES, len(found)))
+    low, high = np.percentile(np.median(found[resampled], axis=1), [2.5, 97.5])
     return Spread(float(np.median(found)), float(low), float(high), len(found))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.protocol.figures import Figure
-from distcse.files import write_text_atomic
+from distcse.storage import write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Report:
     @classmethod
     def read(cls, file: Path) -> Report:
         """What `write` wrote."""
-        told = json.loads(file.read_text(encoding="utf-8"))
-        return cls(**{**told, "figures": [Figure(**figure) for figure in told["figures"]]})
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{**content, "figures": [Figure(**figure) for figure in content["figures"]]})
 
 
 def read_reports(folder: Path) -> list[Report]:

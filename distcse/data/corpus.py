@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from numpy.typing import NDArray
 from distcse.data.docstrings import docstring_sentences, packages_fingerprint
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
-from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, find_cached, load_label, write_cache_folder
+from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.data.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
-from distcse.files import checksum, text_checksum
 from distcse.recipe import CorpusSection
-from distcse.storage import fetch_folder
+from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
 
 FORMAT = 2
 _LABEL = "corpus.json"
@@ -94,11 +92,7 @@ class Corpus:
         Raises:
             CorpusCacheError: The folder is incomplete or damaged.
         """
-        fetch_folder(directory)
-        label = load_label(directory, _LABEL)
-        if label is None:
-            raise CorpusCacheError(f"{directory} contains no complete corpus; restart the run to prepare it")
-        return cls(directory, label, reused=True)
+        return cls(directory, fetch_label(directory, _LABEL, "corpus"), reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -225,18 +219,21 @@ class _Domains:
             )
         ids = np.array(self._ids, dtype=np.uint16)
         np.save(folder / _DOMAINS, ids)
-        digest = hashlib.blake2b(ids.tobytes(), digest_size=8)
-        digest.update(json.dumps(list(self._indices)).encode())
-        return {"domains": list(self._indices), "domain_digest": digest.hexdigest()}
+        digest = bytes_checksum(ids.tobytes() + json.dumps(list(self._indices)).encode(), size_bytes=8)
+        return {"domains": list(self._indices), "domain_digest": digest}
 
 
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
     try:
         ids = np.load(folder / _DOMAINS, allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
-        raise CorpusCacheError(f"{folder / _DOMAINS} cannot be read ({error}); remove {folder}") from None
+        raise CorpusCacheError(
+            f"{to_uri(folder / _DOMAINS)} cannot be read ({error}); remove {to_uri(folder)}"
+        ) from None
     if len(ids) != rows:
-        raise CorpusCacheError(f"{folder / _DOMAINS} has {len(ids)} rows, but the corpus has {rows}; remove {folder}")
+        raise CorpusCacheError(
+            f"{to_uri(folder / _DOMAINS)} has {len(ids)} rows, but the corpus has {rows}; remove {to_uri(folder)}"
+        )
     return np.asarray(ids, dtype=np.uint16)
 
 
@@ -248,7 +245,7 @@ def _write(
     excluded: Excluded | None,
     on_progress: Progress,
 ) -> dict[str, Any]:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = Digest()
     blank = num_excluded = written = 0
 
     def kept_rows() -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import hashlib
 import logging
 import re
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from distcse.data.prose import is_sentence, paragraphs, split_sentences
 from distcse.errors import CorpusNotFoundError
+from distcse.storage import bytes_checksum
 
 EXTRACTOR = 2
 _HELD_OUT_ONE_IN = 10
@@ -53,13 +53,13 @@ def docstring_sentences(packages: Sequence[str]) -> list[str]:
     Raises:
         CorpusNotFoundError: A package is not installed.
     """
-    everything = _documented(tuple(packages))
+    everything = documented(tuple(packages))
     held_out = {
-        _normalize(sentence) for entry in everything if _is_held_out(entry) for sentence in _sentences_of(entry)
+        _normalize(sentence) for entry in everything if is_held_out(entry) for sentence in _sentences_of(entry)
     }
     found: dict[str, str] = {}
     for entry in everything:
-        if not _is_held_out(entry):
+        if not is_held_out(entry):
             for sentence in filter(is_sentence, _sentences_of(entry)):
                 found.setdefault(_normalize(sentence), sentence)
     return [found[key] for key in sorted(found.keys() - held_out, key=_hash)]
@@ -76,7 +76,7 @@ def held_out_documentation(packages: Sequence[str]) -> list[DocumentedObject]:
     summaries: set[str] = set()
     descriptions: set[str] = set()
     found: list[DocumentedObject] = []
-    for entry in filter(_is_held_out, _documented(tuple(packages))):
+    for entry in filter(is_held_out, documented(tuple(packages))):
         summary, description = _normalize(entry.summary), _normalize(entry.description)
         is_suitable = (
             len(entry.summary.split()) >= 4
@@ -99,10 +99,10 @@ def packages_fingerprint(packages: Sequence[str]) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _documented(packages: tuple[str, ...]) -> list[DocumentedObject]:
+def documented(packages: tuple[str, ...]) -> list[DocumentedObject]:
     """Return all documented objects; cached, because parsing takes seconds and a run needs it for corpus and retrieval."""
     with _without_gc():
-        return [entry for package in packages for entry in _documented_in_package(package)]
+        return [entry for package in packages for entry in documented_in_package(package)]
 
 
 @contextmanager
@@ -117,7 +117,8 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _documented_in_package(package: str) -> Iterator[DocumentedObject]:
+def documented_in_package(package: str) -> Iterator[DocumentedObject]:
+    """Yield a package's documented objects, read from its source files; nothing is imported."""
     root = _root(package)
     unreadable = 0
     for file in sorted(root.rglob("*.py")):
@@ -174,12 +175,13 @@ def _normalize(text: str) -> str:
     return re.sub(r"\W+", " ", text.lower()).strip()
 
 
-def _is_held_out(entry: DocumentedObject) -> bool:
+def is_held_out(entry: DocumentedObject) -> bool:
+    """Return whether an object is held out of the corpus, by a hash of its name."""
     return int(_hash(entry.name)[:8], 16) % _HELD_OUT_ONE_IN == 0
 
 
 def _hash(name: str) -> str:
-    return hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return bytes_checksum(name.encode("utf-8", "replace"), size_bytes=8)
 
 
 def _root(package: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from distcse.files import text_checksum
+from distcse.storage import text_checksum
 
 _NOT_WORDS = re.compile(r"[\W_]+")
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distcse.errors import CorpusCacheError
-from distcse.files import checksum, dump_checked_json, fsync_all, load_checked_json, move_into_place
-from distcse.storage import fetch_folder, upload_dir
+from distcse.errors import CorpusCacheError, StorageWriteError
+from distcse.storage import checksum, dump_checked_json, load_checked_json, open_store
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 
@@ -97,12 +94,12 @@ class RaggedRows:
 def load_verified_label(folder: Path, label: str) -> dict[str, Any] | None:
     """Load the label of a cached folder and verify the checksums of all its files.
 
-    Reads every file, so call it once per run, on the driver. Workers call `load_label`.
+    Reads every file, so call it once per run, on the driver. Workers call `fetch_label`.
 
     Returns:
         The label; None where a file is missing or changed, and the folder must be written again.
     """
-    content = load_label(folder, label)
+    content = _load_label(folder, label)
     try:
         intact = content is not None and all(
             checksum(folder / name) == digest for name, digest in content["digests"].items()
@@ -118,14 +115,34 @@ def find_cached(folder: Path, label: str) -> dict[str, Any] | None:
     Returns:
         The verified label; None where the folder must be written.
     """
-    stored = fetch_folder(folder)
+    store = open_store(folder)
+    stored = store.fetch_folder()
     content = load_verified_label(folder, label)
     if content is not None and not stored:
-        upload_dir(folder)
+        store.publish()
     return content
 
 
-def load_label(folder: Path, label: str) -> dict[str, Any] | None:
+def fetch_label(folder: Path, label: str, contents: str) -> dict[str, Any]:
+    """Fetch a cached folder from object storage, and load its label.
+
+    Args:
+        folder: The cached folder.
+        label: Name of the label file in it.
+        contents: What the folder contains, such as `corpus`, for the error message.
+
+    Raises:
+        CorpusCacheError: The folder is incomplete or damaged.
+    """
+    store = open_store(folder)
+    store.fetch_folder()
+    content = _load_label(folder, label)
+    if content is None:
+        raise CorpusCacheError(f"{store} contains no complete {contents}; restart the run to prepare it")
+    return content
+
+
+def _load_label(folder: Path, label: str) -> dict[str, Any] | None:
     """Load the label of a cached folder and verify the sizes of its files.
 
     Returns:
@@ -156,25 +173,21 @@ def write_cache_folder(target: Path, label: str) -> Iterator[tuple[Path, dict[st
     Raises:
         CorpusCacheError: The cache folder cannot be written.
     """
-    # A random name, because containers that share storage often all have process id 1.
-    temporary = target.with_name(f".{target.name}.{uuid4().hex[:12]}")
+    store = open_store(target)
     content: dict[str, Any] = {}
     try:
-        temporary.mkdir(parents=True)
-        yield temporary, content
-        content["sizes"] = _sizes(temporary)
-        content["digests"] = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
-        (temporary / label).write_text(dump_checked_json(content), encoding="utf-8")
-        fsync_all(temporary)
-        move_into_place(temporary, target, lambda: load_verified_label(target, label) is not None)
-        upload_dir(target)
-    except OSError as error:
-        reason = error.strerror or error
+        with store.write_folder(lambda: load_verified_label(target, label) is not None) as temporary:
+            yield temporary, content
+            content["sizes"] = _sizes(temporary)
+            content["digests"] = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+            (temporary / label).write_text(dump_checked_json(content), encoding="utf-8")
+    except StorageWriteError as error:
+        cause = error.__cause__
+        reason = getattr(cause, "strerror", None) or cause
         raise CorpusCacheError(
             f"cache folder {target.parent} cannot be written: {reason}; set storage.cache to another folder"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        ) from cause
+    store.publish()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.corpus import Corpus
-from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, find_cached, load_label, write_cache_folder
-from distcse.errors import CorpusCacheError, TokenizationError
-from distcse.files import text_checksum
-from distcse.storage import fetch_folder
+from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
+from distcse.errors import TokenizationError
+from distcse.storage import text_checksum
 
 FORMAT = 2
 _LABEL = "tokens.json"
@@ -89,11 +88,7 @@ class TokenTable:
         Raises:
             CorpusCacheError: The folder is incomplete or damaged.
         """
-        fetch_folder(directory)
-        label = load_label(directory, _LABEL)
-        if label is None:
-            raise CorpusCacheError(f"{directory} contains no complete token table; restart the run to prepare it")
-        return cls(directory, label, reused=True)
+        return cls(directory, fetch_label(directory, _LABEL, "token table"), reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)

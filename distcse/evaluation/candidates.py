@@ -33,6 +33,7 @@ class LoadOptions:
         trust_remote_code: Run Python code from the model's folder.
         prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
             Cross-encoders ignore it.
+        is_fast: Use exact shortcuts of the forward pass, as with `models.fast: auto`.
     """
 
     pooling: str | None = None
@@ -41,6 +42,7 @@ class LoadOptions:
     precision: str = "auto"
     trust_remote_code: bool = False
     prompt: str = ""
+    is_fast: bool = True
 
     @property
     def resolved_precision(self) -> str:
@@ -87,7 +89,8 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
     if is_cross_encoder(folder):
-        scorer = CrossEncoder.load(folder, options.max_length, options.trust_remote_code).to(options.device)
+        scorer = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
+        scorer.to(options.device)
         pairs = make_pair_candidate(
             name, source, scorer, Contamination.read(folder), options.resolved_precision, on_progress
         )
@@ -107,6 +110,7 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         model = RankSpaceModel(ranker, make_encode(ranker.encoder, options.resolved_precision, on_progress))
         return Candidate(info, model, Contamination.read(folder))
     load_kwargs: dict[str, Any] = {
+        "is_fast": options.is_fast,
         "max_length": options.max_length,
         "trust_remote_code": options.trust_remote_code,
         "prompt": options.prompt,
@@ -146,7 +150,7 @@ def make_pair_candidate(
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpaceEncoder:
     """Load a rank space, whose reference vectors depend on the maximum length and prompt stored in its folder."""
-    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code).to(options.device)
+    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code, options.is_fast).to(options.device)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
     if (options.max_length or saved[0], options.prompt or saved[1]) != saved:
         raise EvaluationOptionError(

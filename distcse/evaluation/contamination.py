@@ -7,7 +7,6 @@ evaluations know it too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,10 +14,11 @@ from pathlib import Path
 
 from distcse.data import normalized_key
 from distcse.errors import EvaluationResultError
-from distcse.files import storage_errors, write_text_atomic
-from distcse.storage import upload_dir
+from distcse.storage import open_store, sha256, storage_errors, to_uri, write_text_atomic
 
-_FILE = Path("distcse") / "exposure.json"
+_FILE = Path("distcse") / "contamination.json"
+_OLD_FILE = Path("distcse") / "exposure.json"
+"""Name of the file in version 0.1."""
 TRANSDUCTIVE_FROM = 0.5
 NOTICED_FROM = 0.01
 
@@ -31,7 +31,7 @@ class OverlapCounts:
     """Distinct sentences of the set, without those that contain no letter or digit."""
     exact: int
     """Sentences that the corpus contains exactly."""
-    alike: int
+    normalized: int
     """Sentences that the corpus contains, ignoring case, punctuation and spacing; includes the exact ones."""
 
 
@@ -50,14 +50,14 @@ class Contamination:
     @property
     def describe(self) -> str:
         """Summary over all sets."""
-        total, exact, alike = (
+        total, exact, normalized = (
             sum(getattr(counts, name) for counts in self.overlap_counts.values())
-            for name in ("sentences", "exact", "alike")
+            for name in ("sentences", "exact", "normalized")
         )
-        if not alike:
+        if not normalized:
             return f"the training text contains none of {total:,} test sentences"
         return (
-            f"of {total:,} test sentences the training text contains {exact:,} exactly, {alike:,} ignoring case and "
+            f"of {total:,} test sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
             "punctuation; set corpus.exclude_evaluation: true to leave them out"
         )
 
@@ -71,17 +71,21 @@ class Contamination:
             for key, share in self.overlap.items()
         }
         write_text_atomic(file, json.dumps(found, indent=2))
-        upload_dir(model)
+        open_store(model).publish()
 
     @classmethod
     def read(cls, model: Path) -> Contamination:
         """Read the result from a model's folder; empty if distcse did not train the model.
 
         Raises:
-            EvaluationResultError: The file is damaged.
+            EvaluationResultError: The file is damaged, or of version 0.1.
         """
         file = model / _FILE
         if not file.is_file():
+            if (old := model / _OLD_FILE).is_file():
+                raise EvaluationResultError(
+                    f"{to_uri(old)} was written by distcse 0.1; rename it to {file.name}, and in it the key alike to normalized"
+                )
             return cls({})
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -90,8 +94,8 @@ class Contamination:
             return cls(shares, {key: OverlapCounts(**entry) for key, entry in entries.items() if entry})
         except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError) as broken:
             raise EvaluationResultError(
-                f"{file} cannot be read ({broken}), so the test sentences in the training text are unknown; restore the file, "
-                "or remove it"
+                f"{to_uri(file)} cannot be read ({broken}), so the test sentences in the training text are unknown; restore the "
+                "file, or remove it"
             ) from None
 
     @classmethod
@@ -101,17 +105,17 @@ class Contamination:
         keys = [{key for key in key_of.values() if key} for key_of in texts]
         wanted: set[str] = set().union(*keys)
         exactly: set[str] = set().union(*texts)
-        alike: set[str] = set()
+        normalized: set[str] = set()
         exact: set[str] = set()
         for sentence in corpus:
             if (key := normalized_key(sentence)) in wanted:
-                alike.add(key)
+                normalized.add(key)
                 if (text := _one_line(sentence)) in exactly:
                     exact.add(text)
         shares, counts = {}, {}
         for key_of, set_keys in zip(texts, keys, strict=True):
             if set_keys:
-                digest, overlap = _digest(set_keys), set_keys & alike
+                digest, overlap = _digest(set_keys), set_keys & normalized
                 shares[digest] = len(overlap) / len(set_keys)
                 exact_keys = {key_of[text] for text in key_of.keys() & exact}
                 counts[digest] = OverlapCounts(len(set_keys), len(exact_keys), len(overlap))
@@ -129,4 +133,4 @@ def _one_line(sentence: str) -> str:
 
 
 def _digest(keys: set[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:16]
+    return sha256(["\n".join(sorted(keys)).encode()])[:16]

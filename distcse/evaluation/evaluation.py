@@ -14,11 +14,11 @@ from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
 from distcse.evaluation.models import Model, VectorModel
-from distcse.evaluation.neighbours import Changed, Changes, Neighbourhoods
+from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import EvalTask, supports
 from distcse.events import Listener, StageProgress, ignore
-from distcse.storage import write_text_atomic
+from distcse.storage import open_store
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Evaluation:
     missing: Sequence[str]
     warnings: Sequence[str]
     settings: Mapping[str, str]
-    neighbours: Mapping[str, Changes]
-    """By model: how its nearest neighbours differ from the base's."""
+    neighbors: Mapping[str, NeighborChanges]
+    """By model: how its nearest neighbors differ from the base's."""
     seconds: float
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
@@ -120,7 +120,7 @@ class Evaluation:
 
     def write(self, file: Path) -> None:
         """Write the results as JSON."""
-        write_text_atomic(file, json.dumps(asdict(self), indent=1, ensure_ascii=False))
+        open_store(file.parent).write_text(file.name, json.dumps(asdict(self), indent=1, ensure_ascii=False))
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
@@ -136,7 +136,7 @@ class Evaluation:
                     **stored,
                     "models": [ModelInfo(**info) for info in stored["models"]],
                     "scores": [_load_score(score) for score in stored["scores"]],
-                    "neighbours": {name: _load_changes(entry) for name, entry in stored["neighbours"].items()},
+                    "neighbors": {name: _load_changes(entry) for name, entry in stored["neighbors"].items()},
                 }
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -164,7 +164,7 @@ def evaluate(
     started_at = time.perf_counter()
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
-    models, neighbourhoods = [], Neighbourhoods.of(tasks.tasks)
+    models, neighbor_comparison = [], NeighborComparison.of(tasks.tasks)
     for candidate in candidates:
         name, model = candidate.info.name, candidate.model
         supported = [task for task in tasks.tasks if supports(task, model)]
@@ -177,7 +177,7 @@ def evaluate(
                 estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(result.details)
         models.append(_describe_model(candidate, tasks.tasks))
-        neighbourhoods.record(name, model)
+        neighbor_comparison.record(name, model)
         note = (
             f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
         )
@@ -192,7 +192,7 @@ def evaluate(
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
-        neighbours=neighbourhoods.changes(base),
+        neighbors=neighbor_comparison.changes(base),
         seconds=time.perf_counter() - started_at,
     )
 
@@ -253,5 +253,7 @@ def _load_score(stored: dict[str, Any]) -> Score:
     return Score(**{**stored, "comparisons": comparisons})
 
 
-def _load_changes(stored: dict[str, Any]) -> Changes:
-    return Changes(stored["sentences"], stored["changed"], [Changed(**entry) for entry in stored["clearest"]])
+def _load_changes(stored: dict[str, Any]) -> NeighborChanges:
+    return NeighborChanges(
+        stored["sentences"], stored["changed"], [NeighborChange(**entry) for entry in stored["examples"]]
+    )

@@ -1,4 +1,4 @@
-"""Retrieval: are the documents that belong to a query among its nearest neighbours?
+"""Retrieval: are the documents that belong to a query among its nearest neighbors?
 
 Recall@k is the share of a query's relevant documents among the k nearest by cosine. MRR@10 is the reciprocal rank of the
 first relevant document, 0 if it is not among ten. NDCG@10 takes the score as the gain and log2(rank + 1) as the discount.

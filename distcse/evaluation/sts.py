@@ -20,7 +20,7 @@ from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
-from distcse.files import text_checksum
+from distcse.storage import text_checksum
 
 Aggregate = Literal["all", "mean", "wmean"]
 AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")

@@ -17,7 +17,7 @@ from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tables import ENDINGS, Table, find_table, read_table
 from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.transfer import Mode, TransferTask
-from distcse.files import text_checksum
+from distcse.storage import text_checksum
 
 FitProgress = Callable[[str, int], None]
 """Called with the name of a transfer set and the number of finished fits."""

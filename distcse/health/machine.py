@@ -13,12 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distcse import host
+from distcse.checks import Check, fail, gib, ok, warn
 from distcse.device import local_speed
-from distcse.experiments.distillation import roles as student_roles
-from distcse.experiments.mutual import roles as mutual_roles
-from distcse.health.check import Check, fail, gib, ok, warn
+from distcse.experiments.registry import experiment_of
 from distcse.precision import describe_roles
-from distcse.recipe import LoopSection, MutualRecipe, Recipe
+from distcse.recipe import BaseRecipe
 
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_MEMORY, _GOOD_MEMORY = 2**30, 4 * 2**30
@@ -65,15 +64,12 @@ def check_cpus() -> list[Check]:
     return [ok("cpus", f"{summary}, load {load:.1f}")]
 
 
-def check_precision(recipe: Recipe | MutualRecipe | None) -> list[Check]:
+def check_precision(recipe: BaseRecipe | None) -> list[Check]:
     """Report the precision of each role; warn of a half precision that is slow on this machine."""
     devices = [local_speed()]
     if recipe is None:
         return [ok("precision", f"auto: {devices[0].precision} ({devices[0].describe()})")]
-    if isinstance(recipe, MutualRecipe):
-        roles = mutual_roles.roles_on(recipe, devices, devices)
-    else:
-        roles = student_roles.roles_on(recipe, devices)
+    roles = experiment_of(recipe).precision_roles(devices)
     chosen = describe_roles(roles)
     if keys := [role.key for role in roles if role.slow_devices]:
         return [warn("precision", chosen, f"set auto or fp32 for {', '.join(keys)}")]
@@ -138,11 +134,9 @@ def check_open_files() -> list[Check]:
     return [ok("open files", summary) if soft >= _GOOD_FILES else warn("open files", summary, fix)]
 
 
-def check_deepspeed(recipe: Recipe | MutualRecipe | None) -> list[Check]:
+def check_deepspeed(recipe: BaseRecipe | None) -> list[Check]:
     """Check that DeepSpeed can be imported, if the recipe needs it."""
-    sections: list[LoopSection] = []
-    if recipe is not None:
-        sections = [recipe.training] if isinstance(recipe, Recipe) else [recipe.bi, recipe.cross]
+    sections = [] if recipe is None else recipe.loop_sections
     is_required = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
     if sections and all(section.engine == "torch" for section in sections):
         return [ok("deepspeed", "not required: training.engine is torch")]

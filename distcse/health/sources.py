@@ -5,44 +5,33 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from distcse.checks import Check, fail, ok
 from distcse.data.readers import find_files
-from distcse.errors import CorpusError, EncoderError, RecipeError, StorageError
-from distcse.health.check import Check, fail, ok, warn
+from distcse.errors import CorpusError, EncoderError, StorageError
 from distcse.models import resolve_model
 from distcse.models.loading import load_tokenizer
 from distcse.models.source import is_hub_id
 from distcse.models.st_format import refuse_pickled_weights
 from distcse.models.vocabulary import has_tokenizer
-from distcse.recipe import CorpusSection, EndpointSection, MutualRecipe, Recipe, TeacherSection
-from distcse.teachers.custom import open_custom
+from distcse.recipe import BaseRecipe, CorpusSection
+from distcse.teachers.kinds import kind_of
 
 _TIMEOUT_S = 5.0
-"""Seconds to wait for a hub or an endpoint."""
+"""Seconds to wait for the hub."""
 
 
-def check_models(recipe: Recipe | MutualRecipe) -> list[Check]:
-    """Check each distinct pair of a backbone and its `trust_remote_code`, each endpoint and each custom teacher."""
-    backbones: list[tuple[str, bool]] = []
-    found: list[Check] = []
-    if isinstance(recipe, MutualRecipe):
-        for group in recipe.groups:
-            names = [name for name in (group.backbone, group.cross_backbone) if name]
-            backbones += [(name, group.trust_remote_code) for name in names]
-    else:
-        backbones.append((recipe.student.backbone, recipe.student.trust_remote_code))
-        for teacher in recipe.teachers.encoders:
-            if teacher.endpoint is not None:
-                found += check_endpoint(teacher.backbone, teacher.endpoint)
-            elif teacher.class_path is not None:
-                found.append(_check_custom(teacher))
-            else:
-                backbones.append((teacher.backbone, teacher.trust_remote_code))
-        detection = recipe.objective.detection
-        if detection is not None and detection.generator:
-            backbones.append((detection.generator, False))
+def check_models(recipe: BaseRecipe) -> list[Check]:
+    """Check each distinct pair of a backbone and its `trust_remote_code`, and the sources of teachers that are no models."""
+    inputs = recipe.inputs
+    teachers = [kind_of(section, only_local=True) for section in inputs.teachers]
+    backbones = [
+        *inputs.backbones,
+        *((kind.section.backbone, kind.section.trust_remote_code) for kind in teachers if kind.is_model),
+    ]
     return [
-        check for name, trust_remote_code in dict.fromkeys(backbones) for check in check_model(name, trust_remote_code)
-    ] + found
+        *(check for name, trusted in dict.fromkeys(backbones) for check in check_model(name, trusted)),
+        *(check for kind in teachers for check in kind.check_source()),
+    ]
 
 
 def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
@@ -61,14 +50,6 @@ def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
     except EncoderError as error:
         return [fail("model", str(error), "or use another folder")]
     return [ok("model", f"{name}: {folder}")]
-
-
-def _check_custom(teacher: TeacherSection) -> Check:
-    try:
-        open_custom(teacher)
-    except RecipeError as error:
-        return fail("model", str(error), "see docs/how-to/extend.md")
-    return ok("model", f"{teacher.backbone}: {teacher.class_path} can be created")
 
 
 def _check_hub(name: str, reason: str) -> Check:
@@ -91,36 +72,14 @@ def _check_hub(name: str, reason: str) -> Check:
     return ok("model", f"{name}: available on the hub; the run downloads it")
 
 
-def check_endpoint(name: str, section: EndpointSection) -> list[Check]:
-    """Check that an endpoint answers."""
-    import requests
-
-    key = os.environ.get(section.api_key_env)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = requests.get(f"{section.url}/models", headers=headers, timeout=_TIMEOUT_S)
-    except requests.RequestException as error:
-        problem = f"{name}: {section.url} does not answer ({type(error).__name__})"
-        return [fail("endpoint", problem, "start it, or correct teachers.encoders.N.endpoint.url")]
-    if answer.status_code in (401, 403):
-        return [
-            fail("endpoint", f"{name}: {section.url} refuses ({answer.status_code})", f"export {section.api_key_env}")
-        ]
-    if answer.status_code >= 500:
-        return [warn("endpoint", f"{name}: {section.url} answers {answer.status_code}", "see its log")]
-    return [ok("endpoint", f"{name}: {section.url} answers")]
-
-
-def check_text(recipe: Recipe | MutualRecipe) -> list[Check]:
+def check_text(recipe: BaseRecipe) -> list[Check]:
     """Check the files of sentences or pairs, and the folder of labelled sets."""
-    found: list[Check] = []
-    if isinstance(recipe, Recipe):
-        found += _check_corpus(recipe.corpus)
-    elif recipe.pairs.mine is not None:
-        found += _check_corpus(recipe.pairs.mine.corpus)
-    elif recipe.pairs.path is not None:
-        found += _check_files("pairs", recipe.pairs.path)
-    data = recipe.evaluation.data
+    inputs, found = recipe.inputs, list[Check]()
+    if inputs.corpus is not None:
+        found += _check_corpus(inputs.corpus)
+    if inputs.pairs is not None:
+        found += _check_files("pairs", inputs.pairs)
+    data = inputs.labelled
     if data is not None:
         exists = Path(data).is_dir()
         summary = f"{data}{'' if exists else ' is not a folder'}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
+from distcse.checks import Check, fail, gib, ok, warn
 from distcse.errors import StorageError
-from distcse.health.check import Check, fail, gib, ok, warn
-from distcse.storage import RemotePath, is_in_job_copy, probe, to_uri
+from distcse.storage import FolderStore, is_in_job_copy, open_store
 
 _MIN_FREE, _GOOD_FREE = 2**30, 10 * 2**30
 
@@ -25,13 +22,14 @@ def check_location(name: str, path: Path) -> list[Check]:
                 f"set {name}=/shared/FOLDER",
             )
         ]
-    if not isinstance(path, RemotePath):
+    store = open_store(path)
+    if not store.is_remote:
         return check_folder(name, path)
     try:
-        probe(path)
+        store.probe()
     except StorageError as error:
         return [fail(name, str(error), f"or set {name}=FOLDER")]
-    return [ok(name, f"{to_uri(path)}: written, read and deleted"), *check_folder("DISTCSE_MIRROR", path)]
+    return [ok(name, f"{store}: written, read and deleted"), *check_folder("DISTCSE_MIRROR", path)]
 
 
 def check_folder(name: str, path: Path, good_free: float = _GOOD_FREE) -> list[Check]:
@@ -48,9 +46,11 @@ def check_folder(name: str, path: Path, good_free: float = _GOOD_FREE) -> list[C
         return [fail(name, f"{path}: {closed.strerror}", f"set {name}=FOLDER, one that this user may write to")]
     if not existing.is_dir():
         return [fail(name, f"{existing} is not a folder", f"set {name}=FOLDER")]
-    error = _write_error(existing)
-    if error is not None:
-        return [fail(name, f"{existing}: {error}", f"set {name}=FOLDER, one that this user may write to")]
+    try:
+        FolderStore(existing).probe()
+    except OSError as error:
+        reason = error.strerror or error
+        return [fail(name, f"{existing}: {reason}", f"set {name}=FOLDER, one that this user may write to")]
     free = shutil.disk_usage(existing).free
     location = path if existing == path else f"{path} (to be created in {existing})"
     summary = f"{location}: {gib(free)} free, written and renamed"
@@ -58,24 +58,3 @@ def check_folder(name: str, path: Path, good_free: float = _GOOD_FREE) -> list[C
     if free < _MIN_FREE:
         return [fail(name, summary, fix)]
     return [ok(name, summary) if free >= good_free else warn(name, summary, fix)]
-
-
-def _write_error(folder: Path) -> str | None:
-    """Try to write, flush and rename a small file, and delete it; return the error, None if there was none."""
-    token = secrets.token_hex(6)
-    temporary, target = folder / f".distcse-doctor.{token}.part", folder / f".distcse-doctor.{token}"
-    try:
-        with open(temporary, "xb") as file:
-            file.write(b"distcse")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        if target.read_bytes() != b"distcse":
-            return "the content read differs from the content written"
-    except OSError as error:
-        return str(error.strerror or error)
-    finally:
-        for remaining in (temporary, target):
-            with suppress(OSError):  # if writing failed, there is no file to delete
-                remaining.unlink(missing_ok=True)
-    return None

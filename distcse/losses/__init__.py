@@ -7,7 +7,7 @@ Data-parallel engines average gradients instead, and therefore multiply the shar
 """
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
-from distcse.losses.detection import Detection, detection
+from distcse.losses.detection import Detection, ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.losses.list_mle import ListMLE, list_mle
 from distcse.losses.list_net import ListNet, list_net
@@ -28,6 +28,7 @@ __all__ = [
     "Objective",
     "RankRegression",
     "Regression",
+    "ReplacedTokenDetection",
     "TeacherOutputs",
     "Views",
     "bce_soft",

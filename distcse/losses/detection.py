@@ -1,4 +1,4 @@
-"""Errors of a discriminator that looks for edited tokens, as sums that workers add up (DiffCSE §3)."""
+"""Replaced token detection: a discriminator finds the edited tokens of a sentence, given its vector (DiffCSE §3)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from distcse.losses.teacher_outputs import TeacherOutputs
+from distcse.losses.views import Views
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Detection:
             dist.all_reduce(total)
         positions, edited, _, kept, _ = total.clamp(min=1).unbind()
         share = self.loss / positions
-        return share, {"edited_found": self.counts[2] / edited, "kept_found": self.counts[4] / kept}
+        return share, {"edited_accuracy": self.counts[2] / edited, "kept_accuracy": self.counts[4] / kept}
 
 
 def detection(logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "all") -> Detection:
@@ -56,3 +59,12 @@ def detection(logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "al
         sums = [edited.sum(), (right & edited).sum(), kept.sum(), (right & kept).sum()]
         counts = torch.stack([edited.new_tensor(positions, dtype=torch.float32), *(s.float() for s in sums)])
     return Detection(loss, counts)
+
+
+class ReplacedTokenDetection(nn.Module):
+    """Replaced token detection term of an objective; the student's model has computed the discriminator's errors."""
+
+    def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this worker's share of the loss, and of the accuracies `edited_accuracy` and `kept_accuracy`."""
+        assert views.detection is not None
+        return views.detection.shares()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from distcse.losses.list_loss import ListLoss
 from distcse.losses.similarity_lists import drop_positive
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
@@ -92,29 +94,16 @@ def _suffix_terms_with_eps(logits: Tensor, eps: float) -> Tensor:
     return torch.log(shifted.exp().flip(1).cumsum(dim=1).flip(1) + eps) - shifted
 
 
-class ListMLE(nn.Module):
+class ListMLE(ListLoss):
     """ListMLE term of an objective; arguments as for `list_mle`."""
 
     def __init__(
         self, tau2: float, exclude_positive: bool = False, list_reduction: str = "sum", eps: float | None = None
     ) -> None:
-        super().__init__()
-        self.tau2 = tau2
-        self.exclude_positive = exclude_positive
-        self.list_reduction = list_reduction
-        self.eps = eps
-
-    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
-        """Return this worker's share of the loss."""
-        assert teachers.similarities is not None
-        losses = list_mle(
-            views.extended_similarities,
-            views.mask_duplicates(teachers.similarities),
-            self.tau2,
-            exclude_positive=self.exclude_positive,
-            list_reduction=self.list_reduction,
-            eps=self.eps,
-            offset=views.offset,
-            pair_weights=views.mask_pair_weights(teachers.pair_weights),
+        super().__init__(
+            partial(list_mle, tau2=tau2, exclude_positive=exclude_positive, list_reduction=list_reduction, eps=eps)
         )
-        return losses.sum() / views.columns
+
+    def pair_weights(self, views: Views, teachers: TeacherOutputs) -> Tensor | None:
+        """Return the weights of the teachers, and 0 for duplicates: their position in the order must not count."""
+        return views.mask_pair_weights(teachers.pair_weights)

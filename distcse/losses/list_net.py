@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from functools import partial
 
+from torch import Tensor
+
+from distcse.losses.list_loss import ListLoss
 from distcse.losses.similarity_lists import drop_positive
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
 
 
 def list_net(
@@ -47,25 +48,8 @@ def list_net(
     return (pair_weights * (log_q.exp() - p - p * log_q)).sum(dim=1)
 
 
-class ListNet(nn.Module):
+class ListNet(ListLoss):
     """ListNet term of an objective; arguments as for `list_net`."""
 
     def __init__(self, tau2: float, tau3: float, exclude_positive: bool = True) -> None:
-        super().__init__()
-        self.tau2 = tau2
-        self.tau3 = tau3
-        self.exclude_positive = exclude_positive
-
-    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
-        """Return this worker's share of the loss."""
-        assert teachers.similarities is not None
-        losses = list_net(
-            views.extended_similarities,
-            views.mask_duplicates(teachers.similarities),
-            self.tau2,
-            self.tau3,
-            exclude_positive=self.exclude_positive,
-            offset=views.offset,
-            pair_weights=teachers.pair_weights,
-        )
-        return losses.sum() / views.columns
+        super().__init__(partial(list_net, tau2=tau2, tau3=tau3, exclude_positive=exclude_positive))

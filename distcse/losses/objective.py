@@ -2,66 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.losses.consistency import Consistency
-from distcse.losses.custom import custom_loss
-from distcse.losses.detection import Detection
-from distcse.losses.info_nce import InfoNCE
-from distcse.losses.list_mle import ListMLE
-from distcse.losses.list_net import ListNet
-from distcse.losses.rank_regression import RankRegression
-from distcse.losses.regression import Regression
+from distcse.errors import CustomClassError
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
-from distcse.recipe import ObjectiveSection, RankSection
+from distcse.recipe import ObjectiveSection
+from distcse.recipe.custom import load_class
+from distcse.recipe.losses.loss_section import LossSection, Need
+from distcse.recipe.objective import HINGE_TERMS
 
 
 class Objective(nn.Module):
     """Weighted sum of terms, Σ weight · term(views, teachers).
 
     Args:
-        terms: Name -> module.
-        weights: Name -> weight; includes `detection`, whose term the student's model computes.
+        terms: Name -> module, called with `Views` and `TeacherOutputs`. It returns this worker's share, or its share and
+            further values to report.
+        weights: Name -> weight.
         combine: `sum` (default); or `hinge`, where only the larger of InfoNCE and rank regression is added to the others.
+        needs: What the terms need. Default: only the views.
     """
 
-    def __init__(self, terms: dict[str, nn.Module], weights: dict[str, float], combine: str = "sum") -> None:
+    def __init__(
+        self,
+        terms: dict[str, nn.Module],
+        weights: dict[str, float],
+        combine: str = "sum",
+        needs: Collection[Need] = (),
+    ) -> None:
         super().__init__()
         self.terms = dict(terms)  # not a ModuleDict, which does not allow every name; terms have no parameters
         self.weights = weights
         self.combine = combine
+        self.needs = frozenset(needs)
 
     @property
     def needs_lists(self) -> bool:
         """Whether a term needs the teachers' similarity lists."""
-        threshold = (
-            isinstance(term := self.terms["info_nce"], InfoNCE) and term.threshold if "info_nce" in self.terms else None
-        )
-        custom = any(getattr(term, "needs_lists", False) for term in self.terms.values())
-        return "rank" in self.terms or "rank_regression" in self.terms or threshold is not None or custom
+        return not self.needs.isdisjoint({"lists", "clean_lists"})
 
     @property
     def needs_targets(self) -> bool:
         """Whether a term needs the teachers' vectors."""
-        return "regression" in self.terms
+        return "vectors" in self.needs
 
-    def forward(
-        self, views: Views, teachers: TeacherOutputs | None = None, detection: Detection | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this worker's share of the loss.
 
         Args:
-            views: The batch.
+            views: The batch, with the discriminator's sums for the detection term.
             teachers: The teachers' lists, for rank terms; their vectors, for regression.
-            detection: Result of the discriminator, for the detection term.
 
         Returns:
             The share to differentiate, and detached shares by name: `loss` (weighted), each term (unweighted), and
-            `pos_cos` and `neg_cos`, the mean cosines of the positives and of all other pairs. With detection also
-            `edited_found` and `kept_found`, its accuracies.
+            `pos_cos` and `neg_cos`, the mean cosines of the positives and of all other pairs. Also what the terms report
+            besides their share, such as `edited_accuracy` and `kept_accuracy` of detection.
 
         Raises:
             ValueError: Lists are missing, or their shape differs from the student's.
@@ -76,23 +76,25 @@ class Objective(nn.Module):
             )
         # Losses are float32 under autocast, because a temperature of 0.05 multiplies bf16's rounding by 20.
         with torch.autocast(views.z1.device.type, enabled=False):
-            shares = {name: term(views, teachers) for name, term in self.terms.items()}
-            accuracies: dict[str, Tensor] = {}
-            if detection is not None:
-                shares["detection"], accuracies = detection.shares()
+            shares: dict[str, Tensor] = {}
+            metrics: dict[str, Tensor] = {}
+            for name, term in self.terms.items():
+                result = term(views, teachers)
+                shares[name], reported = result if isinstance(result, tuple) else (result, {})
+                metrics.update(reported)
             loss = self._combine({name: self.weights[name] * share for name, share in shares.items()})
         parts = {name: share.detach() for name, share in shares.items()}
-        return loss, {"loss": loss.detach(), **parts, **accuracies, **_cosine_shares(views)}
+        return loss, {"loss": loss.detach(), **parts, **metrics, **_cosine_shares(views)}
 
     def _combine(self, weighted: dict[str, Tensor]) -> Tensor:
         if self.combine == "hinge":
             # All workers compare the global losses; the smaller one has no gradient in this step.
-            both = torch.stack([weighted["info_nce"].detach(), weighted["rank_regression"].detach()])
+            first, second = HINGE_TERMS
+            both = torch.stack([weighted[first].detach(), weighted[second].detach()])
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(both)
             # Selected on the device, so that the host does not wait.
-            rank_regression = weighted.pop("rank_regression")
-            weighted["info_nce"] = torch.where(both[0] >= both[1], weighted["info_nce"], rank_regression)
+            weighted[first] = torch.where(both[0] >= both[1], weighted[first], weighted.pop(second))
         return torch.stack(list(weighted.values())).sum()
 
 
@@ -104,34 +106,41 @@ def build_objective(section: ObjectiveSection) -> Objective:
     """
     terms: dict[str, nn.Module] = {}
     weights: dict[str, float] = {}
-    if section.info_nce is not None and section.info_nce.weight:
-        false_negatives = section.info_nce.false_negatives
-        masking = (false_negatives.threshold, false_negatives.form) if false_negatives else (None, "mask")
-        terms["info_nce"], weights["info_nce"] = InfoNCE(section.tau1, *masking), section.info_nce.weight
-    if section.consistency is not None and section.consistency.beta:
-        terms["consistency"] = Consistency(section.tau1, section.consistency.form)
-        weights["consistency"] = section.consistency.beta
-    if section.rank is not None and section.rank.gamma:
-        terms["rank"], weights["rank"] = _rank_term(section.rank), section.rank.gamma
-    if (regression := section.rank_regression) is not None and regression.weight:
-        same_view = regression.student_similarity == "same_view"
-        terms["rank_regression"] = RankRegression(regression.lower, regression.upper, same_view)
-        weights["rank_regression"] = regression.weight
-    if section.regression is not None and section.regression.weight:
-        terms["regression"], weights["regression"] = Regression(section.regression.form), section.regression.weight
-    if section.detection is not None:
-        weights["detection"] = section.detection.weight
-    for name, custom in section.custom.items():
-        if custom.weight:
-            terms[name], weights[name] = custom_loss(name, custom), custom.weight
-    return Objective(terms, weights, section.combine)
+    needs: set[Need] = set()
+    for key, loss in section.active_terms.items():
+        name = key.removeprefix("custom.")
+        terms[name], weights[name] = _build_term(f"objective.{key}", loss, section), loss.weight_in_sum
+        needs.update(loss.needs)
+        if getattr(terms[name], "needs_lists", False):  # a custom class's own declaration
+            needs.add("lists")
+    return Objective(terms, weights, section.combine, needs)
 
 
-def _rank_term(section: RankSection) -> nn.Module:
-    exclude = section.exclude_positive
-    if section.form == "list_net":
-        return ListNet(section.tau2, section.tau3, True if exclude is None else exclude)
-    return ListMLE(section.tau2, False if exclude is None else exclude, section.list_reduction, section.eps)
+def _build_term(key: str, loss: LossSection, objective: ObjectiveSection) -> nn.Module:
+    """Create a term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share.
+
+    Args:
+        key: The term's recipe key, for errors.
+        loss: Its settings.
+        objective: The objective that it is part of.
+
+    Raises:
+        CustomClassError: The class cannot be imported or created, is not a module, or has parameters, which no optimizer
+            would train.
+    """
+    class_path, arguments = loss.term(objective)
+    term_class = load_class(class_path, f"{key}.class_path")
+    if not issubclass(term_class, nn.Module):
+        raise CustomClassError(f"{key}.class_path is {class_path}, which is not a torch.nn.Module; subclass it")
+    try:
+        term = term_class(**arguments)
+    except TypeError as error:
+        raise CustomClassError(f"{key}.class_path: {class_path} does not accept {key}.kwargs: {error}") from None
+    if any(True for _ in term.parameters()):
+        raise CustomClassError(
+            f"{key}.class_path: {class_path} has parameters, which no optimizer would train; remove them"
+        )
+    return term
 
 
 @torch.no_grad()

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distcse.compat.torch import assert_async
 from distcse.device import to_device
+
+if TYPE_CHECKING:
+    from distcse.losses.detection import Detection
 
 _MIN_NORM = 1e-12
 """Norm below which a vector is zero."""
@@ -31,6 +35,7 @@ class Views:
         offset: Index of this worker's first row in the global batch. Default: 0.
         queue: (K, d) vectors of the embedding queue, without gradient, which extend the lists. Default: none.
         duplicate_mask: (R, K) whether a sentence of the queue is the row's own. Default: none is.
+        detection: The discriminator's sums over both views of this worker's rows. Default: none, without a discriminator.
     """
 
     z1: Tensor
@@ -40,6 +45,7 @@ class Views:
     offset: int = 0
     queue: Tensor | None = None
     duplicate_mask: Tensor | None = None
+    detection: Detection | None = None
 
     @property
     def rows(self) -> int:
@@ -107,7 +113,13 @@ class Views:
         return _cosines(self.z2, self.all_z1)
 
 
-def gather_views(z1: Tensor, z2: Tensor, queue: Tensor | None = None, duplicate_mask: Tensor | None = None) -> Views:
+def gather_views(
+    z1: Tensor,
+    z2: Tensor,
+    queue: Tensor | None = None,
+    duplicate_mask: Tensor | None = None,
+    detection: Detection | None = None,
+) -> Views:
     """Gather the views of the global batch from all workers, differentiably.
 
     Half-precision views are gathered as float32, because the backward pass sums the gradients of all workers, and bf16
@@ -118,6 +130,7 @@ def gather_views(z1: Tensor, z2: Tensor, queue: Tensor | None = None, duplicate_
         z2: (R, d) second views.
         queue: (K, d) embedding queue, equal on all workers. Default: none.
         duplicate_mask: (R, K) duplicates in the queue (see `Views`). Default: none.
+        detection: This worker's sums of the discriminator (see `Views`). Default: none.
 
     Raises:
         ValueError: The two views differ in shape, or workers have different numbers of rows (on a GPU: an asynchronous
@@ -127,10 +140,10 @@ def gather_views(z1: Tensor, z2: Tensor, queue: Tensor | None = None, duplicate_
         raise ValueError(f"z1 has shape {tuple(z1.shape)}, but z2 has {tuple(z2.shape)}; pass views of the same rows")
     z1, z2 = _widen(z1), _widen(z2)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Views(z1, z2, z1, z2, queue=queue, duplicate_mask=duplicate_mask)
+        return Views(z1, z2, z1, z2, 0, queue, duplicate_mask, detection)
     _require_equal_rows(len(z1), z1.device)
-    all_z1, all_z2 = _gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
-    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), queue, duplicate_mask)
+    all_z1, all_z2 = gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
+    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), queue, duplicate_mask, detection)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -152,14 +165,14 @@ class _GatherRows(torch.autograd.Function):
         return total[first : first + ctx.rows]
 
 
-_gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
+gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
 
 
 def _require_equal_rows(rows: int, device: torch.device) -> None:
     extremes = to_device(torch.tensor([rows, -rows]), device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if device.type != "cpu":  # asserted on the device, so that the host does not wait
-        torch._assert_async(
+        assert_async(
             extremes.sum() == 0, "workers have different numbers of rows; pass equal parts of the global batch"
         )
         return

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcse.compat.transformers import attention_implementation
+
 _ACCEPTS_PREPARED_MASK = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet")
 
 
@@ -19,7 +21,7 @@ def takes_prepared_mask(model: nn.Module) -> bool:
     config: Any = model.config
     of_transformers = type(model).__module__.startswith("transformers.")  # custom code may need another mask
     known = config.model_type in _ACCEPTS_PREPARED_MASK and not getattr(config, "is_decoder", False)
-    return of_transformers and known and config._attn_implementation in ("sdpa", "eager")
+    return of_transformers and known and attention_implementation(config) in ("sdpa", "eager")
 
 
 def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
     if not takes_prepared_mask(model):
         return mask
     visible = mask[:, None, None, :].bool()
-    if config._attn_implementation == "sdpa":
+    if attention_implementation(config) == "sdpa":
         return visible
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from distcse.compat.transformers import without_load_report
 from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
 from distcse.models.batching import by_length, padded
-from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
 from distcse.models.layers import keep_layers
-from distcse.models.loading import attention_of, load_tokenizer, position_limit, require_finite, set_dropout
+from distcse.models.loading import (
+    attention_of,
+    load_tokenizer,
+    position_limit,
+    require_finite,
+    set_dropout,
+    set_shortcuts,
+)
 from distcse.models.precision import arithmetic
 from distcse.models.source import resolve_model
 from distcse.models.st_format import check_weights, read_json, refuse_pickled_weights, replacing
-from distcse.storage import resolve_path, upload_dir
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -49,13 +53,20 @@ class CrossEncoder(nn.Module):
         self.max_length = max_length
 
     @classmethod
-    def load(cls, path: str | Path, max_length: int | None = None, trust_remote_code: bool = False) -> CrossEncoder:
+    def load(
+        cls,
+        path: str | Path,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+        is_fast: bool = True,
+    ) -> CrossEncoder:
         """Load a trained cross-encoder, also one that sentence-transformers' CrossEncoder saved.
 
         Args:
             path: Folder or name (see `resolve_model`).
             max_length: Maximum number of tokens per pair. Default: the tokenizer's or the backbone's limit.
             trust_remote_code: Whether to run the model's own Python code.
+            is_fast: Whether the model may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelNotFoundError: No such model exists.
@@ -64,7 +75,7 @@ class CrossEncoder(nn.Module):
             UnsupportedModelError: The head has several labels.
         """
         folder = resolve_model(str(path), trust_remote_code)
-        model, missing = _load_classifier(folder, trust_remote_code, max_length)
+        model, missing = _load_classifier(folder, trust_remote_code, max_length, is_fast)
         if missing:
             raise MissingWeightsError(
                 f"{folder} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
@@ -85,6 +96,7 @@ class CrossEncoder(nn.Module):
         layers: Sequence[int] | None = None,
         dropout: float | None = None,
         trust_remote_code: bool = False,
+        is_fast: bool = True,
     ) -> CrossEncoder:
         """Create a cross-encoder for training from an encoder's weights and a randomly initialized head.
 
@@ -94,6 +106,7 @@ class CrossEncoder(nn.Module):
             layers: Indices of the layers to keep. Default: all.
             dropout: Dropout probability of all dropout layers. Default: the config's.
             trust_remote_code: Whether to run the model's own Python code.
+            is_fast: Whether the model may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelNotFoundError: No such model exists.
@@ -102,7 +115,7 @@ class CrossEncoder(nn.Module):
             EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
         folder = resolve_model(str(path), trust_remote_code)
-        model, missing = _load_classifier(folder, trust_remote_code, max_length, labels=1, dropout=dropout)
+        model, missing = _load_classifier(folder, trust_remote_code, max_length, is_fast, labels=1, dropout=dropout)
         prefix = f"{model.base_model_prefix}."
         required = [key for key in missing if key.startswith(prefix) and "pooler." not in key]
         if required:
@@ -192,11 +205,10 @@ class CrossEncoder(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
-        with replacing(resolve_path(path)) as folder:
+        with replacing(path) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
-        upload_dir(resolve_path(path))
 
 
 def is_cross_encoder(folder: Path) -> bool:
@@ -211,6 +223,7 @@ def _load_classifier(
     folder: Path,
     trust_remote_code: bool,
     max_length: int | None,
+    is_fast: bool,
     labels: int | None = None,
     dropout: float | None = None,
 ) -> tuple[Any, list[str]]:
@@ -225,7 +238,7 @@ def _load_classifier(
             config.num_labels = labels
         if dropout is not None:
             set_dropout(config, dropout)
-        with _without_load_report():
+        with without_load_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 config=config,
@@ -240,20 +253,5 @@ def _load_classifier(
             f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
         ) from error
     require_finite(folder, model)
-    fast_dropout(model)
+    set_shortcuts(model, is_fast)
     return model, sorted(report["missing_keys"])
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Silence transformers' warning of missing weights: they are intended here, or raise an error."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_reject)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_reject)
-
-
-def _reject(record: logging.LogRecord) -> bool:
-    return False

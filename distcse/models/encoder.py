@@ -36,7 +36,6 @@ from distcse.models.prompts import apply_prompt, is_template
 from distcse.models.source import resolve_model
 from distcse.models.st_format import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
-from distcse.storage import resolve_path, upload_dir
 
 
 class Encoder(nn.Module):
@@ -72,17 +71,18 @@ class Encoder(nn.Module):
         self.normalize = normalize
 
     @classmethod
-    def load(cls, path: str | Path, **settings: Any) -> Encoder:
+    def load(cls, path: str | Path, *, is_fast: bool = True, **settings: Any) -> Encoder:
         """Load an encoder from a folder or by name.
 
         Args:
             path: Folder, URI, `package:NAME/FOLDER` or hub id (see `resolve_model`).
+            is_fast: Whether the encoder may use exact shortcuts, as with `models.fast: auto`. Default: True.
             settings: Further fields of `EncoderSection`, such as pooling="mean".
 
         Raises:
             EncoderError: As for `from_section`.
         """
-        return cls.from_section(EncoderSection(backbone=str(path), **settings))
+        return cls.from_section(EncoderSection(backbone=str(path), **settings).with_switch(is_fast))
 
     @classmethod
     def from_section(cls, section: EncoderSection, dtype: torch.dtype = torch.float32) -> Encoder:
@@ -105,7 +105,7 @@ class Encoder(nn.Module):
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         configured_length = section.max_length or layout.max_length
-        backbone = load_backbone(folder, section.trust_remote_code, dropout, configured_length, dtype)
+        backbone = load_backbone(folder, section.trust_remote_code, dropout, configured_length, dtype, section.is_fast)
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
                 raise EncoderSettingError("layers is auto, which only a run resolves; write a list, such as [0, 2, 4]")
@@ -238,13 +238,12 @@ class Encoder(nn.Module):
                 "the sentence-transformers layout cannot express a prompt template or pooling mask; "
                 "save a model with another pooling and a prefix as its prompt"
             )
-        with replacing(resolve_path(path)) as folder:
+        with replacing(path) as folder:
             self.backbone.save_pretrained(folder)  # type: ignore[operator]
             self.tokenizer.model_max_length = self.max_length
             self.tokenizer.save_pretrained(folder)
             layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
             write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
-        upload_dir(resolve_path(path))
 
 
 def _width(backbone: nn.Module) -> int:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcse.compat.transformers import attention_implementation
 from distcse.errors import EncoderSettingError, UnsupportedModelError
-from distcse.models.fast.dropout import fast_dropout
+from distcse.models.fast.switch import allows_shortcuts
+from distcse.models.loading import set_shortcuts
 
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
 _POSITIONS = 64
@@ -71,7 +73,7 @@ def factorize_embeddings(backbone: nn.Module, dimension: int) -> nn.Module:
             layer_norm_eps=config.layer_norm_eps,
             pad_token_id=config.pad_token_id,
             summary_last_dropout=0.0,  # the model has no such head, but any dropout above 0 sets `Encoder.has_dropout`
-            attn_implementation=config._attn_implementation,
+            attn_implementation=attention_implementation(config),
         )
     )
     new: Any = electra.embeddings
@@ -84,7 +86,7 @@ def factorize_embeddings(backbone: nn.Module, dimension: int) -> nn.Module:
     electra.embeddings_project.weight.copy_(projection)
     electra.embeddings_project.bias.copy_(old.LayerNorm.bias)
     electra.encoder.load_state_dict(backbone.encoder.state_dict())  # type: ignore[union-attr]
-    fast_dropout(electra)
+    set_shortcuts(electra, allows_shortcuts(backbone))
     student: nn.Module = electra.train(backbone.training)
     return student
 
@@ -99,11 +101,11 @@ def _directions(rows: Tensor, dimension: int) -> Tensor:
     principal = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -(dimension - 1) :]
     # The sign of an eigenvector is arbitrary; it is fixed so that all workers start with the same weights.
     principal = principal * principal.gather(0, principal.abs().argmax(dim=0, keepdim=True)).sign()
-    directions: Tensor = (principal @ _helmert(dimension)).to(rows.dtype)
+    directions: Tensor = (principal @ helmert_basis(dimension)).to(rows.dtype)
     return directions
 
 
-def _helmert(dimension: int) -> Tensor:
+def helmert_basis(dimension: int) -> Tensor:
     """Return (r - 1, r) orthonormal rows, each with sum 0 (Helmert matrix)."""
     rows = torch.tril(torch.ones(dimension - 1, dimension, dtype=torch.float64))
     sizes = torch.arange(1, dimension, dtype=torch.float64)

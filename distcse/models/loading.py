@@ -18,6 +18,7 @@ from distcse.errors import (
 )
 from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
+from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout, check_weights
 from distcse.models.vocabulary import refuse_broken_files, refuse_empty_vocabulary, tokenizer_load_error
@@ -36,6 +37,7 @@ def load_backbone(
     dropout: float | None,
     max_length: int | None,
     dtype: torch.dtype = torch.float32,
+    is_fast: bool = True,
 ) -> nn.Module:
     """Load a folder's Hugging Face encoder.
 
@@ -45,6 +47,7 @@ def load_backbone(
         dropout: Dropout probability of all dropout layers; None keeps the config's.
         max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
         dtype: Type of the weights. Default: float32.
+        is_fast: Whether the encoder may use the shortcuts of `distcse.models.fast`. Default: True.
 
     Raises:
         ModelLoadError: transformers cannot load the folder as an encoder.
@@ -84,13 +87,21 @@ def load_backbone(
         )
     backbone: nn.Module = model
     require_finite(folder, backbone)
-    fast_dropout(backbone)
+    set_shortcuts(backbone, is_fast)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
         # No pooling uses it: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
+
+
+def set_shortcuts(model: nn.Module, is_fast: bool) -> None:
+    """Prepare a loaded model, in place, for the shortcuts of `distcse.models.fast`, or forbid them."""
+    if is_fast:
+        fast_dropout(model)
+    else:
+        forbid_shortcuts(model)
 
 
 def model_class(config: Any) -> Any:

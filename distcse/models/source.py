@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from distcse.errors import ModelNotFoundError
-from distcse.files import checksum
-from distcse.storage import RemotePath, fetch, fetch_folder, resolve_path, to_uri
+from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
 
@@ -50,9 +48,10 @@ def resolve_model(
     """
     if name.startswith(PACKAGE):
         return _in_package(name)
-    folder = resolve_path(name).expanduser()
-    if isinstance(folder, RemotePath):
-        return _from_storage(folder)
+    store = open_store(name)
+    if store.is_remote:
+        return _from_storage(store)
+    folder = store.path.expanduser()
     if os.path.isdir(folder):  # Path.is_dir raises for an overlong name
         if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
             raise ModelNotFoundError(f"{folder} is a run's folder; write its model's folder, {folder / 'model'}")
@@ -73,7 +72,7 @@ def is_hub_id(name: str) -> bool:
 
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of all files that can change the embeddings: weights, configuration, tokenizer, pooling, custom code."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = Digest()
     config = folder / "config.json"
     suffixes = (
         _FINGERPRINTED if not config.is_file() or b'"auto_map"' not in config.read_bytes() else (*_FINGERPRINTED, ".py")
@@ -97,16 +96,12 @@ def _in_package(name: str) -> Path:
     return folder
 
 
-def _from_storage(folder: RemotePath) -> Path:
-    if fetch_folder(folder):
-        return folder
-    if fetch(folder / "recipe.yaml"):
-        raise ModelNotFoundError(
-            f"{to_uri(folder)} is a run's folder; write its model's folder, {to_uri(folder / 'model')}"
-        )
-    raise ModelNotFoundError(
-        f"{to_uri(folder)} contains no model that distcse stored; copy other models to a local folder"
-    )
+def _from_storage(store: ArtifactStore) -> Path:
+    if store.fetch_folder():
+        return store.path
+    if store.fetch("recipe.yaml"):
+        raise ModelNotFoundError(f"{store} is a run's folder; write its model's folder, {store / 'model'}")
+    raise ModelNotFoundError(f"{store} contains no model that distcse stored; copy other models to a local folder")
 
 
 def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:

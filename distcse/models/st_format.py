@@ -7,8 +7,6 @@ both forms, and writes the legacy form that all of them, and sentence-transforme
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
-from distcse.files import checksum, dump_checked_json, fsync, fsync_all, load_checked_json, storage_errors
 from distcse.models.head import Dense, DenseShape, head_weights
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.recipe import Pooling
+from distcse.storage import checksum, dump_checked_json, load_checked_json, open_store
 
 _LEGACY_KEYS: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",
@@ -167,35 +165,23 @@ def _conversion(folder: Path) -> str:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """Replace a folder atomically, with checksums of its weights; a failure leaves the old folder unchanged.
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Replace a model's folder atomically, with checksums of its weights, and store it; a failure leaves the old one unchanged.
+
+    Args:
+        path: The folder, or its address in object storage.
 
     Yields:
         A temporary folder to write into.
 
     Raises:
-        StorageWriteError: The folder cannot be written.
+        StorageError: The folder cannot be written.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    with storage_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    try:
-        with storage_errors(target):
-            yield temporary
-            _write_checksums(temporary)
-            fsync_all(temporary)
-            # os.replace cannot replace a non-empty folder, so the old one is renamed first. If the process is killed between
-            # the two renames, the resumed run writes the folder again.
-            if target.exists():
-                os.replace(target, old)
-            os.replace(temporary, target)
-            fsync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    store = open_store(path)
+    with store.write_folder() as temporary:
+        yield temporary
+        _write_checksums(temporary)
+    store.publish()
 
 
 def refuse_external_weights(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -19,13 +18,13 @@ import numpy as np
 from distcse import host
 from distcse.device import cpu_name, cpu_speed
 from distcse.errors import WorkFailedError
-from distcse.files import write_text_atomic
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, find_data_sheet
 from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape, folder_of
+from distcse.storage import bytes_checksum, write_text_atomic
 from distcse.trainer import allocator
 
-_FORMAT = 1
+_FORMAT = 2
 _FOLDER = "calibration"
 _LONGER = 64
 _SHORTER = 16
@@ -117,7 +116,7 @@ def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
     return file
 
 
-_RATES = ("process", "matmul", "bandwidth", "optimiser", "table_read", "disk", "sort", "host_matmul")
+_RATES = ("process", "matmul", "bandwidth", "optimizer", "table_read", "disk", "sort", "host_matmul")
 
 
 def this_machine(cache: Path, threads: int) -> Machine:
@@ -229,7 +228,7 @@ def _solve(equations: Any, taken: Any) -> Any:
 
 
 def _calibration_file(cache: Path, description: dict[str, Any]) -> Path:
-    key = hashlib.blake2b(json.dumps([_FORMAT, description]).encode(), digest_size=8).hexdigest()
+    key = bytes_checksum(json.dumps([_FORMAT, description]).encode(), size_bytes=8)
     return cache / _FOLDER / f"{key}.json"
 
 

@@ -41,7 +41,7 @@ class GroupRun:
         if section.cross_backbone is None:
             return cls(section, bi, bi)
         cross = EncoderSection(backbone=section.cross_backbone, trust_remote_code=section.trust_remote_code)
-        shape = read_shape(cross)
+        shape = read_shape(cross.with_switch(section.is_fast))
         return cls(section, bi, shape.with_depth(len(section.named_layers)) if section.named_layers else shape)
 
 
@@ -210,7 +210,7 @@ class MutualPlan:
         share = workers if section.zero_stage else 1
         moved = _ADAMW_BYTES * trained / share / section.gradient_accumulation
         sent = Traffic(gradient_bytes(trained, workers, section), 0.0, 0.0)
-        total = work.terms(machine) + Terms(traffic=moved / (machine.optimiser or machine.bandwidth))
+        total = work.terms(machine) + Terms(traffic=moved / (machine.optimizer or machine.bandwidth))
         return total + Terms(network=transfer_seconds(sent, workers, self.cluster))
 
     def _pass(self, group: GroupRun, kind: Kind, pairs: float, training: bool) -> Pass:

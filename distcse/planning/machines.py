@@ -62,7 +62,7 @@ class Machine:
     """Bytes per second at which rows of an embedding table are gathered, converted to fp32 and normalized."""
     sort: float = 7e7
     """Numbers per second that one thread ranks."""
-    optimiser: float = 0.0
+    optimizer: float = 0.0
     """Bytes per second of AdamW and gradient clipping; 0 means `bandwidth`."""
     tokenise: float = 12_000.0
     """Sentences per second that one thread tokenizes."""

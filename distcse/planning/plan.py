@@ -160,15 +160,13 @@ class StudentPlan:
 
     def _teacher_phase(self, number: int, teacher: TeacherWork) -> PhaseCost:
         name, machine, run = f"teacher {number}", self.cluster.machine, self.run
+        if teacher.serving == "live":
+            return PhaseCost(name, 0.0, 0.0, "", f"{teacher.work}: no table, runs during training")
         if teacher.shape is None:
-            return PhaseCost(
-                name, 0.0, 0.0, "its endpoint", f"{run.rows:,} sentences are sent over HTTP; time not estimated"
-            )
-        if teacher.kind in ("live", "cross-encoder"):
-            return PhaseCost(name, 0.0, 0.0, "", f"{teacher.kind}: no table, runs during training")
+            return PhaseCost(name, 0.0, 0.0, teacher.kind.bottleneck, teacher.kind.describe_pass(run.rows))
         shard = min(run.recipe.teachers.shard_rows, run.rows)
         rounds = math.ceil(math.ceil(run.rows / shard) / self.embedding_workers)
-        length = run.lengths.mean(teacher.section.max_length)
+        length = run.lengths.mean(teacher.kind.section.max_length)
         flops = run.rows * length * teacher.shape.forward_flops(length)
         note = (
             f"{self.embedding_workers:,} embedding actor{'s' if self.embedding_workers > 1 else ''}, once for a corpus"
@@ -184,7 +182,7 @@ class StudentPlan:
         trained = 0.0 if rows <= _NEIGHBOURS_EXACT else 2.0 * 20 * 64 * lists * lists * width
         flops = 2.0 * rows * compared * width + trained
         return PhaseCost(
-            "neighbours", flops / self.cluster.machine.host_matmul, flops, "one process", "faiss, once for a corpus"
+            "neighbors", flops / self.cluster.machine.host_matmul, flops, "one process", "faiss, once for a corpus"
         )
 
     def _find_problems(self) -> list[Problem]:
@@ -241,12 +239,13 @@ class StudentPlan:
 
     def _advice(self) -> list[str]:
         found, recipe, machine = [], self.run.recipe, self.cluster.machine
-        gpus, kinds = recipe.teachers.gpus_per_actor, {teacher.kind for teacher in self.run.teachers}
-        if machine.kind == "gpu" and gpus == 0 and kinds & {"table", "rank space"}:
+        gpus = recipe.teachers.gpus_per_actor
+        servings = {teacher.serving for teacher in self.run.teachers if teacher.shape is not None}
+        if machine.kind == "gpu" and gpus == 0 and servings & {"table", "rank space"}:
             found.append(
                 "teachers.gpus_per_actor is 0, which embeds on CPUs; this plan assumes teachers.gpus_per_actor=null"
             )
-        if machine.kind == "gpu" and not gpus and kinds & {"live", "cross-encoder"}:
+        if machine.kind == "gpu" and not gpus and "live" in servings:
             found.append("live teachers have no GPU; this plan assumes teachers.gpus_per_actor=1")
         if machine.kind == "gpu" and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32, but this GPU is faster in bf16; write training.precision=bf16")

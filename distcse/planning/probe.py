@@ -38,14 +38,14 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
     timed = _Clock(device, threads)
     from transformers import BertModel  # noqa: F401
 
-    import distcse.experiments.distillation.run  # noqa: F401  (as in a training process)
+    import distcse.experiments.distillation.experiment  # noqa: F401  (as in a training process)
 
     process = anonymous_bytes()
     found: dict[str, Any] = {
         "process": process,
         "matmul": {p: _matmul(timed, device, p, request["width"], request["inner"]) for p in request["precisions"]},
         "bandwidth": _bandwidth(timed, device),
-        "optimiser": _optimiser(timed, device),
+        "optimizer": _optimizer(timed, device),
     }
     found["passes"] = [_passes(timed, device, spec) for spec in request["passes"]]
     found["table_read"], found["disk"] = _table(timed, Path(request["folder"]), request["width"])
@@ -129,18 +129,18 @@ def _bandwidth(timed: _Clock, device: Any) -> float:
     return 2 * numbers.nbytes / timed(lambda: other.copy_(numbers))
 
 
-def _optimiser(timed: _Clock, device: Any) -> float:
+def _optimizer(timed: _Clock, device: Any) -> float:
     """Measure the bytes per second of clipping and AdamW, at 40 bytes per parameter."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.randn(1000, 1000, device=device)) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimiser = torch.optim.AdamW(parameters, fused=True)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
 
     def update() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        optimizer.step()
 
     return 40.0 * sum(parameter.numel() for parameter in parameters) / timed(update)
 

@@ -192,10 +192,10 @@ def _machines(cluster: Cluster) -> str:
 def _teacher(plan: StudentPlan, number: int) -> str:
     teacher = plan.run.teachers[number]
     if teacher.shape is None:
-        return f"{teacher.name}, behind an endpoint"
+        return f"{teacher.name}, {teacher.kind.location}"
     shape = teacher.shape
     size = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
-    return f"{teacher.name}, {size}, {teacher.section.forward_precision}, {teacher.kind}"
+    return f"{teacher.name}, {size}, {teacher.kind.precision}, {teacher.work}"
 
 
 def _count(number: float) -> str:

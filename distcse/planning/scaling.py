@@ -118,9 +118,7 @@ def simulate(run: StudentRun, cluster: Cluster, workers: int, batch: int, base: 
 def teachers_seconds(run: StudentRun, cluster: Cluster, embedding_workers: int, seed: int = 0) -> float:
     """Return the seconds of all embedding passes: each free actor takes the next shard, and shards differ in tokens."""
     return sum(
-        _pass_seconds(run, cluster, teacher, embedding_workers, seed)
-        for teacher in run.teachers
-        if teacher.kind in ("table", "rank space")
+        _pass_seconds(run, cluster, teacher, embedding_workers, seed) for teacher in run.teachers if teacher.is_embedded
     )
 
 
@@ -130,7 +128,7 @@ def _pass_seconds(run: StudentRun, cluster: Cluster, teacher: TeacherWork, embed
     shard_seconds = run.pass_seconds(teacher, cluster.machine, min(rows, shard_rows))
     if shards > 200 * embedding_workers:  # the last shards hardly matter
         return shard_seconds * rows / min(rows, shard_rows) / embedding_workers
-    cut = run.lengths.cut(teacher.section.max_length)
+    cut = run.lengths.cut(teacher.kind.section.max_length)
     spread = float(cut.std() / cut.mean()) / math.sqrt(shard_rows)
     drawn = shard_seconds * (1 + spread * np.random.default_rng(seed).standard_normal(shards))
     drawn[-1] *= (rows - (shards - 1) * shard_rows) / min(rows, shard_rows)

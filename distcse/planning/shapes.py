@@ -144,8 +144,8 @@ def read_shape(section: EncoderSection) -> Shape:
         shape,
         dimension=head[-1].outputs if head else shape.width,
         embedding_parameters=shape.embedding_parameters + sum(dense.parameters for dense in head),
-        single_token=pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
-        packs=pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
+        single_token=section.is_fast and pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
+        packs=section.is_fast and pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
     )
 
 

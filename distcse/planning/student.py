@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
-from distcse.models import is_cross_encoder
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
 from distcse.planning.network import Traffic, gradient_bytes, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
-from distcse.planning.shapes import Shape, folder_of, masked_lm_head, read_shape
+from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.terms import ListSizes, ObjectiveWork, list_seconds, objective_work
-from distcse.recipe import EncoderSection, Recipe, TeacherSection
+from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
+from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
 from distcse.trainer.schedule import total_steps
 
@@ -34,16 +34,41 @@ _EAGER_BELOW = 128
 class TeacherWork:
     """A teacher and its cost."""
 
-    name: str
+    kind: TeacherKind
     shape: Shape | None
-    """None for an endpoint, which runs elsewhere, and for a custom teacher, whose size is unknown."""
-    section: TeacherSection
-    kind: str
-    """`table`, `rank space`, `live`, `cross-encoder`, `endpoint` or `custom`."""
+    """None for a teacher that is no model here, such as an endpoint: its size is unknown."""
+    serving: Serving
+    """How its lists are computed."""
+
+    @classmethod
+    def of(cls, section: TeacherSection, mode: str) -> TeacherWork:
+        """Read a teacher's shape from its model's config.json.
+
+        Args:
+            section: The teacher's section of the recipe.
+            mode: `teachers.mode`.
+        """
+        kind = kind_of(section, only_local=True)
+        return cls(kind, read_shape(section) if kind.is_model else None, kind.serving(mode))
+
+    @property
+    def name(self) -> str:
+        """Name of the teacher's model."""
+        return self.kind.section.backbone
+
+    @property
+    def work(self) -> str:
+        """What is computed for its lists: `table`, `rank space`, `live`, or `cross-encoder` for scores of pairs."""
+        return self.serving if self.kind.has_vectors else self.kind.name
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the plan counts an embedding pass and a table: the teacher has a table, and its size is known."""
+        return self.shape is not None and self.serving != "live"
 
     def table_bytes(self, rows: float) -> float:
-        """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table."""
-        return 2.0 * rows * self.shape.dimension if self.shape and self.kind in ("table", "rank space") else 0.0
+        """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
+        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.serving != "live" else 0.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +84,11 @@ class StudentRun:
     @classmethod
     def of(cls, recipe: Recipe, lengths: Lengths) -> StudentRun:
         """Read the shapes of all encoders, each from its config.json."""
-        detection = recipe.objective.detection
+        detection = recipe.objective.active(DetectionSection)
         generator = None
-        if detection is not None and detection.weight and detection.generator and detection.operation != "deletion":
-            generator = read_shape(EncoderSection(backbone=detection.generator))
-        teachers = [_teacher(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
+        if detection is not None and detection.generator and detection.operation != "deletion":
+            generator = read_shape(EncoderSection(backbone=detection.generator).with_switch(recipe.student.is_fast))
+        teachers = [TeacherWork.of(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
         return cls(recipe, read_shape(recipe.student), teachers, generator, lengths)
 
     @property
@@ -74,7 +99,7 @@ class StudentRun:
     @cached_property
     def steps(self) -> int:
         """Training steps of the run."""
-        memory = self.recipe.objective.memory
+        memory = self.recipe.objective.queue
         learned = self.rows - self.recipe.evaluation.num_heldout - (memory.num_anchors if memory else 0)
         return total_steps(self.recipe.training, max(1, learned // self.recipe.training.batch_size))
 
@@ -87,8 +112,7 @@ class StudentRun:
     @property
     def has_detector(self) -> bool:
         """Whether a discriminator is trained with the student (DiffCSE)."""
-        detection = self.recipe.objective.detection
-        return detection is not None and detection.weight > 0
+        return self.recipe.objective.active(DetectionSection) is not None
 
     @cached_property
     def head_weights(self) -> int:
@@ -109,18 +133,16 @@ class StudentRun:
     @property
     def joined_dimension(self) -> int:
         """Dimension of a sentence's vectors of all tables, concatenated."""
-        return sum(teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.kind == "table")
+        return sum(teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.serving == "table")
 
     @property
     def needs_lists(self) -> bool:
         """Whether a step needs the teachers' similarity lists."""
-        terms = self.recipe.objective
-        masked = terms.info_nce is not None and terms.info_nce.false_negatives is not None
-        return bool(self.teachers) and bool((terms.rank and terms.rank.gamma) or terms.rank_regression or masked)
+        return bool(self.teachers and self.recipe.objective.keys_that_need("lists", "clean_lists", active=True))
 
     def lists(self, workers: int, batch: int) -> ListSizes:
         """Return the sizes of one worker's similarity lists for a global batch."""
-        memory = self.recipe.objective.memory
+        memory = self.recipe.objective.queue
         queued = memory.num_batches * batch + memory.num_anchors if memory else 0
         return ListSizes(batch / workers, batch, queued, self.student.dimension)
 
@@ -160,7 +182,7 @@ class StudentRun:
 
     def _edited_length(self, padded: float, length: float | None) -> float:
         """Return the padded length of the discriminator's texts: the global batch's if its loss counts padding."""
-        detection = self.recipe.objective.detection
+        detection = self.recipe.objective.active(DetectionSection)
         counts_padding = detection is not None and detection.reduction == "all"
         return (
             max(padded, self.padded(self.recipe.training.batch_size)) if counts_padding and length is None else padded
@@ -179,7 +201,7 @@ class StudentRun:
 
     def no_grad_passes(self, workers: int) -> list[Pass]:
         """Return the forward passes per step, on average: the queue's anchors, every refresh_steps steps."""
-        memory = self.recipe.objective.memory
+        memory = self.recipe.objective.queue
         if memory is None or not memory.num_anchors:
             return []
         texts = memory.num_anchors / workers / memory.refresh_steps
@@ -237,23 +259,24 @@ class StudentRun:
     def _serving_time(self, teacher: TeacherWork, machine: Machine, lists: ListSizes) -> float:
         if teacher.shape is None:
             return 0.0
-        if teacher.kind == "cross-encoder":
+        if not teacher.kind.has_vectors:
             return self._embedding_seconds(teacher, lists.rows * lists.length, self.lengths.pairs(), machine)
-        if teacher.kind == "live":
+        if teacher.serving == "live":
             return self._embedding_seconds(teacher, lists.length, self.lengths, machine)
-        references = min(teacher.section.num_references, self.rows) if teacher.kind == "rank space" else None
+        section = teacher.kind.section
+        references = min(section.num_references, self.rows) if teacher.serving == "rank space" else None
         return list_seconds(machine, teacher.shape.dimension, lists, references)
 
     def _embedding_seconds(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
         assert teacher.shape is not None
-        length = lengths.mean(teacher.section.max_length)
-        work = Pass(teacher.shape, texts, length, False, teacher.section.forward_precision)
+        length = lengths.mean(teacher.kind.section.max_length)
+        work = Pass(teacher.shape, texts, length, False, teacher.kind.precision)
         batches = max(1.0, work.tokens / self.recipe.teachers.tokens_per_batch)
         return _in_batches(work, batches, machine)
 
     def pass_seconds(self, teacher: TeacherWork, machine: Machine, rows: float) -> float:
         """Return the seconds in which one actor embeds `rows` sentences, sorted by length and so almost without padding."""
-        if teacher.shape is None or teacher.kind not in ("table", "rank space"):
+        if not teacher.is_embedded:
             return 0.0
         return self._embedding_seconds(teacher, rows, self.lengths, machine) + rows / machine.tokenise
 
@@ -267,7 +290,7 @@ class StudentRun:
         total += Terms(math=self.extra_flops(rows, passes) / machine.rate(self.recipe.training.precision))
         share = workers if self.recipe.training.zero_stage else 1
         moved = _ADAMW_BYTES * self.trained / share / self.recipe.training.gradient_accumulation
-        total += Terms(traffic=moved / (machine.optimiser or machine.bandwidth))
+        total += Terms(traffic=moved / (machine.optimizer or machine.bandwidth))
         total += Terms(network=transfer_seconds(self.traffic(workers, batch, machine.kind), workers, cluster))
         served = self.serving_seconds(machine, workers, batch)
         return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
@@ -341,16 +364,3 @@ def _in_batches(work: Pass, batches: float, machine: Machine) -> float:
     """Return the seconds of a pass that is split into batches, each of which the host launches."""
     terms = work.terms(machine)
     return Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind)
-
-
-def _teacher(section: TeacherSection, mode: str) -> TeacherWork:
-    if section.endpoint is not None:
-        return TeacherWork(section.backbone, None, section, "endpoint")
-    if section.class_path is not None:
-        return TeacherWork(section.backbone, None, section, "custom")
-    folder = folder_of(section.backbone, section.trust_remote_code)
-    shape = read_shape(section)
-    if folder is not None and is_cross_encoder(folder):
-        return TeacherWork(section.backbone, shape, section, "cross-encoder")
-    kind = "live" if mode == "live" else "rank space" if section.similarity == "rank" else "table"
-    return TeacherWork(section.backbone, shape, section, kind)

@@ -8,9 +8,10 @@ from distcse.planning.machines import Machine
 from distcse.planning.passes import Terms
 from distcse.recipe import ObjectiveSection
 
-# How often a loss term reads or writes an R x L matrix, forward and backward together.
-_INFO_NCE, _CONSISTENCY, _LIST_NET, _LIST_MLE, _RANK_REGRESSION, _MIXING = 12, 30, 18, 60, 14, 4
-_CALLS = {"info_nce": 25, "consistency": 60, "rank": 40, "rank_regression": 30, "regression": 15}
+_MIXING = 4
+"""How often mixing the teachers' lists reads or writes an R x L matrix, per teacher."""
+_CALLS = 40
+"""Operations of a step's loss besides those of its terms."""
 _CALL_HOST = 1.2e-5
 """Seconds for the host to launch one operation and its gradient."""
 
@@ -54,26 +55,21 @@ class ObjectiveWork:
 
 def objective_work(objective: ObjectiveSection, lists: ListSizes, teachers: int) -> ObjectiveWork:
     """Return the cost of all loss terms with a weight; the discriminator's passes are counted with the student's."""
-    rank, active = objective.rank, dict[str, bool]()
-    active["info_nce"] = objective.info_nce is not None and objective.info_nce.weight > 0
-    active["consistency"] = objective.consistency is not None and objective.consistency.beta > 0
-    active["rank"] = rank is not None and rank.gamma > 0
-    active["rank_regression"] = objective.rank_regression is not None and objective.rank_regression.weight > 0
-    active["regression"] = objective.regression is not None and objective.regression.weight > 0
     batch, full = lists.rows * lists.columns, lists.rows * lists.length
-    products = 0.0
-    if any(active[name] for name in ("info_nce", "consistency", "rank", "rank_regression")):
+    touched, products, calls = 0.0, 0.0, _CALLS
+    for section in objective.active_terms.values():
+        cost = section.cost
+        touched += (full if "queue" in section.needs else batch) * cost.list_passes
+        touched += lists.rows * lists.width * cost.vector_passes
+        products += batch * cost.cosines
+        calls += cost.operations
+    if any(section.cost.list_passes for section in objective.active_terms.values()):
         products += batch  # the similarities S
-    products += batch if active["consistency"] else 0.0  # the second similarities S' (consistency)
-    products += full - batch if active["rank"] else 0.0  # the queue's part of the list
-    touched = 4.0 * (
-        batch * (active["info_nce"] * _INFO_NCE + active["consistency"] * _CONSISTENCY)
-        + batch * active["rank_regression"] * _RANK_REGRESSION
-        + (full * (_LIST_MLE if rank.form == "list_mle" else _LIST_NET) if rank is not None and active["rank"] else 0.0)
-        + (full * _MIXING * teachers if active["rank"] or active["rank_regression"] else 0.0)
-        + lists.rows * lists.width * (12 if active["regression"] else 0)
-    )
-    calls = sum(count for name, count in _CALLS.items() if active[name]) + 40
+    if objective.queue is not None:
+        products += full - batch  # the queue's part of the lists
+    if objective.keys_that_need("lists", active=True):
+        touched += full * _MIXING * teachers
+    touched *= 4.0  # bytes of a float32
     return ObjectiveWork(6.0 * products * lists.width, touched, calls, touched / 4)
 
 

@@ -14,17 +14,18 @@ _BYTES = 256 * 2**20
 """Device memory for each tensor of a chunk of rows."""
 
 
-def rank_space(references: NDArray[np.float32], rank_method: str, device: str) -> Ranker:
+def rank_space(references: NDArray[np.float32], rank_method: str, device: str, is_fast: bool = True) -> Ranker:
     """Create the rank space for a model's device: on the GPU for `cuda…`, in NumPy for any other.
 
     Args:
         references: (n, d) vectors, n ≥ 2.
         rank_method: `sort` or `histogram` (see `RankSpace`).
         device: PyTorch's name of the device.
+        is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
     if device.startswith("cuda"):
         return DeviceRankSpace(references, rank_method, device)
-    return RankSpace(references, rank_method, build_inner_products(references))
+    return RankSpace(references, rank_method, build_inner_products(references, is_fast))
 
 
 class DeviceRankSpace:

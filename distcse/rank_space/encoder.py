@@ -17,10 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EncoderSettingError, ModelFormatError
 from distcse.models import Encoder
+from distcse.models.fast.switch import allows_shortcuts
 from distcse.rank_space.device import rank_space
 from distcse.rank_space.pairs import pair_similarities
 from distcse.rank_space.space import RANK_METHODS, Ranker
-from distcse.storage import fetch_folder, resolve_path, upload_dir
+from distcse.storage import open_store
 
 _SETTINGS = Path("distcse") / "ranks.json"
 _REFERENCES = Path("distcse") / "references.safetensors"
@@ -83,25 +84,27 @@ class RankSpaceEncoder:
         return cls(encoder, references, weight, normalize, rank_method)
 
     @classmethod
-    def load(cls, path: str | Path, trust_remote_code: bool = False) -> RankSpaceEncoder:
+    def load(cls, path: str | Path, trust_remote_code: bool = False, is_fast: bool = True) -> RankSpaceEncoder:
         """Load a folder that `save` wrote.
 
         Args:
             path: The folder.
             trust_remote_code: Whether to run the encoder's own Python code.
+            is_fast: Whether the encoder may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelFormatError: The folder has no references.
         """
-        folder = resolve_path(path)
-        fetch_folder(folder)
+        store = open_store(path)
+        store.fetch_folder()
+        folder = store.path
         if not is_rank_space(folder):
             raise ModelFormatError(
-                f"{folder} has no {_SETTINGS}; write it with RankSpaceEncoder.from_sentences(encoder, sentences).save"
+                f"{store} has no {_SETTINGS}; write it with RankSpaceEncoder.from_sentences(encoder, sentences).save"
             )
         settings = json.loads((folder / _SETTINGS).read_text())
         references = load_file(folder / _REFERENCES)["references"]
-        encoder = Encoder.load(folder, trust_remote_code=trust_remote_code)
+        encoder = Encoder.load(folder, is_fast=is_fast, trust_remote_code=trust_remote_code)
         return cls(encoder, references, settings["weight"], settings["normalize"], settings.get("ranks", "sort"))
 
     def to(self, device: str) -> RankSpaceEncoder:
@@ -111,17 +114,19 @@ class RankSpaceEncoder:
         return self
 
     def _create_space(self, device: str) -> Ranker:
-        return rank_space(unit(self.references) if self.normalize else self.references, self.rank_method, device)
+        references = unit(self.references) if self.normalize else self.references
+        return rank_space(references, self.rank_method, device, allows_shortcuts(self.encoder))
 
     def save(self, path: str | Path) -> None:
         """Write encoder and references to a folder, which other tools load as the encoder alone."""
-        folder = resolve_path(path)
+        store = open_store(path)
+        folder = store.path
         self.encoder.save(folder)
         (folder / "distcse").mkdir(exist_ok=True)
         save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
         settings = {"weight": self.weight, "normalize": self.normalize, "ranks": self.rank_method}
         (folder / _SETTINGS).write_text(json.dumps(settings))
-        upload_dir(folder)
+        store.publish()
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """Score p pairs of sentences; each distinct sentence is encoded and ranked once.

@@ -1,1 +1,1 @@
-"""Ray backend: the cluster, its nodes and their devices, the event channel, and metrics."""
+"""The only package that imports Ray: the cluster, actors of teachers and groups, Ray Train, Ray Tune, and metrics."""

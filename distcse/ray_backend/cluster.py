@@ -19,23 +19,8 @@ from typing import Any
 
 from distcse import host
 from distcse.errors import RayConnectionError
+from distcse.ray_backend.versions import BEFORE_IMPORT, LOCAL_CLUSTER, silence_sigterm_warning
 from distcse.trainer import allocator
-
-_LOCAL_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray Train polls reports of dev scores at this interval; with the default of 2 s, each report would take 2 s.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # Outside of clouds there is no preemption, and the watcher only logs errors.
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-_BEFORE_IMPORT = {
-    "RAY_AUTH_MODE": "token",
-    # Binds every port to the loopback address, as on macOS, because the cluster has only this machine.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-}
-"""Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds for a cluster's address to accept a connection."""
@@ -62,7 +47,7 @@ class _ClusterConfig:
         """Join or start the cluster."""
         import ray
 
-        logging.getLogger("ray._private.worker").addFilter(_is_not_sigterm_warning)
+        silence_sigterm_warning()
         if self.address:
             _check_address(self.address)
             ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=self.environment)
@@ -246,11 +231,6 @@ def _restore_sigterm() -> None:
         put(signal.SIGTERM, get(signal.SIGINT))
 
 
-def _is_not_sigterm_warning(record: logging.LogRecord) -> bool:
-    """Filter out Ray's warning that it cannot set a SIGTERM handler on a thread, which is intended here."""
-    return "SIGTERM handler is not set" not in record.getMessage()
-
-
 def _is_up() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
@@ -286,12 +266,12 @@ def worker_environment(gpus: float) -> dict[str, str]:
 
 def _set_local_environment() -> None:
     """Set Ray's variables for a local cluster; variables that the user has set are kept."""
-    settings = dict(_LOCAL_SETTINGS)
+    settings = dict(LOCAL_CLUSTER)
     if "RAY_AUTH_MODE" not in os.environ:
         # A token protects the cluster's ports. Passed in the environment, it is written to no file.
         settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if "ray" not in sys.modules:
-        settings.update(_BEFORE_IMPORT)
+        settings.update(BEFORE_IMPORT)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

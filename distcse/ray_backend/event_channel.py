@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.events import Event, Reporter
+from distcse.ray_backend.versions import ping
 
 _RESTARTED = {"max_restarts": 20, "max_task_retries": -1}
 """Ray's options for an actor that restarts after its process ended, and then receives the unanswered calls again."""
@@ -113,7 +114,7 @@ class EventChannel:
 def _is_alive(actor: Any) -> bool:
     """Return whether an actor's process exists; one that does not answer within 1 s counts as existing."""
     try:
-        ray.get(actor.__ray_ready__.remote(), timeout=1.0)
+        ray.get(ping(actor), timeout=1.0)
     except GetTimeoutError:
         return True
     except RayActorError:

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
 
 from distcse.device import DeviceSpeed, cpu_speed, gpu_speed
+from distcse.placement.cluster import ClusterSpeeds
 from distcse.ray_backend.cluster import is_on_this_machine, wait_for_ray
-from distcse.ray_backend.nodes import Node, alive
+from distcse.ray_backend.nodes import alive
+from distcse.ray_backend.versions import SEES_ALL_GPUS
 
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds for a node to answer. Importing PyTorch takes seconds; a node that takes longer is probably lost."""
-
-
-@dataclass(frozen=True)
-class ClusterSpeeds:
-    """Device speeds of a cluster's nodes."""
-
-    nodes: Sequence[tuple[Node, Sequence[DeviceSpeed]]]
-    """Each node that answered, with its devices."""
-
-    def of(self, labels: Mapping[str, str] | None, gpus: float) -> list[DeviceSpeed]:
-        """Return the devices that an actor can get.
-
-        Args:
-            labels: Labels of the nodes that the actor can run on; None is any node.
-            gpus: GPUs that the actor reserves. With 0, its devices are CPUs.
-        """
-        kind = "gpu" if gpus else "cpu"
-        return [device for node, devices in self.nodes if node.has(labels) for device in devices if device.kind == kind]
 
 
 def cluster_speeds() -> ClusterSpeeds:
@@ -45,9 +26,8 @@ def cluster_speeds() -> ClusterSpeeds:
 
     own_id = ray.get_runtime_context().get_node_id()
     nodes, speeds = alive(), []
-    # Ray hides GPUs from a task that reserves none, unless this variable is 0. `max_calls` frees the process's CUDA context.
-    shows_gpus = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-    query = ray.remote(num_cpus=0, max_calls=1, runtime_env=shows_gpus)(_local_speeds)
+    # `max_calls` frees the process's CUDA context.
+    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(_local_speeds)
     pending = {
         node.id: query.options(scheduling_strategy=OnNode(node.id, soft=False)).remote()
         for node in nodes

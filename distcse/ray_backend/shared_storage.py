@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import SharedStorageError
-from distcse.files import write_text_atomic
-from distcse.storage import RemotePath
+from distcse.placement.cluster import Labels, Paths
+from distcse.storage import open_store, write_text_atomic
 
 _ANSWER_TIMEOUT_S = 120
 """Seconds for a node to answer: it starts a process, and a network file system can be slow at first."""
 
-Paths = Mapping[str, Path]
-"""Files and folders by the recipe key that names them."""
 
-
-def require_shared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str] | None]) -> None:
-    """Check that every node which can get work sees the same files as this node.
-
-    Args:
-        written: Existing folders that the run writes to on several nodes. Folders in object storage are not checked.
-        read: Files and folders that the run only reads. Those missing here are names, such as a hub model, that each node
-            resolves itself; they are not checked.
-        labels: Labels of the nodes that can get work; None is any node.
-
-    Raises:
-        SharedStorageError: A node does not see a path; the message names the node, the path and its recipe key.
-    """
+def require_shared(written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+    """Check that every node which can get work sees the same files as this node; see `Cluster.require_shared`."""
     for address, problem in find_unshared(written, read, labels).items():
         raise SharedStorageError(f"node {address} {problem}")
 
 
-def find_unshared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
+def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict[str, str]:
     """Return a problem for each node that does not see the same files, by the node's address; see `require_shared`.
 
     A problem continues a sentence that begins with the node's address.
@@ -47,7 +33,7 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str
         return {}
     token = secrets.token_hex(6)
     markers = {
-        key: folder / f".distcse-seen-{token}" for key, folder in written.items() if not isinstance(folder, RemotePath)
+        key: folder / f".distcse-seen-{token}" for key, folder in written.items() if not open_store(folder).is_remote
     }
     existing = {key: path for key, path in read.items() if path.exists()}
     try:
@@ -60,7 +46,7 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Mapping[str, str
             marker.unlink(missing_ok=True)
 
 
-def _other_nodes(labels: Sequence[Mapping[str, str] | None]) -> dict[str, str]:
+def _other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
     """Return the addresses of the nodes that can get work, except this one, by node id."""
     own_id = ray.get_runtime_context().get_node_id()
     return {

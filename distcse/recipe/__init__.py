@@ -1,14 +1,21 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
+from distcse.recipe.base import BaseRecipe, RecipeInputs, recipe_classes, register_recipe
 from distcse.recipe.encoders import (
     EncoderSection,
-    EndpointSection,
     Pooling,
     Projection,
     StudentSection,
-    TeacherSection,
-    TeachersSection,
     TrainedSection,
+)
+from distcse.recipe.kinds.mutual import (
+    BiSection,
+    CrossSection,
+    GroupSection,
+    MiningSection,
+    MutualRecipe,
+    MutualSection,
+    PairsSection,
 )
 from distcse.recipe.loading import (
     load_recipe,
@@ -20,33 +27,23 @@ from distcse.recipe.loading import (
     with_values,
 )
 from distcse.recipe.loggers import LoggersSection, MLflowSection, WandbSection
-from distcse.recipe.mutual import (
-    BiSection,
-    CrossSection,
-    GroupSection,
-    MiningSection,
-    MutualRecipe,
-    MutualSection,
-    PairsSection,
-)
-from distcse.recipe.objective import (
-    ConsistencySection,
-    CustomLossSection,
-    DetectionSection,
-    FalseNegativesSection,
-    InfoNCESection,
-    ObjectiveSection,
-    QueueSection,
-    RankRegressionSection,
-    RankSection,
-    RegressionSection,
-)
+from distcse.recipe.losses.consistency import ConsistencySection
+from distcse.recipe.losses.custom import CustomLossSection
+from distcse.recipe.losses.detection import DetectionSection
+from distcse.recipe.losses.info_nce import FalseNegativesSection, InfoNCESection
+from distcse.recipe.losses.rank import QueueSection, RankSection
+from distcse.recipe.losses.rank_regression import RankRegressionSection
+from distcse.recipe.losses.regression import RegressionSection
+from distcse.recipe.models import ModelsSection
+from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.section import decided
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
+from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
 from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
 
 __all__ = [
+    "BaseRecipe",
     "BiSection",
     "ConsistencySection",
     "CorpusSection",
@@ -64,6 +61,7 @@ __all__ = [
     "LoopSection",
     "MLflowSection",
     "MiningSection",
+    "ModelsSection",
     "MutualRecipe",
     "MutualSection",
     "NeighborBatchingSection",
@@ -76,6 +74,7 @@ __all__ = [
     "RankRegressionSection",
     "RankSection",
     "Recipe",
+    "RecipeInputs",
     "RegressionSection",
     "ScheduleSection",
     "SearchSection",
@@ -92,7 +91,9 @@ __all__ = [
     "packaged_recipes",
     "read_recipe",
     "read_sweep",
+    "recipe_classes",
     "recipe_yaml",
+    "register_recipe",
     "with_layers",
     "with_values",
 ]

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from distcse.command import STATUSES, exit_status
 from distcse.errors import RecipeNotFoundError
-from distcse.recipe.json_schema import DOCUMENTS, schema_json
+from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import packaged_recipes
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("reference", help="print the reference of all keys, as Markdown")
     schema = commands.add_parser("schema", help="print the JSON schema, for editors")
     schema.add_argument(
-        "kind", nargs="?", choices=list(DOCUMENTS), default="recipe", help="kind of document (default: recipe)"
+        "kind", nargs="?", choices=list(schema_documents()), default="recipe", help="kind of document (default: recipe)"
     )
     migrate = commands.add_parser("migrate", help="rename the old keys and values of a recipe or search space")
     migrate.add_argument("file", metavar="FILE", help="a recipe or a search space; rewritten in place")

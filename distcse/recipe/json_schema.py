@@ -8,27 +8,25 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distcse.recipe.mutual import MutualRecipe
-from distcse.recipe.schema import Recipe
+from distcse.recipe.base import recipe_classes
 from distcse.recipe.sweep import Sweep
-
-DOCUMENTS: dict[str, tuple[type[BaseModel], str]] = {
-    "recipe": (Recipe, "distcse recipe"),
-    "mutual": (MutualRecipe, "distcse recipe of mutual distillation"),
-    "space": (Sweep, "distcse search space"),
-}
-"""The kinds of documents: their types, and the titles of their schemas."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
-def schema_json(kind: str) -> str:
+def schema_documents() -> dict[str, tuple[type[BaseModel], str]]:
+    """Return the types of documents and the titles of their schemas, by the schemas' names."""
+    recipes = {kind.schema_name: (kind, f"distcse recipe{kind.subject()}") for kind in recipe_classes()}
+    return {**recipes, "space": (Sweep, "distcse search space")}
+
+
+def schema_json(name: str) -> str:
     """Return the JSON schema of a kind of document as text.
 
     Args:
-        kind: A key of `DOCUMENTS`.
+        name: A key of `schema_documents()`.
     """
-    model, title = DOCUMENTS[kind]
+    model, title = schema_documents()[name]
     schema = _simplify(model.model_json_schema(ref_template="#/definitions/{model}"))
     schema["definitions"] = schema.pop("$defs")
     for section in schema["definitions"].values():

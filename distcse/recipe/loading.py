@@ -14,16 +14,16 @@ import yaml
 from pydantic import ValidationError
 
 from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
-from distcse.recipe.mutual import MutualRecipe
+from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
-from distcse.recipe.schema import CorpusSection, Recipe, StorageSection
+from distcse.recipe.schema import Recipe
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.validation_errors import error_class, explain, nearest
-from distcse.storage import fetch, is_uri, resolve_path
+from distcse.storage import is_uri, open_store, resolve_path
 
 Document = dict[str, Any]
-R = TypeVar("R", bound=Recipe | MutualRecipe)
-S = TypeVar("S", bound=Recipe | MutualRecipe | Sweep)
+R = TypeVar("R", bound=BaseRecipe)
+S = TypeVar("S", bound=BaseRecipe | Sweep)
 
 _MOST_VALUES = 100_000
 """Maximum values of one document with aliases expanded: ten lines of YAML can expand to a thousand million."""
@@ -66,31 +66,38 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a student's recipe; see `read_recipe`.
 
     Raises:
-        InvalidValueError: It is a recipe of mutual distillation.
+        InvalidValueError: It is a recipe of another kind.
     """
-    recipe = read_recipe(name, overrides)
-    if isinstance(recipe, MutualRecipe):
-        raise InvalidValueError(f"recipe {name} is one of mutual distillation; it has groups, and no student")
-    return recipe
+    document = _document(name, overrides)
+    kind = recipe_class(document)
+    if kind is not Recipe:
+        raise InvalidValueError(
+            f"recipe {name} is a {kind.title}; it has {kind.identifying_key}, and no student; name a student's recipe"
+        )
+    return _validated(Recipe, document, name).with_absolute_paths()
 
 
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe | MutualRecipe:
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
     """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
 
-    A document with `groups` is a recipe of mutual distillation. Relative paths are resolved against the current directory,
-    because a Ray worker has another one.
+    The keys of the document decide its kind: one with `groups` is a recipe of mutual distillation (see `register_recipe`).
+    Relative paths are resolved against the current directory, because a Ray worker has another one.
 
     Raises:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
+    document = _document(name, overrides)
+    return _validated(recipe_class(document), document, name).with_absolute_paths()
+
+
+def _document(name: str, overrides: Sequence[str]) -> Document:
+    """Read a recipe's document, with the overrides and the DeepSpeed files that it names."""
     document = _read(name, overrides)
     for override in overrides:
         _apply(document, override)
     _read_in_engine_settings(document)
-    if "groups" in document:
-        return _mutual_with_absolute_paths(_validated(MutualRecipe, document, name))
-    return _with_absolute_paths(_validated(Recipe, document, name))
+    return document
 
 
 def with_values(recipe: R, values: Mapping[str, Any]) -> R:
@@ -152,7 +159,7 @@ def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:
     return with_values(recipe, {"student.layers": list(layers), "student.num_layers": None})
 
 
-def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
+def recipe_yaml(recipe: BaseRecipe | Sweep) -> str:
     """Format the resolved recipe as YAML, with the value of every key; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
@@ -161,8 +168,9 @@ def recipe_yaml(recipe: Recipe | MutualRecipe | Sweep) -> str:
 def _read(name: str, overrides: Sequence[str]) -> Document:
     file = name
     if is_uri(name):
-        fetch(resolve_path(name))
-        file = str(resolve_path(name))
+        path = resolve_path(name)
+        open_store(path.parent).fetch(path.name)
+        file = str(path)
     if os.path.isfile(file):
         text = _content(file)
     elif name in (known := packaged_recipes()):
@@ -213,7 +221,7 @@ def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: 
 
 def _read_in_engine_settings(document: Document) -> None:
     """Inline the DeepSpeed files that a recipe names, so that a resumed run does not depend on later changes of them."""
-    for name in ("training", "bi", "cross"):
+    for name in dict.fromkeys(key for kind in recipe_classes() for key in kind.loop_keys):
         section = document.get(name)
         file = section.get("deepspeed") if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(file, str):
@@ -293,77 +301,3 @@ def _index(node: list[Any], key: str, path: str) -> int:
     if not key.isdecimal() or int(key) >= len(node):
         raise OverrideError(f"{path}: {key!r} is no place in a list of {len(node)}; allowed: 0 to {len(node) - 1}")
     return int(key)
-
-
-def _with_absolute_paths(recipe: Recipe) -> Recipe:
-    detection = recipe.objective.detection
-    if detection is not None:
-        detection = detection.model_copy(update={"generator": _absolute_folder(detection.generator)})
-    return recipe.model_copy(
-        update={
-            "corpus": _found_corpus(recipe.corpus),
-            "storage": _found_storage(recipe.storage),
-            "evaluation": recipe.evaluation.model_copy(update={"data": _absolute(recipe.evaluation.data)}),
-            "objective": recipe.objective.model_copy(update={"detection": detection}),
-            "student": recipe.student.model_copy(update={"backbone": _absolute_folder(recipe.student.backbone)}),
-            "teachers": recipe.teachers.model_copy(
-                update={
-                    "encoders": [
-                        teacher.model_copy(update={"backbone": _absolute_folder(teacher.backbone)})
-                        for teacher in recipe.teachers.encoders
-                    ]
-                }
-            ),
-        }
-    )
-
-
-def _mutual_with_absolute_paths(recipe: MutualRecipe) -> MutualRecipe:
-    pairs, evaluation = recipe.pairs, recipe.evaluation
-    mine = pairs.mine
-    if mine is not None:
-        mine = mine.model_copy(update={"corpus": _found_corpus(mine.corpus)})
-    dev = _absolute(evaluation.dev) if os.sep in evaluation.dev or "." in evaluation.dev else evaluation.dev
-    return recipe.model_copy(
-        update={
-            "pairs": pairs.model_copy(update={"path": _absolute_paths(pairs.path), "mine": mine}),
-            "groups": [
-                group.model_copy(
-                    update={
-                        "backbone": _absolute_folder(group.backbone),
-                        "cross_backbone": _absolute_folder(group.cross_backbone),
-                    }
-                )
-                for group in recipe.groups
-            ],
-            "evaluation": evaluation.model_copy(update={"data": _absolute(evaluation.data), "dev": dev}),
-            "storage": _found_storage(recipe.storage),
-        }
-    )
-
-
-def _found_corpus(corpus: CorpusSection) -> CorpusSection:
-    return corpus.model_copy(update={"path": _absolute_paths(corpus.path), "dataset": _absolute_folder(corpus.dataset)})
-
-
-def _found_storage(storage: StorageSection) -> StorageSection:
-    cache = os.environ.get("DISTCSE_CACHE", storage.cache) if "cache" not in storage.model_fields_set else storage.cache
-    return storage.model_copy(update={"runs": _located(storage.runs), "cache": _located(cache)})
-
-
-def _located(name: str) -> str | None:
-    """Resolve a folder; an address of object storage stays as it is."""
-    return name.rstrip("/") if is_uri(name) else _absolute(name)
-
-
-def _absolute_paths(path: str | list[str] | None) -> str | list[str | None] | None:
-    return [_absolute(one) for one in path] if isinstance(path, list) else _absolute(path)
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
-
-
-def _absolute_folder(name: str | None) -> str | None:
-    """Make the name of an existing folder absolute; anything else (a hub id) stays as it is."""
-    return _absolute(name) if name is not None and os.path.isdir(os.path.expanduser(name)) else name

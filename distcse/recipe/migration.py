@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 from distcse.errors import RecipeNotFoundError, RecipeSyntaxError, RenamedKeyError
-from distcse.files import add_checksum_line, without_checksum_line
 from distcse.recipe.loading import parse_document
 from distcse.recipe.renaming import Renaming, find_renamed, replace_renamed
-from distcse.storage import RemotePath, atomic_write, fetch, resolve_path
+from distcse.storage import add_checksum_line, open_store, resolve_path, without_checksum_line
 
 
 def migrate_text(text: str, name: str) -> tuple[str, list[Renaming]]:
@@ -56,7 +55,7 @@ def migrate_file(file: str, output: str | None = None) -> list[Renaming]:
         StorageWriteError: The result cannot be written. The file stays unchanged.
     """
     source = resolve_path(file)
-    if not fetch(source):
+    if not open_store(source.parent).fetch(source.name):
         raise RecipeNotFoundError(
             f"no file {file!r}; write the path of a recipe or search space, such as my-recipe.yaml"
         )
@@ -73,8 +72,10 @@ def migrate_file(file: str, output: str | None = None) -> list[Renaming]:
 
 
 def _write(target: Path, text: str, mode_of: Path) -> None:
-    if not isinstance(target, RemotePath):
+    store = open_store(target.parent)
+    if not store.is_remote:
         target = Path(os.path.realpath(target))  # a link stays a link
-    with atomic_write(target) as temporary:
+        store = open_store(target.parent)
+    with store.write(target.name) as temporary:
         temporary.write_bytes(text.encode("utf-8"))
         shutil.copymode(mode_of, temporary)

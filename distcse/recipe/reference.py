@@ -10,32 +10,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from distcse.recipe.mutual import MutualRecipe
-from distcse.recipe.schema import Recipe
+from distcse.recipe.base import recipe_classes
 from distcse.recipe.section import Name
 from distcse.recipe.sweep import Sweep
 
-_DOCUMENTS: Sequence[tuple[str, str, type[BaseModel], str]] = (
-    (
-        "A student's recipe",
-        "",
-        Recipe,
-        "`python -m distcse.train RECIPE`: one student learns from teachers' lists, from the text alone, or from both.",
-    ),
-    (
-        "A recipe of mutual distillation",
-        " of mutual distillation",
-        MutualRecipe,
-        "A document with `groups`: several language models (or one) teach each other. "
-        "[How it works](../methods/trans-encoder.md).",
-    ),
-    (
-        "A search space",
-        " of a search space",
-        Sweep,
-        "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](../how-to/sweeps.md).",
-    ),
-)
+_SPACE = "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](../how-to/sweeps.md)."
 _HEAD = """\
 # Recipe reference
 
@@ -61,23 +40,27 @@ def reference() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD]
     headings: dict[type[BaseModel], str] = {}
-    for title, suffix, document, about in _DOCUMENTS:
-        new = {model: f"`{path}`{suffix}" if path else f"The keys{suffix}" for path, model in _sections(document)}
+    documents: list[tuple[str, str, type[BaseModel], str]] = [
+        *((kind.title, kind.subject(), kind, kind.summary) for kind in recipe_classes()),
+        ("search space", " of a search space", Sweep, _SPACE),
+    ]
+    for title, suffix, document, about in documents:
+        new = {model: f"`{path}`{suffix}" if path else f"The keys{suffix}" for path, model in sections_of(document)}
         headings = {**new, **headings}  # a section that an earlier document has too is described there
-        parts.append(f"## {title}\n\n{about}\n")
+        parts.append(f"## A {title}\n\n{about}\n")
         for model, heading in new.items():
             if headings[model] == heading:
                 parts.append(f"### {heading}\n\n{_prose(model.__doc__)}\n\n{_table(model, headings)}")
     return "\n".join(parts)
 
 
-def _sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield a section, then the sections inside it, in the order of their keys."""
     yield path, model
     for name, field in model.model_fields.items():
         star, inner = _section_in(field.annotation)
         if inner is not None:
-            yield from _sections(inner, f"{path}.{name}{star}".removeprefix("."))
+            yield from sections_of(inner, f"{path}.{name}{star}".removeprefix("."))
 
 
 def _section_in(annotation: Any) -> tuple[str, type[BaseModel] | None]:

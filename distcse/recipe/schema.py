@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from distcse.errors import StorageError
-from distcse.recipe.encoders import StudentSection, TeachersSection
+from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
+from distcse.recipe.encoders import StudentSection
 from distcse.recipe.loggers import LoggersSection
-from distcse.recipe.objective import ObjectiveSection
+from distcse.recipe.losses.loss_section import registered_losses
+from distcse.recipe.models import ModelsSection
+from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
+from distcse.recipe.paths import absolute, absolute_folder, absolute_location, absolute_paths
 from distcse.recipe.section import Gpus, Name, Precision, Section
+from distcse.recipe.teachers import TeachersSection
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_uri, resolve_path
 
@@ -51,6 +57,10 @@ class CorpusSection(Section):
         if self.domain is not None and self.docstrings is not None:
             raise ValueError("domain names a column, and docstrings have none; leave it null")
         return self
+
+    def with_absolute_paths(self) -> CorpusSection:
+        """Return a copy with paths resolved against the current directory."""
+        return self.model_copy(update={"path": absolute_paths(self.path), "dataset": absolute_folder(self.dataset)})
 
 
 class AsyncEvalSection(Section):
@@ -116,9 +126,56 @@ class StorageSection(Section):
             raise ValueError(str(refused)) from None
         return name.rstrip("/") if is_uri(name) else name
 
+    def with_absolute_paths(self) -> StorageSection:
+        """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""
+        cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE", self.cache)
+        return self.model_copy(update={"runs": absolute_location(self.runs), "cache": absolute_location(cache)})
 
-class Recipe(Section):
+
+@register_recipe
+class Recipe(BaseRecipe):
     """One training run of a student."""
+
+    title: ClassVar[str] = "student's recipe"
+    schema_name: ClassVar[str] = "recipe"
+    summary: ClassVar[str] = (
+        "`python -m distcse.train RECIPE`: one student learns from teachers' lists, from the text alone, or from both."
+    )
+    identifying_key: ClassVar[str] = "student"
+    loop_keys: ClassVar[tuple[str, ...]] = ("training",)
+    resumable_keys: ClassVar[tuple[str, ...]] = (
+        "training.workers",
+        "training.min_workers",
+        "training.cpus_per_worker",
+        "training.gpus_per_worker",
+        "training.engine",
+        "training.zero_stage",
+        "training.deepspeed",
+        "training.dropout_rng_streams",
+        "training.grad_cache_chunk",
+        "training.cuda_graphs",
+        "training.max_failures",
+        "training.node_labels",
+        "training.log_every",
+        "teachers.embedding_workers",
+        "teachers.gpus_per_actor",
+        "teachers.num_servers",
+        "teachers.node_labels",
+        "teachers.prefetch_steps",
+        "teachers.tokens_per_batch",
+        "teachers.heartbeat_timeout_s",
+        "evaluation.final_suites",
+        "storage.cache",
+        "loggers",
+    )
+    searchable_keys: ClassVar[tuple[str, ...]] = (
+        "student",
+        "teachers.encoders",
+        "teachers.rank_noise_group",
+        "teachers.disagreement_scale",
+        "objective",
+        "training",
+    )
 
     name: Name = "run"
     """Name of the run directory."""
@@ -134,6 +191,8 @@ class Recipe(Section):
     """Loss terms and their weights."""
     training: TrainingSection = TrainingSection()
     """Training loop and workers."""
+    models: ModelsSection = ModelsSection()
+    """How all models are computed."""
     evaluation: EvaluationSection = EvaluationSection()
     """Dev scores and final evaluation."""
     storage: StorageSection = StorageSection()
@@ -150,18 +209,42 @@ class Recipe(Section):
             return "stsb"
         return "agreement" if self.teachers.encoders else "none"
 
+    @property
+    def uses_ray(self) -> bool:
+        return self.training.workers > 0
+
+    @property
+    def inputs(self) -> RecipeInputs:
+        backbones = [(self.student.backbone, self.student.trust_remote_code)]
+        backbones += [(model, False) for model in self.objective.models.values()]
+        return RecipeInputs(backbones, self.teachers.encoders, corpus=self.corpus, labelled=self.evaluation.data)
+
+    def with_absolute_paths(self) -> Self:
+        student = self.student
+        teachers = [
+            teacher.model_copy(update={"backbone": absolute_folder(teacher.backbone)})
+            for teacher in self.teachers.encoders
+        ]
+        return self.model_copy(
+            update={
+                "corpus": self.corpus.with_absolute_paths(),
+                "storage": self.storage.with_absolute_paths(),
+                "evaluation": self.evaluation.model_copy(update={"data": absolute(self.evaluation.data)}),
+                "objective": self.objective.with_absolute_paths(),
+                "student": student.model_copy(update={"backbone": absolute_folder(student.backbone)}),
+                "teachers": self.teachers.model_copy(update={"encoders": teachers}),
+            }
+        )
+
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
         terms = self.objective
-        for name in ("rank", "rank_regression"):
-            if getattr(terms, name) is not None and not self.teachers.encoders:
-                raise ValueError(
-                    f"objective.{name} needs teachers; add teachers.encoders, or write objective.{name}: null"
-                )
-        between = (terms.info_nce, terms.rank_regression)
-        if terms.combine == "hinge" and not all(term is not None and term.weight for term in between):
+        for key in terms.keys_that_need("lists", "clean_lists", "vectors"):
+            if not self.teachers.encoders:
+                raise ValueError(f"{key} needs teachers; add teachers.encoders, or write {key}: null")
+        if terms.combine == "hinge" and not terms.active_terms.keys() >= {*HINGE_TERMS}:
             raise ValueError(
-                "objective.combine hinge is between info_nce and rank_regression; keep both, with weights above 0, or write sum"
+                f"objective.combine hinge is between {' and '.join(HINGE_TERMS)}; keep both, with weights above 0, or write sum"
             )
         if self.teachers.mode == "live" and any(teacher.similarity == "rank" for teacher in self.teachers.encoders):
             raise ValueError("a teacher in rank space serves from a table; write teachers.mode: table")
@@ -170,92 +253,46 @@ class Recipe(Section):
                 f"evaluation.eval_steps is {self.evaluation.eval_steps}, which is no multiple of training.gradient_accumulation "
                 f"{self.training.gradient_accumulation}; a checkpoint holds no half-summed gradient"
             )
-        weights = (
-            terms.info_nce and terms.info_nce.weight,
-            terms.consistency and terms.consistency.beta,
-            terms.rank and terms.rank.gamma,
-            terms.rank_regression and terms.rank_regression.weight,
-            terms.regression and terms.regression.weight,
-            terms.detection and terms.detection.weight,
-            *(own.weight for own in terms.custom.values()),
-        )
-        if not any(weights):
-            raise ValueError(
-                "objective has no term of weight above 0; keep one of "
-                "info_nce, consistency, rank, rank_regression, regression, detection, own"
-            )
+        if not terms.active_terms:
+            allowed = ", ".join([*(loss.key for loss in registered_losses()), "custom"])
+            raise ValueError(f"objective has no term of weight above 0; keep one of {allowed}")
         return self
 
     @model_validator(mode="after")
     def _teachers_are_there_for_what_asks_them(self) -> Recipe:
         terms, there = self.objective, len(self.teachers.encoders)
-        asking = {
-            "objective.regression": terms.regression,
-            "objective.info_nce.false_negatives": terms.info_nce and terms.info_nce.false_negatives,
-            "training.neighbor_batching": self.training.neighbor_batching,
-        }
-        for name, wants in asking.items():
-            if wants is not None and not there:
-                raise ValueError(f"{name} needs teachers; add teachers.encoders, or write {name}: null")
-        lists = terms.rank is not None or bool(terms.custom)
-        if self.teachers.disagreement_scale is not None and not (lists and there > 1):
+        if self.training.neighbor_batching is not None and not there:
+            raise ValueError(
+                "training.neighbor_batching needs teachers; add teachers.encoders, or write training.neighbor_batching: null"
+            )
+        # A custom term may learn from lists: its class is not imported here.
+        weighs_pairs = bool(terms.keys_that_need("pair_weights") or terms.custom)
+        if self.teachers.disagreement_scale is not None and not (weighs_pairs and there > 1):
             raise ValueError(
                 "teachers.disagreement_scale weighs the pairs of lists on which several teachers disagree, and here is "
-                f"{'one teacher' if lists else 'no objective.rank'}; write teachers.disagreement_scale: null"
+                f"{'one teacher' if weighs_pairs else 'no objective.rank'}; write teachers.disagreement_scale: null"
             )
-        if self.teachers.rank_noise_group is not None and not (lists or terms.rank_regression is not None):
+        if self.teachers.rank_noise_group is not None and not (terms.keys_that_need("lists") or terms.custom):
             raise ValueError(
                 "teachers.rank_noise_group is noise on lists, and no term learns from any; write teachers.rank_noise_group: null"
             )
-        if terms.regression is None:
-            return self
-        chosen = terms.regression.teachers
-        if chosen is not None and (not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= there):
-            raise ValueError(
-                f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {there - 1}, each once"
-            )
-        joined = self.teachers.encoders if chosen is None else [self.teachers.encoders[number] for number in chosen]
-        if len(joined) > 1 and any(teacher.alpha_by_domain for teacher in joined):
-            raise ValueError(
-                "objective.regression joins teachers by their alphas, the same in all rows; take alpha_by_domain away, or name "
-                "one teacher: objective.regression.teachers: [0]"
-            )
-        if silent := [
-            name for teacher in joined for name, weight in (teacher.alpha_by_domain or {}).items() if not weight
-        ]:
-            raise ValueError(
-                f"objective.regression learns a teacher's vectors in all rows, and its alpha_by_domain is 0 in {silent[0]}: "
-                "weights by domain are of lists; name another teacher in objective.regression.teachers"
-            )
-        if self.student.projection != "none":
-            raise ValueError(
-                "objective.regression moves the vectors that are used, and nothing may stand between; "
-                "write student.projection: none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _memory_and_batch_meet_in_one_space(self) -> Recipe:
-        rank = self.objective.rank
-        if rank is not None and rank.queue is not None and self.student.projection == "batch_norm_mlp":
-            raise ValueError(
-                "objective.rank.queue holds vectors that no batch normalised; write student.projection: none or tanh_mlp"
-            )
+        for section in terms.terms.values():
+            section.check_recipe(self)
         return self
 
     @model_validator(mode="after")
     def _step_can_be_recorded(self) -> Recipe:
         terms = self.objective
-        fixes = {
-            "objective.detection: null": terms.detection is not None and terms.detection.weight,
-            "objective.rank.queue: null": terms.memory is not None,
-            "objective.custom: {}": bool(terms.custom),  # their Python would run once, and never again
-            "student.trust_remote_code: false": self.student.trust_remote_code,
-        }
-        if self.training.cuda_graphs and (wanted := [fix for fix, is_needed in fixes.items() if is_needed]):
+        changing = [*terms.keys_that_need("detector", active=True), *terms.keys_that_need("queue", active=True)]
+        fixes = [f"{key}: null" for key in changing]
+        if terms.custom:
+            fixes.append("objective.custom: {}")  # their Python would run once, and never again
+        if self.student.trust_remote_code:
+            fixes.append("student.trust_remote_code: false")
+        if self.training.cuda_graphs and fixes:
             raise ValueError(
                 "training.cuda_graphs records steps that do the same work in the same memory every time; "
-                f"write {', '.join(wanted)}, or training.cuda_graphs: false"
+                f"write {', '.join(fixes)}, or training.cuda_graphs: false"
             )
         return self
 

@@ -27,20 +27,20 @@ _UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
 class NeighborBatchingSection(Section):
-    """Batches that group sentences with some of their nearest neighbours by the teachers' similarities.
+    """Batches that group sentences with some of their nearest neighbors by the teachers' similarities.
 
-    In a random batch nearly all pairs are dissimilar; neighbours add graded similarities to the lists. Every row still occurs
-    once per epoch. Neighbours are computed once, from the teachers that have tables, and cached with them.
+    In a random batch nearly all pairs are dissimilar; neighbors add graded similarities to the lists. Every row still occurs
+    once per epoch. Neighbors are computed once, from the teachers that have tables, and cached with them.
     """
 
     per_anchor: Annotated[int, Field(ge=1)] = 3
-    """Maximum neighbours that an anchor adds to its batch; those already used by another anchor are skipped."""
+    """Maximum neighbors that an anchor adds to its batch; those already used by another anchor are skipped."""
     min_rank: Annotated[int, Field(ge=1)] = 1
-    """First neighbour rank to draw from; above 1 avoids paraphrases and near-duplicates."""
+    """First neighbor rank to draw from; above 1 avoids paraphrases and near-duplicates."""
     max_rank: Annotated[int, Field(ge=1)] = 16
-    """Last neighbour rank to draw from."""
+    """Last neighbor rank to draw from."""
     anchor_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of anchors that add neighbours; the others are batched at random."""
+    """Share of anchors that add neighbors; the others are batched at random."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> Self:
@@ -117,7 +117,7 @@ class TrainingSection(LoopSection):
     """Training loop of a student, and its workers."""
 
     neighbor_batching: NeighborBatchingSection | None = None
-    """Group neighbours in batches; null shuffles at random."""
+    """Group neighbors in batches; null shuffles at random."""
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the loop in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None

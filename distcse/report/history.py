@@ -81,7 +81,9 @@ def read_run(path: Path) -> History:
     document = yaml.safe_load(recipe)
     groups = [group["name"] for group in document.get("groups", [])]
     last = max((step for values in losses.values() for step in values), default=0)
-    position = next((index for index, stage in enumerate(stages) if stage[0] in ("exposure", "start")), len(stages))
+    position = next(
+        (index for index, stage in enumerate(stages) if stage[0] in ("contamination", "start")), len(stages)
+    )
     if last:
         stages.insert(position, ("training", training, f"{last:,} steps, dev scores included"))
     if groups:

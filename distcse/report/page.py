@@ -16,7 +16,7 @@ from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import find_published
-from distcse.storage import write_text_atomic
+from distcse.storage import open_store
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
@@ -29,10 +29,10 @@ def write_pages(evaluation: Evaluation, folder: Path, history: History | None = 
 
 def write_page_files(folder: Path, page: str, text: str) -> list[Path]:
     """Write report.html and report.md, each atomically, and return their paths."""
-    files = [folder / "report.html", folder / "report.md"]
-    for file, written in zip(files, (page, text), strict=True):
-        write_text_atomic(file, written)
-    return files
+    store = open_store(folder)
+    store.write_text("report.html", page)
+    store.write_text("report.md", text)
+    return [folder / "report.html", folder / "report.md"]
 
 
 def html(evaluation: Evaluation, history: History | None = None) -> str:

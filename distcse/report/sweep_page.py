@@ -36,7 +36,7 @@ def rows_of(result: SweepResult) -> list[SummaryRow]:
 def unfinished(result: SweepResult) -> list[str]:
     """Return the final runs that did not finish, and why; means leave them out."""
     return [
-        f"{variant_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.why}' if run.why else ''}"
+        f"{variant_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.reason}' if run.reason else ''}"
         for run in result.final_results
         if run.status != "finished"
     ]
@@ -76,13 +76,13 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
             {
                 "number": numbers[trial.name],
                 "status": trial.status
-                + (f" (as trial {numbers.get(trial.recalled_from, '?')})" if trial.recalled_from else ""),
+                + (f" (as trial {numbers.get(trial.reused_from, '?')})" if trial.reused_from else ""),
                 "dev": f"{trial.best.score:.2f}" if trial.best else "",
                 "step": f"{trial.best.step:,}" if trial.best else "",
-                "progress": f"{trial.reported[-1].progress:.0f} %" if trial.reported else "",
+                "progress": f"{trial.metrics[-1].progress:.0f} %" if trial.metrics else "",
                 "seconds": f"{trial.seconds:.0f}",
                 "values": [format_value(trial.values[path]) for path in paths],
-                "why": trial.why,
+                "reason": trial.reason,
                 "best": result.best_trial is not None and trial.name == result.best_trial.name,
             }
             for trial in ranked

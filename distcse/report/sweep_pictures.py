@@ -177,15 +177,15 @@ def _curves(trials: Sequence[Trial]) -> Picture:
         ):
             with_status = [trial for trial in trials if trial.status == status]
             for number, trial in enumerate(with_status):
-                steps = [entry.progress for entry in trial.reported]
-                found = [entry.score for entry in trial.reported]
+                steps = [entry.progress for entry in trial.metrics]
+                found = [entry.score for entry in trial.metrics]
                 label = f"{status} ({len(with_status)})" if number == 0 else None
                 axes.plot(
                     steps, found, color=colour, alpha=0.45, linewidth=1.1, label=label, marker="." * (len(steps) == 1)
                 )
         if best is not None:
-            steps = [entry.progress for entry in best.reported]
-            axes.plot(steps, [entry.score for entry in best.reported], color=INK, linewidth=1.8, label="best")
+            steps = [entry.progress for entry in best.metrics]
+            axes.plot(steps, [entry.score for entry in best.metrics], color=INK, linewidth=1.8, label="best")
         axes.set_xlabel("% of training")
         legend_above(axes)
 

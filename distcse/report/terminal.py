@@ -100,10 +100,10 @@ def print_comparison(comparison: TeacherComparison) -> None:
         table.add_row(both, f"{pairing.kendall:.1f}", f"{pairing.overlap:.1f}")
     console.print(table)
     console.print("\nWhere they disagree most (cosines in the teachers' order)", markup=False, highlight=False)
-    for dispute in comparison.disputes:
-        cosines = "  ".join(f"{cosine:5.2f}" for cosine in dispute.cosines)
-        console.print(f"{cosines}  {dispute.one}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"{' ' * len(cosines)}  {dispute.other}", markup=False, highlight=False, soft_wrap=True)
+    for disagreement in comparison.disagreements:
+        cosines = "  ".join(f"{cosine:5.2f}" for cosine in disagreement.cosines)
+        console.print(f"{cosines}  {disagreement.one}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{' ' * len(cosines)}  {disagreement.other}", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(lines: Iterable[Mapping[str, Any]]) -> None:

@@ -3,12 +3,12 @@
 <runs>/<name>-<time>/recipe.yaml     the resolved recipe with every key, and its checksum
                      run.json        fingerprints of the data, seed, packages, Python, platform, commit
                      rerun.json      of a rerun: the first run, and whether the weights are equal
-                     claim           the process that works here, and the start of the run that may write
+                     lease           the process that works here, and the start of the run that may write
                      events.jsonl    every event of the run
                      checkpoints/    latest and best
                      model/          the student, in the sentence-transformers layout
                      projection.safetensors  from the joined teachers' vectors to the student's width, if a term needs it
-                     neighbours.begun        checksum of the neighbour graph, where batches are grouped
+                     neighbors.checksum      of the k-nearest-neighbor graph, where batches are grouped
                      evaluation.json start, student and teachers at the end
                      report.html     the run as a page; report.md, the same as text
 """
@@ -30,60 +30,22 @@ from typing import Any
 
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunRecordError
 from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, to_json_line
-from distcse.files import add_checksum_line, dump_checked_json, load_checked_json, storage_errors, without_checksum_line
-from distcse.recipe import MutualRecipe, Recipe, StorageSection, Sweep, read_recipe, recipe_yaml
+from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recipe_yaml
 from distcse.runs.lease import Lease, has_local_changes
-from distcse.storage import RemotePath, fetch, probe, refuse_job_copy, resolve_path, to_uri, upload, write_text_atomic
+from distcse.storage import (
+    add_checksum_line,
+    open_store,
+    refuse_job_copy,
+    resolve_path,
+    storage_errors,
+    to_uri,
+    without_checksum_line,
+)
 
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a report lists; run.json has all."""
 
-_MAY_CHANGE = (
-    "training.workers",
-    "training.min_workers",
-    "training.cpus_per_worker",
-    "training.gpus_per_worker",
-    "training.engine",
-    "training.zero_stage",
-    "training.deepspeed",
-    "training.dropout_rng_streams",
-    "training.grad_cache_chunk",
-    "training.cuda_graphs",
-    "training.max_failures",
-    "training.node_labels",
-    "training.log_every",
-    "teachers.embedding_workers",
-    "teachers.gpus_per_actor",
-    "teachers.num_servers",
-    "teachers.node_labels",
-    "teachers.prefetch_steps",
-    "teachers.tokens_per_batch",
-    "teachers.heartbeat_timeout_s",
-    "evaluation.final_suites",
-    "storage.cache",
-    "loggers",
-)
-"""Settings that a resumed run may change: none of them changes what is learned."""
-
-_MAY_CHANGE_IN_GROUPS = (
-    "ray",
-    "groups.cpus_per_worker",
-    "groups.gpus_per_worker",
-    "groups.node_labels",
-    "bi.engine",
-    "bi.zero_stage",
-    "bi.deepspeed",
-    "bi.log_every",
-    "cross.engine",
-    "cross.zero_stage",
-    "cross.deepspeed",
-    "cross.log_every",
-    "mutual.on_failure",
-    "mutual.max_failures",
-    "evaluation.final_suites",
-    "storage.cache",
-    "loggers",
-)
+_RECORD, _EVENTS = "run.json", "events.jsonl"
 _LIST_INDEX = re.compile(r"\.\d+\.")
 
 
@@ -97,18 +59,20 @@ class RunDirectory:
 
     def __init__(self, path: Path, is_exclusive: bool = False) -> None:
         self.path = path
+        self.store = open_store(path)
         self._is_exclusive = is_exclusive
         self.model = path / "model"
         self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
-        self._events = path / "events.jsonl"
+        self._events = path / _EVENTS
 
     @classmethod
-    def create(cls, recipe: Recipe | MutualRecipe) -> RunDirectory:
+    def create(cls, recipe: BaseRecipe) -> RunDirectory:
         """Create a folder `<runs>/<name>-<time>` with the resolved recipe in it."""
         require_lasting(recipe.storage)
-        stem = resolve_path(recipe.storage.runs) / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if isinstance(stem, RemotePath):  # object storage cannot create a folder exclusively
+        runs = open_store(recipe.storage.runs)
+        stem = runs.path / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if runs.is_remote:  # object storage cannot create a folder exclusively
             stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
         for attempt in range(1, 1000):
             path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
@@ -125,7 +89,7 @@ class RunDirectory:
         raise RunDirectoryError(f"{stem} and 998 numbered folders exist; delete old runs in {stem.parent}")
 
     @classmethod
-    def begin(cls, path: Path, recipe: Recipe | MutualRecipe) -> RunDirectory:
+    def begin(cls, path: Path, recipe: BaseRecipe) -> RunDirectory:
         """Write the resolved recipe to an existing folder, of which the caller ensures that no other process works there."""
         directory = cls(path, is_exclusive=True)
         directory._fetch_events()
@@ -136,14 +100,12 @@ class RunDirectory:
         """Hold the folder's lease. Raises `RunInUseError` if another process holds it; a killed one's lease is taken over."""
         return nullcontext(Lease.acquire(self.path)) if self._is_exclusive else Lease.held(self.path, reporter)
 
-    def decide(self, recipe: Recipe | MutualRecipe) -> None:
+    def decide(self, recipe: BaseRecipe) -> None:
         """Store the recipe with the values that the run chose, so that a resumed run keeps them."""
         write_recipe(self.path / "recipe.yaml", recipe)
 
     @classmethod
-    def reopen(
-        cls, path: Path, overrides: list[str], also: Sequence[str] = ()
-    ) -> tuple[RunDirectory, Recipe | MutualRecipe]:
+    def reopen(cls, path: Path, overrides: list[str], also: Sequence[str] = ()) -> tuple[RunDirectory, BaseRecipe]:
         """Open an earlier run and its recipe, with overrides that do not change what is learned.
 
         Args:
@@ -156,25 +118,21 @@ class RunDirectory:
             RunRecordError: The stored recipe is damaged or was edited.
             FrozenKeyError: An override would change what is learned.
         """
-        stored = path / "recipe.yaml"
-        if not fetch(stored):
+        stored, store = path / "recipe.yaml", open_store(path)
+        if not store.fetch(stored.name):
             raise RunDirectoryError(
-                f"{to_uri(path)} is not a run directory: it has no recipe.yaml; pass --resume the folder that the run printed"
+                f"{store} is not a run directory: it has no recipe.yaml; pass --resume the folder that the run printed"
             )
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
-        allowed = (*(_MAY_CHANGE if isinstance(after, Recipe) else _MAY_CHANGE_IN_GROUPS), *also)
+        allowed = (*after.resumable_keys, *also)
         changed = sorted(_differences(before.model_dump(), after.model_dump()))
         if forbidden := [key for key in changed if not _LIST_INDEX.sub(".", key).startswith(allowed)]:
             raise FrozenKeyError(
                 f"{forbidden[0]} cannot change in a resumed run; start a new run, or remove the override. "
                 f"A resumed run may change: {', '.join(allowed)}"
             )
-        if isinstance(after, MutualRecipe) and "ray" in changed and any(group.workers > 1 for group in after.groups):
-            raise FrozenKeyError(
-                "ray cannot change in a resumed run with a group of several workers: without Ray one worker does their work, "
-                "with other dropout; start a new run, or remove the override"
-            )
+        after.refuse_changes(changed)
         directory = cls(path)
         directory._fetch_events()
         return directory, after
@@ -186,15 +144,14 @@ class RunDirectory:
             seed: The recipe's seed.
             data: Fingerprints by name: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
         """
-        file = self.path / "run.json"
-        if fetch(file):
+        if self.store.fetch(_RECORD):
             if changed := other_data(recorded(self.path)["data"], data):
                 raise ResumeMismatchError(
-                    f"the {changed[0]} has changed since {to_uri(self.path)} began{_format_fingerprints(*changed)}; restore it, "
+                    f"the {changed[0]} has changed since {self.store} began{_format_fingerprints(*changed)}; restore it, "
                     "or start a new run"
                 )
             return
-        write_text_atomic(file, dump_checked_json({"data": dict(data), "seed": seed, **self.circumstances()}))
+        self.store.write_json(_RECORD, {"data": dict(data), "seed": seed, **self.circumstances()})
 
     @staticmethod
     def circumstances() -> dict[str, Any]:
@@ -211,12 +168,12 @@ class RunDirectory:
 
     def record_checksum(self, name: str, checksum: str) -> None:
         """Record a checksum at the first call. Raises `ResumeMismatchError` if a later one differs."""
-        file = self.path / f"{name}.begun"
-        if not fetch(file):
-            write_text_atomic(file, checksum)
-        elif (recorded_checksum := file.read_text()) != checksum:
+        file = f"{name}.checksum"
+        if not self.store.fetch(file):
+            self.store.write_text(file, checksum)
+        elif (recorded_checksum := (self.path / file).read_text()) != checksum:
             raise ResumeMismatchError(
-                f"the {name} have changed since {to_uri(self.path)} began (checksum {checksum[:12]}, was "
+                f"the {name} have changed since {self.store} began (checksum {checksum[:12]}, was "
                 f"{recorded_checksum[:12]}); restore storage.cache, or start a new run"
             )
 
@@ -229,12 +186,12 @@ class RunDirectory:
 
     def store_events(self) -> None:
         """Upload events.jsonl if the run is in object storage."""
-        upload(self._events)
+        self.store.upload(_EVENTS)
 
     def _fetch_events(self) -> None:
         """Fetch events.jsonl, unless this machine's copy is at least as new."""
         if not has_local_changes(self.path):
-            fetch(self._events)
+            self.store.fetch(_EVENTS)
 
 
 def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
@@ -253,9 +210,10 @@ def require_lasting_run(directory: Path) -> None:
 def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
     """Create a recipe's folders. Raises `RunDirectoryError` if one cannot be written."""
     for key in keys:
-        folder = resolve_path(getattr(storage, key))
-        if isinstance(folder, RemotePath):
-            probe(folder)
+        store = open_store(getattr(storage, key))
+        folder = store.path
+        if store.is_remote:
+            store.probe()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
@@ -277,10 +235,9 @@ def _differences(before: Any, after: Any, path: str = "") -> set[str]:
     return set() if before == after else {path}
 
 
-def write_recipe(file: Path, recipe: Recipe | MutualRecipe | Sweep) -> None:
+def write_recipe(file: Path, recipe: BaseRecipe | Sweep) -> None:
     """Store a resolved recipe with its checksum: truncated YAML can be a valid recipe."""
-    text = recipe_yaml(recipe)
-    write_text_atomic(file, add_checksum_line(text))
+    open_store(file.parent).write_text(file.name, add_checksum_line(recipe_yaml(recipe)))
 
 
 def check_stored(file: Path) -> None:
@@ -288,22 +245,23 @@ def check_stored(file: Path) -> None:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise RunRecordError(f"{file} cannot be read ({error}); restore it, or start a new run") from None
+        raise RunRecordError(f"{to_uri(file)} cannot be read ({error}); restore it, or start a new run") from None
     if without_checksum_line(text) is None:
         raise RunRecordError(
-            f"{file} is not what the run wrote: it was truncated, damaged or edited; restore it, or start a new run"
+            f"{to_uri(file)} is not what the run wrote: it was truncated, damaged or edited; restore it, or start a new run"
         )
 
 
 def recorded(run: Path) -> dict[str, Any]:
     """Read run.json. Raises `RunRecordError` if it is missing or damaged."""
+    store = open_store(run)
     try:
-        fetch(run / "run.json")
-        return load_checked_json(run / "run.json")
+        record, reason = store.read_json(_RECORD), "it does not exist"
     except (OSError, ValueError) as error:
-        raise RunRecordError(
-            f"{to_uri(run / 'run.json')} cannot be read ({error}); restore it, or start a new run"
-        ) from None
+        record, reason = None, str(error)
+    if record is None:
+        raise RunRecordError(f"{store}/{_RECORD} cannot be read ({reason}); restore it, or start a new run")
+    return record
 
 
 def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:

@@ -2,18 +2,18 @@
 
 Two mechanisms, because neither suffices alone:
 
-- **Owner.** The file `claim` names the process that works in the folder. Later processes are refused, or wait, while the owner
+- **Owner.** The file `lease` names the process that works in the folder. Later processes are refused, or wait, while the owner
   lives. On the same machine, the kernel decides immediately, also after SIGKILL: by process id, start time, boot and process
-  namespace. From another machine or container, an owner lives while it touches the claim, and is lost after 60 s without.
+  namespace. From another machine or container, an owner lives while it touches the file, and is lost after 60 s without.
 - **Token.** Workers of a killed driver live on for seconds, on a shared cluster longer, and a machine can return after a network
-  failure. So each start has its own token, and checkpoints are written only while the claim contains it.
+  failure. So each start has its own token, and checkpoints are written only while the file contains it.
 
-In object storage, a small object next to the claim is rewritten instead of a touch. It is not the claim itself, because a machine
-that returns would overwrite the claim with its old content.
+In object storage, a small object next to the lease is rewritten instead of a touch. It is not the lease itself, because a machine
+that returns would overwrite the lease with its old content.
 
 File-system locks are not sufficient. flock works on one machine. On NFS, Lustre and FUSE, depending on mount options, the server
 or each machine keeps the lock (and then several get it), or it is refused; and a server can keep a lost client's lock forever.
-Here, flock only orders simultaneous starts on one machine. If two machines take over an expired claim in the same second, the
+Here, flock only orders simultaneous starts on one machine. If two machines take over an expired lease in the same second, the
 token decides at the first checkpoint.
 """
 
@@ -35,19 +35,19 @@ from typing import Any
 
 from distcse.errors import RunError, RunInUseError, RunTakenOverError, StoppedEarlyError, StorageError
 from distcse.events import LogMessage, Reporter
-from distcse.files import storage_errors
-from distcse.storage import RemotePath, read, to_uri, write_text_atomic
+from distcse.storage import ArtifactStore, open_store, storage_errors
 
 HEARTBEAT_S = 5.0
-"""Seconds between two touches of a claim."""
+"""Seconds between two touches of a lease file."""
 LEASE_TIMEOUT_S = 60.0
 """Seconds without a touch after which an owner on another machine counts as lost; longer than network file systems cache."""
 _REMOTE_HEARTBEAT_S = 15.0
 """Seconds between two heartbeats in object storage, where each is a request."""
+_FILE, _HEARTBEAT = "lease", "lease.heartbeat"
 _POLL_S = 1.0
 _REMOTE_POLL_S = 5.0
 _held_here: set[str] = set()
-"""Tokens of this process's active leases. Other claims that name this process were not released because writing failed."""
+"""Tokens of this process's active leases. Other lease files that name this process were not released because writing failed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LeaseOwner:
     host: str
     kernel: str
     """Boot id and process namespace, in which `pid` is valid."""
-    began: str
+    start_time: str
     """Start time of the process in the kernel's units, because process ids are reused."""
 
     @classmethod
@@ -76,8 +76,8 @@ class LeaseOwner:
 class Lease:
     """The right of one start of a run to write to its folder."""
 
-    file: Path
-    """Path of the claim."""
+    folder: ArtifactStore
+    """The folder, which contains the lease file."""
     token: str
     """Token of this start."""
     has_local_changes: bool = False
@@ -89,11 +89,11 @@ class Lease:
         """Take over a folder; earlier leases become invalid.
 
         Raises:
-            StorageWriteError: The claim cannot be written.
+            StorageWriteError: The lease file cannot be written.
         """
-        lease = cls(folder / "claim", secrets.token_hex(8), has_local_changes(folder))
+        lease = cls(open_store(folder), secrets.token_hex(8), has_local_changes(folder))
         _held_here.add(lease.token)
-        write_text_atomic(lease.file, json.dumps({"token": lease.token, "holder": asdict(LeaseOwner.here())}))
+        lease.folder.write_text(_FILE, json.dumps({"token": lease.token, "owner": asdict(LeaseOwner.here())}))
         return lease
 
     @classmethod
@@ -109,11 +109,11 @@ class Lease:
         Raises:
             RunInUseError: Another process works in the folder, and `waits_for` is None.
             StoppedEarlyError: A stop was requested during a wait.
-            StorageWriteError: The claim cannot be written.
+            StorageWriteError: The lease file cannot be written.
         """
-        lease = cls._acquire_when_free(folder, reporter, waits_for)
+        lease = cls._acquire_when_free(open_store(folder), reporter, waits_for)
         ended = threading.Event()
-        threading.Thread(target=lease._beat, args=(ended,), name="claim", daemon=True).start()
+        threading.Thread(target=lease._beat, args=(ended,), name="lease-heartbeat", daemon=True).start()
         try:
             yield lease
         finally:
@@ -125,71 +125,69 @@ class Lease:
         """Check that the lease is valid.
 
         Raises:
-            RunTakenOverError: A later start has taken over the folder, or the claim cannot be read.
+            RunTakenOverError: A later start has taken over the folder, or the lease file cannot be read.
         """
         try:
             is_valid = self._is_valid()
         except OSError as error:
             raise RunTakenOverError(
-                f"{self.file} cannot be read ({error.strerror}), so a later start may have taken over; check the storage, then "
-                "use --resume"
+                f"{self.folder}/{_FILE} cannot be read ({error.strerror}), so a later start may have taken over; check the "
+                "storage, then use --resume"
             ) from None
         if not is_valid:
             raise self._taken_over_error()
 
     def check_here(self) -> None:
-        """Like `check`, but read only this machine's copy of the claim, which also works while object storage is unreachable.
+        """Like `check`, but read only this machine's copy of the file, which also works while object storage is unreachable.
 
         Raises:
             RunTakenOverError: A later start on this machine has taken over the folder.
         """
-        if not isinstance(self.file, RemotePath):
+        if not self.folder.is_remote:
             self.check()
-        elif self.file.is_file() and _parse(self.file.read_bytes()).get("token") != self.token:
+        elif _local_token(self.folder) not in (None, self.token):
             raise self._taken_over_error()
 
     def _taken_over_error(self) -> RunError:
-        return RunTakenOverError(
-            f"{to_uri(self.file.parent)} was taken over by a later start; this start writes nothing more"
-        )
+        return RunTakenOverError(f"{self.folder} was taken over by a later start; this start writes nothing more")
 
     @classmethod
-    def _acquire_when_free(cls, folder: Path, reporter: Reporter, waits_for: str | None) -> Lease:
+    def _acquire_when_free(cls, folder: ArtifactStore, reporter: Reporter, waits_for: str | None) -> Lease:
         is_reported = False
         while True:
-            claim = _read(folder / "claim")
-            if (owner := find_owner(folder, reporter)) is None:
+            content = _read(folder)
+            if (owner := _find_owner(folder, reporter)) is None:
                 with _local_lock(folder):
-                    if _read(folder / "claim") == claim:
-                        return cls.acquire(folder)
+                    if _read(folder) == content:
+                        return cls.acquire(folder.path)
                 continue
             if waits_for is None:
                 raise RunInUseError(
-                    f"{to_uri(folder)} is in use by {owner.description}; wait for its end, or stop it, then try again"
+                    f"{folder} is in use by {owner.description}; wait for its end, or stop it, then try again"
                 )
             if not is_reported:
                 reporter.emit(LogMessage(f"{owner.description} {waits_for}; waiting for its end"))
                 is_reported = True
-            _wait(_POLL_S, reporter)
+            _wait(_POLL_S, folder, reporter)
 
     def _beat(self, ended: threading.Event) -> None:
         beats = 0
-        while not ended.wait(_REMOTE_HEARTBEAT_S if isinstance(self.file, RemotePath) else HEARTBEAT_S):
+        while not ended.wait(_REMOTE_HEARTBEAT_S if self.folder.is_remote else HEARTBEAT_S):
             # A failed touch is no reason to stop: the next one may succeed, and `check` detects a takeover.
             with suppress(OSError, StorageError):
                 if self._is_valid():
                     beats += 1
-                    _touch(self.file, f"{self.token} {beats}")
+                    _touch(self.folder, f"{self.token} {beats}")
 
     def _is_valid(self) -> bool:
-        return _read(self.file).get("token") == self.token
+        return _read(self.folder).get("token") == self.token
 
     def _release(self) -> None:
-        """Remove the owner from the claim. The token remains, because this start's workers may still be writing."""
-        # If the claim cannot be written (full disk, deleted folder), it becomes free when this process ends.
-        with suppress(OSError, StorageError), _local_lock(self.file.parent):
+        """Remove the owner from the lease file. The token remains, because this start's workers may still be writing."""
+        # If the file cannot be written (full disk, deleted folder), the lease becomes free when this process ends.
+        with suppress(OSError, StorageError), _local_lock(self.folder):
             if self._is_valid():
-                write_text_atomic(self.file, json.dumps({"token": self.token}))
+                self.folder.write_text(_FILE, json.dumps({"token": self.token}))
 
 
 def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
@@ -202,88 +200,91 @@ def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
     Raises:
         StoppedEarlyError: A stop was requested during the wait.
     """
-    file = folder / "claim"
-    claim = _read(file)
+    return _find_owner(open_store(folder), reporter)
+
+
+def _find_owner(folder: ArtifactStore, reporter: Reporter) -> LeaseOwner | None:
+    content = _read(folder)
     try:
-        owner = LeaseOwner(**claim["holder"])
-    except (KeyError, TypeError):  # no claim, released, or written by an old version without owners
+        owner = LeaseOwner(**content["owner"])
+    except (KeyError, TypeError):  # no lease, or a released one
         return None
     if owner == LeaseOwner.here():
-        return owner if claim["token"] in _held_here else None
+        return owner if content["token"] in _held_here else None
     if owner.kernel == _kernel():
         return owner if _is_alive(owner) else None
-    return None if _has_expired(file, owner, reporter) else owner
+    return None if _has_expired(folder, owner, reporter) else owner
 
 
 def has_local_changes(folder: Path) -> bool:
     """Return whether a folder is in object storage and its latest start was on this machine."""
-    file = folder / "claim"
-    if not isinstance(file, RemotePath) or not file.is_file():
+    store = open_store(folder)
+    if not store.is_remote:
         return False
-    token = _parse(file.read_bytes()).get("token")
-    return token is not None and token == _read(file).get("token")
+    token = _local_token(store)
+    return token is not None and token == _read(store).get("token")
 
 
-def _has_expired(file: Path, owner: LeaseOwner, reporter: Reporter) -> bool:
-    last = _last_touch(file)
-    remaining = min(LEASE_TIMEOUT_S, LEASE_TIMEOUT_S - _age(file, last))
+def _has_expired(folder: ArtifactStore, owner: LeaseOwner, reporter: Reporter) -> bool:
+    last = _last_touch(folder)
+    remaining = min(LEASE_TIMEOUT_S, LEASE_TIMEOUT_S - _age(folder, last))
     if remaining > 0:
         reporter.emit(
             LogMessage(
-                f"{to_uri(file.parent)} was in use by {owner.description}; checking for up to {remaining:.0f} s whether it "
-                "still is"
+                f"{folder} was in use by {owner.description}; checking for up to {remaining:.0f} s whether it still is"
             )
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        _wait(_REMOTE_POLL_S if isinstance(file, RemotePath) else _POLL_S, reporter)
-        if _last_touch(file) != last:
+        _wait(_REMOTE_POLL_S if folder.is_remote else _POLL_S, folder, reporter)
+        if _last_touch(folder) != last:
             return False
     return True
 
 
-def _wait(seconds: float, reporter: Reporter) -> None:
+def _wait(seconds: float, folder: ArtifactStore, reporter: Reporter) -> None:
     if reporter.stop_requested():
         raise StoppedEarlyError(
-            "stopped while waiting for another process in the same folder; use --resume later, or start the run again"
+            f"stopped while waiting for another process in {folder}; use --resume later, or start the run again"
         )
     time.sleep(seconds)
 
 
-def _touch(file: Path, content: str) -> None:
-    if isinstance(file, RemotePath):
-        write_text_atomic(_heartbeat_path(file), content)
+def _touch(folder: ArtifactStore, content: str) -> None:
+    if folder.is_remote:
+        folder.write_text(_HEARTBEAT, content)
     else:
-        os.utime(file, follow_symlinks=False)
+        os.utime(folder.path / _FILE, follow_symlinks=False)
 
 
-def _last_touch(file: Path) -> float | bytes | None:
+def _last_touch(folder: ArtifactStore) -> float | bytes | None:
     """Return a value that changes with each touch: the modification time, or the heartbeat's content in object storage."""
-    if isinstance(file, RemotePath):
-        return read(_heartbeat_path(file))
-    with open(file, "rb") as opened:  # opening the file bypasses a network file system's cache of attributes
+    if folder.is_remote:
+        return folder.read(_HEARTBEAT)
+    with open(
+        folder.path / _FILE, "rb"
+    ) as opened:  # opening the file bypasses a network file system's cache of attributes
         return os.fstat(opened.fileno()).st_mtime
 
 
-def _age(file: Path, touched: float | bytes | None) -> float:
+def _age(folder: ArtifactStore, touched: float | bytes | None) -> float:
     """Return the seconds since a touch by the storage's clock, as machines' clocks differ; 0 in object storage."""
     if not isinstance(touched, float):
         return 0.0
-    with tempfile.TemporaryFile(dir=file.parent) as new:
+    with tempfile.TemporaryFile(dir=folder.path) as new:
         return os.fstat(new.fileno()).st_mtime - touched
 
 
-def _heartbeat_path(file: Path) -> Path:
-    return file.with_name("claim.beats")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Read a claim from storage; return an empty dictionary if there is none."""
-    try:
-        content = read(file)
-    except FileNotFoundError:  # deleted in the meantime
-        return {}
+def _read(folder: ArtifactStore) -> dict[str, Any]:
+    """Read a lease file from storage; return an empty dictionary if there is none."""
+    content = folder.read(_FILE)
     return {} if content is None else _parse(content)
+
+
+def _local_token(folder: ArtifactStore) -> str | None:
+    """Return the token in this machine's copy of a lease file; None if there is no copy."""
+    file = folder.path / _FILE
+    return str(_parse(file.read_bytes()).get("token", "")) if file.is_file() else None
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -295,12 +296,12 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _local_lock(folder: Path) -> Iterator[None]:
+def _local_lock(folder: ArtifactStore) -> Iterator[None]:
     """Context manager: hold a lock among the processes of this machine."""
-    if isinstance(folder, RemotePath):  # its local copy may not exist yet
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    if folder.is_remote:  # its local copy may not exist yet
+        with storage_errors(folder.path):
+            folder.path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder.path, os.O_RDONLY)
     try:
         with suppress(OSError):  # file systems without flock: the token decides
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -324,7 +325,7 @@ def _is_alive(owner: LeaseOwner) -> bool:
         return False
     except PermissionError:  # the process of another user
         pass
-    return _start_time(owner.pid) in (owner.began, "")
+    return _start_time(owner.pid) in (owner.start_time, "")
 
 
 def _start_time(pid: int) -> str:

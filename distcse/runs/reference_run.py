@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from distcse.errors import ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import Reporter
-from distcse.files import dump_checked_json
-from distcse.recipe import MutualRecipe, Recipe
+from distcse.recipe import BaseRecipe
 from distcse.runs.directory import RunDirectory, other_data, recorded
 from distcse.runs.lease import find_owner
-from distcse.storage import fetch_folder, to_uri, write_text_atomic
+from distcse.storage import Digest, open_store, to_uri
 
 _ALSO_OVERRIDABLE = ("storage.runs",)
 
@@ -26,21 +24,21 @@ _ALSO_OVERRIDABLE = ("storage.runs",)
 class Compared:
     """Comparison of two runs' weights."""
 
-    first: str
+    reference_digest: str
     """blake2b of the first run's weights."""
-    second: str
+    rerun_digest: str
     """blake2b of the second run's weights."""
-    largest: float
+    max_difference: float
     """Largest difference between two weights; 0 if all are bitwise equal."""
-    where: str
+    tensor: str
     """Name of the tensor with the largest difference."""
 
     @property
     def description(self) -> str:
         """The result in one line, to follow the word `weights`."""
-        if self.first == self.second:
-            return f"equal to the first run's, bit for bit (blake2b {self.first})"
-        return f"differ from the first run's by at most {self.largest:.3g}, in {self.where}"
+        if self.reference_digest == self.rerun_digest:
+            return f"equal to the first run's, bit for bit (blake2b {self.reference_digest})"
+        return f"differ from the first run's by at most {self.max_difference:.3g}, in {self.tensor}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class ReferenceRun:
 
     path: Path
     """Its directory."""
-    recipe: Recipe | MutualRecipe
+    recipe: BaseRecipe
     """Its recipe with the overrides."""
     data: Mapping[str, str]
     """Fingerprints of its corpus and models, by name."""
@@ -78,7 +76,7 @@ class ReferenceRun:
             )
         record = recorded(path)
         _fetch_models(path, recipe)
-        if not _models(path):
+        if not _weight_files(path, recipe):
             raise RunDirectoryError(
                 f"{to_uri(path)} has no model to compare with, because the run did not finish; --resume {to_uri(path)} first"
             )
@@ -104,10 +102,10 @@ class ReferenceRun:
             ResumeMismatchError: The models have different weights or shapes.
             RunRecordError: A file of a model is damaged.
         """
-        first, second = _weights(self.path), _weights(run)
+        first, second = _weights(self.path, self.recipe), _weights(run, self.recipe)
         if shapes(first) != shapes(second):
             raise ResumeMismatchError(
-                f"{self.path} and {run} have models of different shapes; repeat the run with the same student"
+                f"{to_uri(self.path)} and {to_uri(run)} have models of different shapes; repeat the run with the same student"
             )
         largest, where = 0.0, ""
         for name, tensor in first.items():
@@ -115,9 +113,9 @@ class ReferenceRun:
             if difference > largest or not where:
                 largest, where = difference, name
         compared = Compared(_digest(first), _digest(second), largest, where)
-        write_text_atomic(
-            run / "rerun.json",
-            dump_checked_json({"of": to_uri(self.path), **asdict(compared), "others": self.warnings}),
+        open_store(run).write_json(
+            "rerun.json",
+            {"reference_run": to_uri(self.path), **asdict(compared), "environment_differences": self.warnings},
         )
         return compared
 
@@ -127,33 +125,33 @@ def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def _fetch_models(run: Path, recipe: Recipe | MutualRecipe) -> None:
-    fetch_folder(run / "model")
-    for group in recipe.groups if isinstance(recipe, MutualRecipe) else []:
-        for kind in ("bi", "cross"):
-            fetch_folder(run / "models" / group.name / kind)
+def _fetch_models(run: Path, recipe: BaseRecipe) -> None:
+    store = open_store(run)
+    for folder in recipe.model_folders:
+        (store / folder).fetch_folder()
 
 
-def _models(run: Path) -> list[Path]:
+def _weight_files(run: Path, recipe: BaseRecipe) -> list[Path]:
     """Return the weight files of a run's model or models."""
-    models = [run / "model", *(run / "models").glob("*/*")]
-    files = [file for model in models for file in model.rglob("*.safetensors")]
+    files = [file for folder in recipe.model_folders for file in (run / folder).rglob("*.safetensors")]
     return sorted(file for file in files if file.parent.name != "distcse")  # distcse's files are no part of the model
 
 
-def _weights(run: Path) -> dict[str, Tensor]:
+def _weights(run: Path, recipe: BaseRecipe) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for file in _models(run):
+    for file in _weight_files(run, recipe):
         folder = file.parent.relative_to(run).as_posix()
         try:
             weights.update({f"{folder}/{name}": tensor for name, tensor in load_file(file).items()})
         except (OSError, SafetensorError) as error:
-            raise RunRecordError(f"{file} cannot be read ({error}); restore it, or train the run again") from None
+            raise RunRecordError(
+                f"{to_uri(file)} cannot be read ({error}); restore it, or train the run again"
+            ) from None
     return weights
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = Digest()
     for name in sorted(weights):
         digest.update(f"{name}\0".encode())
         digest.update(weights[name].contiguous().numpy().tobytes())

@@ -1,38 +1,53 @@
-"""Storage: a folder that all machines share, or object storage (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`).
+"""Where artifacts are kept: a folder that all machines share, or object storage (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`).
 
-All computation works on local files. A path in object storage (`RemotePath`) has a local *mirror*: files are written to the
-mirror, then uploaded, and downloaded where they are missing. Nothing is copied in a shared folder.
-
-Only the upload of one object is atomic. Content of several files is therefore stored under a name unique to that content,
-and then referenced by one object, its record, with checksums: readers see the previous or the new content. Content exists if
-its record exists, and is deleted record first. Listings, which may be outdated, serve only for cleaning up and recovery.
+`open_store` returns the `ArtifactStore` of a path or an address. A path is a path of this machine. Objects that are sent to other
+machines contain stores instead, which are pickled as their addresses. Only this package renames, flushes and hashes stored files.
 """
 
-from distcse.storage.folders import delete_dir, fetch_folder, is_stored, remove, upload_dir
+from distcse.storage.artifact_store import ArtifactStore
+from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors, write_text_atomic
+from distcse.storage.checksums import (
+    Digest,
+    add_checksum_line,
+    bytes_checksum,
+    checksum,
+    dump_checked_json,
+    dump_label,
+    load_checked_json,
+    load_checked_label,
+    sha256,
+    text_checksum,
+    without_checksum_line,
+)
+from distcse.storage.folder_store import FolderStore
 from distcse.storage.job_copy import is_in_job_copy, refuse_job_copy
-from distcse.storage.places import RemotePath, is_uri, resolve_path, to_uri
-from distcse.storage.probe import probe
+from distcse.storage.locations import is_uri, resolve_path, to_uri
 from distcse.storage.runs import find_model
-from distcse.storage.single import atomic_write, fetch, list_names, read, upload, write_text_atomic
+from distcse.storage.stores import open_store
 
 __all__ = [
-    "RemotePath",
+    "ArtifactStore",
+    "Digest",
+    "FolderStore",
+    "add_checksum_line",
+    "atomic_folder",
     "atomic_write",
-    "delete_dir",
-    "fetch",
-    "fetch_folder",
+    "bytes_checksum",
+    "checksum",
+    "dump_checked_json",
+    "dump_label",
     "find_model",
     "is_in_job_copy",
-    "is_stored",
     "is_uri",
-    "list_names",
-    "probe",
-    "read",
+    "load_checked_json",
+    "load_checked_label",
+    "open_store",
     "refuse_job_copy",
-    "remove",
     "resolve_path",
+    "sha256",
+    "storage_errors",
+    "text_checksum",
     "to_uri",
-    "upload",
-    "upload_dir",
+    "without_checksum_line",
     "write_text_atomic",
 ]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from distcse.errors import TemporaryPathError
-from distcse.storage.places import RemotePath
+from distcse.storage.locations import is_mirror
 
 # <session>/runtime_resources/working_dir_files/_ray_pkg_<hash>; packages that Ray downloaded have other last names.
 _JOB_COPIES = os.path.join(os.sep, "runtime_resources", "working_dir_files", "")
@@ -16,7 +16,7 @@ def is_in_job_copy(path: str | Path) -> bool:
     """Whether a path, after resolving links, is in Ray's copy of a job's working directory."""
     if "\0" in str(path):  # an invalid path, reported when it is opened
         return False
-    return not isinstance(path, RemotePath) and _JOB_COPIES in os.path.join(os.path.realpath(path), "")
+    return not is_mirror(Path(path)) and _JOB_COPIES in os.path.join(os.path.realpath(path), "")
 
 
 def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import ObjectStorageError
-from distcse.storage.places import find_endpoint, split_uri
+from distcse.storage.locations import find_endpoint, split_uri
 
 _MAX_ATTEMPTS = 6
 """Attempts per request if AWS_MAX_ATTEMPTS is not set; with exponential backoff they take 0.5 to 2 minutes."""

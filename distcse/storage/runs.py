@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from distcse.errors import ModelNotFoundError
-from distcse.storage.folders import is_stored
-from distcse.storage.places import resolve_path
-from distcse.storage.single import fetch, list_names
+from distcse.storage.stores import open_store
 
 
 def find_model(source: str) -> str:
@@ -14,14 +12,13 @@ def find_model(source: str) -> str:
     Raises:
         ModelNotFoundError: The run has several models, or none yet.
     """
-    run = resolve_path(source)
-    if not fetch(run / "recipe.yaml"):
+    run = open_store(source)
+    if not run.fetch("recipe.yaml"):
         return source
-    models = sorted(
-        f"models/{group}/{kind}" for group in list_names(run / "models") for kind in list_names(run / "models" / group)
-    )
+    groups = run / "models"
+    models = sorted(f"models/{group}/{kind}" for group in groups.list_names() for kind in (groups / group).list_names())
     if models:
         raise ModelNotFoundError(f"{source} has several models; name one of them: {', '.join(models)}")
-    if not is_stored(run / "model"):
+    if not (run / "model").has_folder():
         raise ModelNotFoundError(f"{source} has no model, because its run is unfinished; wait for it, or --resume it")
-    return str(run / "model")
+    return str((run / "model").path)

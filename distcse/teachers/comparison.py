@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distcse.data import Corpus
 from distcse.errors import ComparisonError
 from distcse.recipe import Recipe
-from distcse.teachers.factory import open_embedder, scores_pairs
+from distcse.teachers.kinds import kind_of
 
 NEAREST = 10
 _SHOWN = 5
@@ -54,7 +54,7 @@ class TeacherComparison:
     compared: list[int]
     """Indices of the teachers that output vectors."""
     pairings: list[Pairing]
-    disputes: list[Disagreement]
+    disagreements: list[Disagreement]
     """The pairs with the largest range of standardized cosines, largest first."""
 
 
@@ -85,8 +85,8 @@ def compare(
         )
     lists = []
     for number in compared:
-        teacher = recipe.teachers.encoders[number]
-        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
+        teacher = kind_of(recipe.teachers.encoders[number])
+        units = teacher.open_embedder().encode(texts, normalize=True, precision=teacher.precision)
         lists.append(_drop_diagonal(units @ units.T))
         on_teacher_done(number, len(texts))
     pairings = [
@@ -103,7 +103,7 @@ def comparable(recipe: Recipe) -> list[int]:
     Raises:
         ComparisonError: Fewer than two teachers do.
     """
-    numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if not scores_pairs(teacher)]
+    numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if kind_of(teacher).has_vectors]
     if len(numbers) < 2:
         raise ComparisonError(
             f"a comparison needs two teachers that output vectors, but teachers.encoders has {len(numbers)}; add one"

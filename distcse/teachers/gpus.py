@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.ray_backend.gpu_shortfall import GpuRole
-from distcse.ray_backend.nodes import Node, ResourceRequest
+from distcse.placement.gpu_shortfall import GpuRole
+from distcse.placement.resources import Node, ResourceRequest
 from distcse.recipe import TeachersSection
-from distcse.teachers.embedding_actors import embedding_actor_resources
-from distcse.teachers.factory import uses_table
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import embedding_actor_resources
 
 _GPU_KEY = {"GPU": "teachers.gpus_per_actor"}
 
@@ -24,10 +24,9 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
     Returns:
         One role, or none where no server computes.
     """
-    live = [teacher for teacher in section.encoders if not uses_table(section, teacher)]
-    ranking = [teacher for teacher in section.encoders if teacher not in live and teacher.similarity == "rank"]
-    served = live if reads_tables_itself else [*live, *ranking]
-    if all(teacher.endpoint is not None for teacher in served):  # an endpoint computes elsewhere
+    computing = {"live"} if reads_tables_itself else {"live", "rank space"}
+    served = [kind for kind in map(kind_of, section.encoders) if kind.serving(section.mode) in computing]
+    if not any(kind.uses_gpu for kind in served):
         return []
     number, gpus = section.num_servers * len(served), section.gpus_per_actor
     description = f"{number} teacher server{'' if number == 1 else 's'}"
@@ -44,13 +43,13 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
     ]
 
 
-def builder_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[GpuRole]:
+def embedding_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[GpuRole]:
     """Describe the actors that embed the corpus; they run before anything else holds a GPU.
 
     Returns:
         One role, or none where no model of a teacher has a table.
     """
-    if not any(teacher.endpoint is None and uses_table(section, teacher) for teacher in section.encoders):
+    if not any(kind.uses_gpu and kind.uses_table(section.mode) for kind in map(kind_of, section.encoders)):
         return []
     each = embedding_actor_resources(section, [node.resources for node in nodes if node.has(section.node_labels)])
     description = f"teachers.embedding_workers={section.embedding_workers or 1}"

@@ -15,7 +15,7 @@ _NUM_PROBES = 32
 
 
 def knn(
-    vectors: NDArray[np.float32], neighbours: int, requested_by: str
+    vectors: NDArray[np.float32], num_neighbors: int, requested_by: str
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Find the k nearest neighbors of each vector, in addition to the vector itself.
 
@@ -23,7 +23,7 @@ def knn(
 
     Args:
         vectors: (n, d) unit vectors.
-        neighbours: k.
+        num_neighbors: k.
         requested_by: The recipe key that needs the search, for the error message.
 
     Returns:
@@ -42,7 +42,7 @@ def knn(
         index.train(vectors[:: max(1, count // (64 * lists))])
         index.nprobe = _NUM_PROBES
     index.add(vectors)
-    cosines, rows = index.search(vectors, min(neighbours + 1, count))
+    cosines, rows = index.search(vectors, min(num_neighbors + 1, count))
     return cosines, rows
 
 

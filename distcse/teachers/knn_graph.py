@@ -1,14 +1,12 @@
 """The k-nearest-neighbor graph of a corpus by the teachers' similarities, computed once and cached next to the tables.
 
-<cache>/neighbours/<key>/neighbours.npy   (n, k) int32 row ids, nearest first, -1 where there are fewer
-                         neighbours.json  tables, weights and k that the graph was computed from, and blake2b of the .npy
+<cache>/knn_graphs/<key>/neighbors.npy  (n, k) int32 row ids, nearest first, -1 where there are fewer
+                         graph.json     tables, weights and k that the graph was computed from, and blake2b of the .npy
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError
-from distcse.files import checksum, fsync_all, move_into_place, storage_errors, text_checksum, write_text_atomic
-from distcse.storage import fetch_folder, upload_dir
+from distcse.storage import dump_label, load_checked_label, open_store, text_checksum
 from distcse.teachers.knn import knn
 from distcse.teachers.table import EmbeddingTable
 
 _FORMAT = 1
-_FILE, _LABEL = "neighbours.npy", "neighbours.json"
+_FILE, _LABEL = "neighbors.npy", "graph.json"
 
 
 def joined_vectors(
@@ -42,41 +39,35 @@ def joined_vectors(
     return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
 
-def prepare_knn_graph(tables: Sequence[EmbeddingTable], alphas: Sequence[float], neighbours: int, cache: Path) -> Path:
+def prepare_knn_graph(
+    tables: Sequence[EmbeddingTable], alphas: Sequence[float], num_neighbors: int, cache: Path
+) -> Path:
     """Compute the neighbor graph of a corpus, or find it in the cache, and return its folder.
 
     Args:
         tables: One complete table per teacher, of the same corpus.
         alphas: The teachers' weights.
-        neighbours: Neighbors per row.
+        num_neighbors: Neighbors per row.
         cache: The cache folder.
 
     Raises:
         MissingDependencyError: faiss is not installed.
         StorageWriteError: The cache cannot be written.
     """
-    identity = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], neighbours]
+    identity = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], num_neighbors]
     key = text_checksum(json.dumps(identity))
-    folder = cache / "neighbours" / key
-    fetch_folder(folder)
+    folder = cache / "knn_graphs" / key
+    store = open_store(folder)
+    store.fetch_folder()
     if _is_intact(folder):
-        upload_dir(folder)
+        store.publish()
         return folder
     vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
-    _, found = knn(vectors, neighbours, "training.neighbor_batching")
-    temporary = folder.with_name(f".{key}.{secrets.token_hex(6)}")
-    try:
-        with storage_errors(folder):
-            temporary.mkdir(parents=True)
-            np.save(temporary / _FILE, _drop_self(found)[:, :neighbours].astype(np.int32))
-            write_text_atomic(
-                temporary / _LABEL, json.dumps({"of": identity, "blake2b": checksum(temporary / _FILE)}, indent=2)
-            )
-            fsync_all(temporary)
-            move_into_place(temporary, folder, lambda: _is_intact(folder))
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    upload_dir(folder)
+    _, found = knn(vectors, num_neighbors, "training.neighbor_batching")
+    with store.write_folder(lambda: _is_intact(folder)) as temporary:
+        np.save(temporary / _FILE, _drop_self(found)[:, :num_neighbors].astype(np.int32))
+        (temporary / _LABEL).write_text(dump_label(temporary / _FILE, inputs=identity))
+    store.publish()
     return folder
 
 
@@ -91,12 +82,13 @@ def open_knn_graph(folder: Path) -> NDArray[np.int32]:
     Raises:
         EmbeddingTableError: The folder has no readable graph.
     """
-    fetch_folder(folder)
+    store = open_store(folder)
+    store.fetch_folder()
     try:
         return np.asarray(np.load(folder / _FILE, mmap_mode="r", allow_pickle=False))
     except (OSError, EOFError, ValueError) as error:
         raise EmbeddingTableError(
-            f"{folder} has no readable neighbor graph ({error}); start the run again to compute it"
+            f"{store} has no readable neighbor graph ({error}); start the run again to compute it"
         ) from None
 
 
@@ -111,8 +103,4 @@ def _drop_self(found: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _is_intact(folder: Path) -> bool:
-    try:
-        label = json.loads((folder / _LABEL).read_bytes())
-        return bool(label["blake2b"] == checksum(folder / _FILE))
-    except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete: will be recomputed
-        return False
+    return load_checked_label(folder / _LABEL, folder / _FILE) is not None

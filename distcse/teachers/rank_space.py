@@ -17,13 +17,19 @@ class RankSpaceTeacher:
         references: Row ids of the reference sentences.
         ranks: `sort` (default) or `histogram`, see `RankSpace`.
         device: Device that ranks the sentences. Default: `cpu`.
+        is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
 
     def __init__(
-        self, table: EmbeddingTable, references: NDArray[np.int64], ranks: str = "sort", device: str = "cpu"
+        self,
+        table: EmbeddingTable,
+        references: NDArray[np.int64],
+        ranks: str = "sort",
+        device: str = "cpu",
+        is_fast: bool = True,
     ) -> None:
         self._table = table
-        self._space = rank_space(table.vectors(references), ranks, device)
+        self._space = rank_space(table.vectors(references), ranks, device, is_fast)
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """Return the (B, R, C) rank-space similarities in [-1, 1] of (B, C) row ids; see `Teacher.similarities`."""

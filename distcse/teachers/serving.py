@@ -23,4 +23,4 @@ def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
     from distcse.teachers.rank_space import RankSpaceTeacher
 
     drawn = np.random.default_rng(_REFERENCES_SEED).permutation(table.identity.rows)[: teacher.num_references]
-    return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device())
+    return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device(), teacher.is_fast)

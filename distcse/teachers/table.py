@@ -20,10 +20,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse import files
 from distcse.errors import EmbeddingTableError, TeacherOutputError
-from distcse.files import checksum, storage_errors, text_checksum
-from distcse.storage import fetch_folder, is_stored, upload_dir, write_text_atomic
+from distcse.storage import (
+    ArtifactStore,
+    atomic_write,
+    dump_label,
+    load_checked_label,
+    open_store,
+    storage_errors,
+    text_checksum,
+    write_text_atomic,
+)
 
 FORMAT = 1
 
@@ -90,9 +97,14 @@ class EmbeddingTable:
     """
 
     def __init__(self, directory: Path, identity: TableIdentity) -> None:
-        self.directory = directory
+        self.store = open_store(directory)
         self.identity = identity
         self._opened: dict[int, NDArray[np.float16]] = {}
+
+    @property
+    def directory(self) -> Path:
+        """The table's local folder."""
+        return self.store.path
 
     @classmethod
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
@@ -101,11 +113,11 @@ class EmbeddingTable:
         Raises:
             StorageWriteError: The folder or table.json cannot be written.
         """
-        directory = cache / "tables" / identity.key
-        with storage_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(directory / "table.json", json.dumps(asdict(identity), indent=2))
-        return cls(directory, identity)
+        table = cls(cache / "tables" / identity.key, identity)
+        with storage_errors(table.directory):
+            table.directory.mkdir(parents=True, exist_ok=True)
+        table.store.write_text("table.json", json.dumps(asdict(identity), indent=2))
+        return table
 
     def shard_range(self, shard: int) -> range:
         """Return the row ids of a shard."""
@@ -135,12 +147,12 @@ class EmbeddingTable:
         units = normalize_rows(vectors, rows)
         with storage_errors(self.directory):
             self.directory.mkdir(exist_ok=True, parents=True)  # this machine's copy of remote storage may lack it
-        with files.atomic_write(self._payload(shard)) as temporary:
+        with atomic_write(self._payload(shard)) as temporary:
             with open(temporary, "wb") as file:
                 np.save(file, units.astype(np.float16))
-            label = {"rows": len(rows), "dimension": vectors.shape[1], "blake2b": checksum(temporary)}
-        files.write_text_atomic(self._label(shard), json.dumps(label))
-        upload_dir(self._stored(shard), self._parts(shard))
+            label = dump_label(temporary, rows=len(rows), dimension=vectors.shape[1])
+        write_text_atomic(self._label(shard), label)
+        self._stored(shard).publish(self._parts(shard))
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of n row ids. They are normalized again, because float16 changes norms by 1e-4.
@@ -169,7 +181,7 @@ class EmbeddingTable:
         if not (np.isfinite(norms) & (norms > 0)).all():
             row = ids[np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))[0]]
             raise EmbeddingTableError(
-                f"table {self.directory} is damaged at row {row} in shard {row // self.identity.shard_rows}; "
+                f"table {self.store} is damaged at row {row} in shard {row // self.identity.shard_rows}; "
                 "start the run again to embed the shard again"
             )
         out /= norms
@@ -177,37 +189,34 @@ class EmbeddingTable:
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         if shard not in self._opened:
-            fetch_folder(self._stored(shard), into=self.directory)
+            self._stored(shard).fetch_folder(into=self.directory)
             if not self._payload(shard).exists():
                 raise EmbeddingTableError(
-                    f"table {self.directory} has no shard {shard}; start the run again to embed missing shards"
+                    f"table {self.store} has no shard {shard}; start the run again to embed missing shards"
                 )
             try:
                 self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
             except (OSError, EOFError, ValueError) as error:
                 raise EmbeddingTableError(
-                    f"{self._payload(shard)} cannot be read ({error}); start the run again to embed the shard again"
+                    f"{self.store}/{self._payload(shard).name} cannot be read ({error}); start the run again to embed the "
+                    "shard again"
                 ) from None
         return self._opened[shard]
 
     def _is_intact(self, shard: int) -> bool:
         """Return whether a shard is complete. Trust its record in object storage: only the server downloads the shard."""
-        if is_stored(self._stored(shard)):
+        stored = self._stored(shard)
+        if stored.has_folder():
             return True
-        try:
-            label = json.loads(self._label(shard).read_bytes())
-            intact = bool(
-                label["rows"] == len(self.shard_range(shard)) and label["blake2b"] == checksum(self._payload(shard))
-            )
-        except (OSError, ValueError, KeyError, TypeError):  # missing or incomplete: will be embedded again
-            return False
-        if intact:  # not uploaded yet: object storage was unreachable when the shard was written
-            upload_dir(self._stored(shard), self._parts(shard))
-        return intact
+        label = load_checked_label(self._label(shard), self._payload(shard))
+        if label is None or label.get("rows") != len(self.shard_range(shard)):
+            return False  # missing or damaged: will be embedded again
+        stored.publish(self._parts(shard))  # not uploaded yet if object storage was unreachable when it was written
+        return True
 
-    def _stored(self, shard: int) -> Path:
-        """Return the path of a shard in object storage."""
-        return self.directory / f"shard-{shard:05d}"
+    def _stored(self, shard: int) -> ArtifactStore:
+        """Return the location of a shard in object storage."""
+        return self.store / f"shard-{shard:05d}"
 
     def _parts(self, shard: int) -> dict[str, Path]:
         return {file.name: file for file in (self._payload(shard), self._label(shard))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from distcse.errors import EmbeddingTableError
-from distcse.files import text_checksum
-from distcse.storage import atomic_write, fetch
+from distcse.storage import ArtifactStore, bytes_checksum, open_store, text_checksum, to_uri
 from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
@@ -34,9 +32,9 @@ class TargetSpec:
         projection: File of the (Σ d_t, d) projection; None if one teacher's vectors are the targets. Default: None.
     """
 
-    tables: Sequence[tuple[Path, TableIdentity]]
+    tables: Sequence[tuple[ArtifactStore, TableIdentity]]
     alphas: Sequence[float]
-    projection: Path | None = None
+    projection: ArtifactStore | None = None
 
     @property
     def key(self) -> str:
@@ -51,8 +49,9 @@ class TargetSpec:
         Raises:
             EmbeddingTableError: The projection is missing or damaged.
         """
-        tables = [EmbeddingTable(directory, identity) for directory, identity in self.tables]
-        return Targets(tables, self.alphas, None if self.projection is None else read_projection(self.projection))
+        tables = [EmbeddingTable(store.path, identity) for store, identity in self.tables]
+        projection = None if self.projection is None else read_projection(self.projection.path)
+        return Targets(tables, self.alphas, projection)
 
 
 class Targets:
@@ -110,9 +109,9 @@ def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> N
     Raises:
         StorageWriteError: The file cannot be written.
     """
-    with atomic_write(file) as temporary:
+    with open_store(file.parent).write(file.name) as temporary:
         stored = np.ascontiguousarray(projection)
-        save_file({_NAME: stored}, temporary, metadata={_KEY: key, _DIGEST: _digest(stored)})
+        save_file({_NAME: stored}, temporary, metadata={_KEY: key, _DIGEST: bytes_checksum(stored.tobytes())})
 
 
 def projection_of(file: Path) -> str:
@@ -129,23 +128,19 @@ def read_projection(file: Path) -> NDArray[np.float32]:
     """
     with _open_file(file) as stored:
         projection = np.asarray(stored.get_tensor(_NAME))
-        if (stored.metadata() or {}).get(_DIGEST) != _digest(projection):
+        if (stored.metadata() or {}).get(_DIGEST) != bytes_checksum(projection.tobytes()):
             raise EmbeddingTableError(
-                f"{file} is damaged: its checksum differs; delete it and run with --resume to fit it again"
+                f"{to_uri(file)} is damaged: its checksum differs; delete it and run with --resume to fit it again"
             )
     return projection
 
 
-def _digest(projection: NDArray[np.float32]) -> str:
-    return hashlib.blake2b(projection.tobytes(), digest_size=16).hexdigest()
-
-
 @contextmanager
 def _open_file(file: Path) -> Iterator[Any]:
-    fetch(file)
+    open_store(file.parent).fetch(file.name)
     try:
         with safe_open(file, framework="numpy") as stored:
             yield stored
     except (OSError, SafetensorError) as error:
-        problem = f"{file} has no readable projection of targets ({error})"
+        problem = f"{to_uri(file)} has no readable projection of targets ({error})"
         raise EmbeddingTableError(f"{problem}; delete it and run with --resume to fit it again") from error

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Metric, Param
@@ -14,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from distcse.recipe import MLflowSection
-from distcse.storage import fetch, write_text_atomic
+from distcse.storage import ArtifactStore, open_store
 from distcse.tracking.tracker import RunInfo, RunStatus
 
 _RUN_ID_FILE = "mlflow.run"
@@ -33,8 +32,8 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self._client = MlflowClient(tracking_uri=section.uri)
-        id_file = run.folder / _RUN_ID_FILE
-        self._run: str = self._resume(id_file) or self._create(section.experiment, run, id_file)
+        store = open_store(run.folder)
+        self._run: str = self._resume(store) or self._create(section.experiment, run, store)
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
@@ -44,21 +43,22 @@ class MLflow:
     def finish(self, status: RunStatus) -> None:
         self._client.set_terminated(self._run, _STATUS[status])
 
-    def _resume(self, id_file: Path) -> str | None:
-        if not fetch(id_file):
+    def _resume(self, store: ArtifactStore) -> str | None:
+        if not store.fetch(_RUN_ID_FILE):
             return None
-        run_id = id_file.read_text(encoding="utf-8")
+        run_id = (store.path / _RUN_ID_FILE).read_text(encoding="utf-8")
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _create(self, experiment: str, run: RunInfo, id_file: Path) -> str:
-        created = self._client.create_run(self._experiment_id(experiment), run_name=run.name)
+    def _create(self, experiment: str, run: RunInfo, store: ArtifactStore) -> str:
+        tags = {"sweep": run.sweep} if run.sweep else None
+        created = self._client.create_run(self._experiment_id(experiment), run_name=run.name, tags=tags)
         params = [
             Param(_FORBIDDEN.sub("_", name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in run.settings.items()
         ]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(created.info.run_id, params=params[start : start + _MAX_PARAMS])
-        write_text_atomic(id_file, created.info.run_id)
+        store.write_text(_RUN_ID_FILE, created.info.run_id)
         return str(created.info.run_id)
 
     def _experiment_id(self, name: str) -> Any:

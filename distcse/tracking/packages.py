@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from distcse.errors import LoggerSetupError
@@ -17,19 +18,43 @@ _PACKAGES = {
 
 
 def require_packages(section: LoggersSection) -> None:
-    """Check that the packages of all loggers are installed.
+    """Check that the packages of all loggers of a recipe are installed.
 
     Raises:
         LoggerSetupError: A logger's package is missing.
         TemporaryPathError: MLflow has no server, and would write into a folder that Ray deletes.
     """
-    for name, (package, install) in _PACKAGES.items():
-        if getattr(section, name) and find_spec(package) is None:
-            raise LoggerSetupError(
-                f"loggers.{name} needs the package {package}, which is missing; {install}, or remove loggers.{name}"
-            )
+    for name in _PACKAGES:
+        if getattr(section, name):
+            _require_package(name, f"loggers.{name}")
     if section.mlflow is not None and section.mlflow.uri is None:
         require_mlflow_server("write loggers.mlflow.uri=http://HOST:5000")
+
+
+def require_trial_loggers(loggers: Sequence[str]) -> None:
+    """Check that the loggers of a sweep's trials can work.
+
+    Raises:
+        LoggerSetupError: A logger's package is missing, or W&B has no login.
+        TemporaryPathError: MLflow has no server, and would write into a folder that Ray deletes.
+    """
+    for name in loggers:
+        _require_package(name, f"loggers: {name}")
+    if "mlflow" in loggers:
+        require_mlflow_server("set MLFLOW_TRACKING_URI=http://HOST:5000")
+    if "wandb" in loggers and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
+            raise LoggerSetupError(
+                "loggers: wandb is not logged in to W&B; set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
+            )
+
+
+def _require_package(name: str, key: str) -> None:
+    package, install = _PACKAGES[name]
+    if find_spec(package) is None:
+        raise LoggerSetupError(f"{key} needs the package {package}, which is missing; {install}, or remove {key}")
 
 
 def require_mlflow_server(fix: str) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distcse.evaluation import Evaluation
-from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Listener, LogMessage, Reporter, StepReport
-from distcse.recipe import LoggersSection, MLflowSection, MutualRecipe, Recipe, WandbSection, recipe_yaml
-from distcse.tracking.tracker import RunInfo, RunStatus, Tracker, TrackerThread
-
-_CLOSE_TIMEOUT_S = 30.0
-"""Seconds that a finished run waits for each tracker."""
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Listener, Reporter, StepReport
+from distcse.recipe import BaseRecipe, recipe_yaml
+from distcse.tracking.opening import openers_of
+from distcse.tracking.tracker import RunInfo, RunStatus, Tracker, TrackerThread, TrackerThreads
 
 
 class Tracking:
@@ -25,10 +24,8 @@ class Tracking:
         emit: Receives one warning for each tracker that failed.
     """
 
-    def __init__(self, threads: list[TrackerThread], emit: Listener) -> None:
-        self._threads = threads
-        self._emit = emit
-        self._warned: set[str] = set()
+    def __init__(self, threads: Sequence[TrackerThread[Tracker]], emit: Listener) -> None:
+        self._threads = TrackerThreads(threads, emit)
         self._phases: dict[str, str] = {}
         self._lock = threading.Lock()  # groups emit from several threads
         self._last_step = 0
@@ -57,7 +54,6 @@ class Tracking:
                 self._log(self._prefix(group), _step_metrics(event), event.step)
             elif isinstance(event, DevScore):
                 self._log(self._prefix(group), {"dev": event.score, "best_dev": event.best}, event.step)
-            self._warn()
 
     def end(self, interrupted: bool, evaluation: Evaluation | None) -> None:
         """Record how the run ended, and log the final evaluation at the last reported step."""
@@ -74,11 +70,7 @@ class Tracking:
     def close(self) -> None:
         """Finish all trackers; waits at most half a minute for each, and warns of those that failed."""
         status = self._status
-        for thread in self._threads:
-            thread.submit(lambda tracker: tracker.finish(status))
-        for thread in self._threads:
-            thread.close(_CLOSE_TIMEOUT_S)
-        self._warn()
+        self._threads.close(lambda tracker: tracker.finish(status))
 
     def _prefix(self, group: str) -> str:
         parts = [group, self._phases.get(group, "")] if group else []
@@ -87,22 +79,11 @@ class Tracking:
     def _log(self, prefix: str, metrics: Mapping[str, float], step: int) -> None:
         prefixed = {prefix + name: value for name, value in metrics.items()}
         self._last_step = max(self._last_step, step)
-        for thread in self._threads:
-            thread.submit(lambda tracker: tracker.log_metrics(prefixed, step))
-
-    def _warn(self) -> None:
-        for thread in self._threads:
-            if thread.failure is not None and thread.name not in self._warned:
-                self._warned.add(thread.name)
-                self._emit(
-                    LogMessage(
-                        f"loggers.{thread.name} failed; the run continues without it: {thread.failure}", warning=True
-                    )
-                )
+        self._threads.submit(lambda tracker: tracker.log_metrics(prefixed, step))
 
 
 @contextmanager
-def track_run(recipe: Recipe | MutualRecipe, folder: Path, emit: Listener) -> Iterator[Tracking]:
+def track_run(recipe: BaseRecipe, folder: Path, emit: Listener) -> Iterator[Tracking]:
     """Open the recipe's trackers for the duration of its run.
 
     Args:
@@ -111,41 +92,12 @@ def track_run(recipe: Recipe | MutualRecipe, folder: Path, emit: Listener) -> It
         emit: Receives one warning for each tracker that failed.
     """
     run = RunInfo(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
-    trackers = Tracking(
-        [TrackerThread(name, open_tracker) for name, open_tracker in _openers(recipe.loggers, run)], emit
-    )
+    openers = openers_of(recipe.loggers)
+    trackers = Tracking([TrackerThread(name, partial(opener, run)) for name, opener in openers.items()], emit)
     try:
         yield trackers
     finally:
         trackers.close()
-
-
-def _openers(section: LoggersSection, run: RunInfo) -> Iterator[tuple[str, Callable[[], Tracker]]]:
-    """Yield the name of each tracker, and a function that opens it; packages are imported in the tracker's thread."""
-    if section.tensorboard:
-        yield "tensorboard", lambda: _tensorboard(run)
-    if (mlflow := section.mlflow) is not None:
-        yield "mlflow", lambda: _mlflow(mlflow, run)
-    if (wandb := section.wandb) is not None:
-        yield "wandb", lambda: _wandb(wandb, run)
-
-
-def _tensorboard(run: RunInfo) -> Tracker:
-    from distcse.tracking.tensorboard import TensorBoard
-
-    return TensorBoard(run)
-
-
-def _mlflow(section: MLflowSection, run: RunInfo) -> Tracker:
-    from distcse.tracking.mlflow import MLflow
-
-    return MLflow(section, run)
-
-
-def _wandb(section: WandbSection, run: RunInfo) -> Tracker:
-    from distcse.tracking.wandb import Wandb
-
-    return Wandb(section, run)
 
 
 def _step_metrics(event: StepReport) -> dict[str, float]:

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
 from distcse.recipe import WandbSection
-from distcse.storage import fetch, write_text_atomic
+from distcse.storage import open_store
 from distcse.tracking.tracker import RunInfo, RunStatus
 
 _RUN_ID_FILE = "wandb.run"
 
 
 class Wandb:
-    """Tracker for one run of a W&B project; a resumed run continues the same W&B run."""
+    """Tracker for one run of a W&B project; a resumed run continues the same W&B run.
 
-    def __init__(self, section: WandbSection, run: RunInfo) -> None:
-        if section.mode == "online" and not wandb.login(prompt=False):
+    Args:
+        section: Project and entity.
+        mode: `online` or `offline`; None uses `WANDB_MODE`.
+        run: The run. The trials of a sweep are a group.
+    """
+
+    def __init__(self, section: WandbSection, mode: Literal["online", "offline"] | None, run: RunInfo) -> None:
+        chosen: Any = mode or os.environ.get("WANDB_MODE")  # wandb itself reads the variable once per process
+        if mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("not logged in to W&B; set WANDB_API_KEY, or run wandb login")
-        id_file = run.folder / _RUN_ID_FILE
-        if not fetch(id_file):
-            write_text_atomic(id_file, secrets.token_hex(4))
+        store = open_store(run.folder)
+        if not store.fetch(_RUN_ID_FILE):
+            store.write_text(_RUN_ID_FILE, secrets.token_hex(4))
         self._run: Any = wandb.init(
-            id=id_file.read_text(encoding="utf-8"),
+            id=(store.path / _RUN_ID_FILE).read_text(encoding="utf-8"),
             resume="allow",
             name=run.name,
             project=section.project,
             entity=section.entity,
-            mode=section.mode,
+            mode=chosen,
+            group=run.sweep or None,
             dir=str(run.folder),
             config=dict(run.settings),
-            settings=wandb.Settings(console="off", silent=True, save_code=False, disable_git=True),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                save_code=False,
+                disable_git=True,
+                reinit="create_new" if run.sweep else "default",  # one process logs several trials at once
+            ),
         )
         # Groups count their steps separately, but W&B's built-in step must not decrease.
         self._run.define_metric("step")

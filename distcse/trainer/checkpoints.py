@@ -1,7 +1,7 @@
 """Checkpoints: weights, AdamW's moments and the trainer state, in safetensors and JSON, for any number of workers.
 
     <run>/checkpoints/step-000125/state.safetensors   weight/NAME, exp_avg/NAME, exp_avg_sq/NAME
-                                  position.json        step, updates, dev scores, checksums
+                                  trainer_state.json   step, updates, dev scores, checksums
                       latest, best                     name of a step folder, replaced atomically
 
 DeepSpeed's checkpoints are pickles tied to the ZeRO stage and world size. Here, every engine gathers full tensors by parameter
@@ -10,7 +10,6 @@ name. Any engine, ZeRO stage and number of workers can resume any checkpoint, an
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -25,30 +24,18 @@ from torch import Tensor
 
 from distcse.errors import CheckpointError, RunError, StorageError
 from distcse.events import Event, LogMessage, ignore
-from distcse.files import (
-    atomic_write,
-    checksum,
-    dump_checked_json,
-    fsync,
-    load_checked_json,
-    storage_errors,
-    write_text_atomic,
-)
 from distcse.runs.lease import Lease
 from distcse.storage import (
-    RemotePath,
-    delete_dir,
-    fetch,
-    fetch_folder,
-    is_stored,
-    list_names,
-    remove,
+    ArtifactStore,
+    checksum,
+    dump_checked_json,
+    load_checked_json,
+    open_store,
+    storage_errors,
     to_uri,
-    upload,
-    upload_dir,
 )
 
-_STATE, _POSITION = "state.safetensors", "position.json"
+_STATE, _TRAINER_STATE = "state.safetensors", "trainer_state.json"
 _STEP_FOLDER = re.compile(r"step-\d+")
 
 
@@ -103,7 +90,7 @@ class CheckpointStore:
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
-        self._root = run / "checkpoints"
+        self._store = open_store(run / "checkpoints")
         self._lease = lease
 
     def save(self, state: ModelState, trainer_state: TrainerState) -> Path:
@@ -123,45 +110,24 @@ class CheckpointStore:
         """
         if self._lease is not None:
             self._lease.check_here()
-        target = self._root / f"step-{trainer_state.step:06d}"
-        with storage_errors(target):
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._write(state, trainer_state, target)
+        target = self._store / f"step-{trainer_state.step:06d}"
+        with storage_errors(target.path):
+            _write(state, trainer_state, target)
             previous = self._read_pointer("latest")
-            self._upload(target)
+            self._publish(target)
             # Update `best` first: a run killed in between resumes from the previous checkpoint and repeats this save. In the
             # opposite order, it would resume after a best checkpoint that nothing points to.
             if trainer_state.best is not None and trainer_state.best[0] == trainer_state.step:
                 self._point("best", target.name)
             self._point("latest", target.name)
         self._remove_unneeded(previous)
-        return target
+        return target.path
 
-    def _write(self, state: ModelState, trainer_state: TrainerState, target: Path) -> None:
-        """Write both files to a temporary folder and rename it, so that a folder named step-* is always complete."""
-        temporary = self._root / f".{target.name}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
-            for name, moments in state.moments.items():
-                tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
-            with atomic_write(temporary / _STATE) as file:
-                save_file(_unshare_storage(tensors), file)
-            content = {**asdict(trainer_state), "updates": state.updates, "state": checksum(temporary / _STATE)}
-            write_text_atomic(temporary / _POSITION, dump_checked_json(content))
-            if target.exists():
-                shutil.rmtree(target)
-            os.replace(temporary, target)
-            fsync(self._root)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _upload(self, target: Path) -> None:
+    def _publish(self, target: ArtifactStore) -> None:
         """Upload to object storage. Check the lease before and after: an upload of minutes may outlast it."""
         if self._lease is not None:
             self._lease.check()
-        upload_dir(target)
+        target.publish()
         if self._lease is not None:
             self._lease.check()
 
@@ -169,18 +135,18 @@ class CheckpointStore:
         """Point `best` to the stored checkpoint of a step, whose score arrived after it was written."""
         if self._lease is not None:
             self._lease.check_here()
-        with storage_errors(self._root):
+        with storage_errors(self._store.path):
             self._point("best", f"step-{step:06d}")
 
     def adopt(self, folder: Path) -> None:
         """Replace all checkpoints by a copy of another training's checkpoint, from which training will continue."""
         step = load_trainer_state(folder).step
-        remove(self._root)
-        with storage_errors(self._root):
-            self._root.mkdir(parents=True)
-            target = self._root / f"step-{step:06d}"
-            shutil.copytree(folder, target)
-            upload_dir(target)
+        self._store.delete_all()
+        target = self._store / f"step-{step:06d}"
+        with storage_errors(target.path):
+            with target.write_folder() as temporary:
+                shutil.copytree(folder, temporary, dirs_exist_ok=True)
+            target.publish()
             self._point("latest", target.name)
 
     def rescue(self, emit: Callable[[Event], None] = ignore) -> None:
@@ -191,11 +157,12 @@ class CheckpointStore:
         Args:
             emit: Receives log messages. Default: discards them.
         """
-        if not isinstance(self._root, RemotePath) or not self._root.is_dir():
+        root = self._store.path
+        if not self._store.is_remote or not root.is_dir():
             return
         latest = self._read_pointer("latest")
         local = sorted(
-            (folder for folder in self._root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)), key=_step, reverse=True
+            (folder for folder in root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)), key=_step, reverse=True
         )
         for folder in local if latest is None else [folder for folder in local if _step(folder) > _step(latest)]:
             try:
@@ -204,7 +171,7 @@ class CheckpointStore:
             except RunError as error:
                 emit(LogMessage(f"{error}; it was never uploaded", warning=True))
                 continue
-            upload_dir(folder)
+            (self._store / folder.name).publish()
             if best is not None and best[0] == _step(folder):
                 self._point("best", folder.name)
             self._point("latest", folder.name)
@@ -220,30 +187,29 @@ class CheckpointStore:
         return self._fetch_pointed("best")
 
     def _point(self, pointer: str, name: str) -> None:
-        write_text_atomic(self._root / pointer, name)
-        upload(self._root / pointer)
+        self._store.write_text(pointer, name)
 
     def _read_pointer(self, pointer: str) -> Path | None:
         """Return the step folder that a pointer names, whether it exists or not; None if there is no valid pointer."""
-        if not fetch(self._root / pointer):
+        if not self._store.fetch(pointer):
             return None
         try:
-            name = (self._root / pointer).read_text(encoding="utf-8").strip()
+            name = (self._store.path / pointer).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
-        return self._root / name if _STEP_FOLDER.fullmatch(name) else None
+        return self._store.path / name if _STEP_FOLDER.fullmatch(name) else None
 
     def _fetch_pointed(self, pointer: str) -> Path | None:
         """Fetch and return the step folder that a pointer names; None if the folder does not exist."""
         folder = self._read_pointer(pointer)
-        return folder if folder is not None and fetch_folder(folder) else None
+        return folder if folder is not None and (self._store / folder.name).fetch_folder() else None
 
     def _steps(self) -> list[Path]:
         """List all step folders, the newest first."""
         return sorted(
             (
                 folder
-                for folder in (self._root / name for name in list_names(self._root))
+                for folder in (self._store.path / name for name in self._store.list_names())
                 if _STEP_FOLDER.fullmatch(folder.name) and not folder.is_symlink()
             ),
             key=_step,
@@ -264,7 +230,7 @@ class CheckpointStore:
         problems: list[str] = []
         for folder in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
             try:
-                if not fetch_folder(folder):
+                if not (self._store / folder.name).fetch_folder():
                     continue
                 state = load_model_state(folder)
                 trainer_state = load_trainer_state(folder)
@@ -278,18 +244,29 @@ class CheckpointStore:
             return trainer_state, state
         if problems:
             raise CheckpointError(
-                f"{problems[0]}; no other checkpoint is intact. Delete {self._root} to start from the beginning"
+                f"{problems[0]}; no other checkpoint is intact. Delete {self._store} to start from the beginning"
             )
         return None
 
     def _remove_unneeded(self, previous: Path | None) -> None:
         latest, best = self._read_pointer("latest"), self._read_pointer("best")
-        has_separate_best = best is not None and best != latest and is_stored(best)
+        has_separate_best = best is not None and best != latest and (self._store / best.name).has_folder()
         needed = {latest, best} if has_separate_best else {latest, previous}
-        for folder in {*self._steps(), *self._root.glob("step-*")} - needed:
-            delete_dir(folder)
-        for leftover in self._root.glob(".step-*"):  # from a process that was killed while it wrote
+        for folder in {*self._steps(), *self._store.path.glob("step-*")} - needed:
+            (self._store / folder.name).delete_folder()
+        for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write(state: ModelState, trainer_state: TrainerState, target: ArtifactStore) -> None:
+    """Write both files of a checkpoint to its local folder."""
+    tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
+    for name, moments in state.moments.items():
+        tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
+    with target.write_folder() as folder:
+        save_file(_unshare_storage(tensors), folder / _STATE)
+        content = {**asdict(trainer_state), "updates": state.updates, "state": checksum(folder / _STATE)}
+        (folder / _TRAINER_STATE).write_text(dump_checked_json(content), encoding="utf-8")
 
 
 def _unshare_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -339,13 +316,13 @@ def load_trainer_state(folder: Path) -> TrainerState:
 
 def _load_position(folder: Path) -> dict[str, Any]:
     try:
-        return load_checked_json(folder / _POSITION)
+        return load_checked_json(folder / _TRAINER_STATE)
     except (OSError, ValueError) as error:
         raise _checkpoint_error(folder, error) from error
 
 
 def _checkpoint_error(folder: Path, error: Exception) -> RunError:
-    return CheckpointError(f"checkpoint {folder} cannot be read ({error})")
+    return CheckpointError(f"checkpoint {to_uri(folder)} cannot be read ({error})")
 
 
 def _step(folder: Path) -> int:

@@ -16,9 +16,9 @@ _MAX_SHOWN_ROWS = 8
 class StepInputs(NamedTuple):
     """Inputs of one step for this worker's rows, on the engine's device."""
 
-    model: Any
+    model_inputs: Any
     """Argument of the model's forward pass."""
-    loss: Any
+    loss_inputs: Any
     """Inputs of the loss other than the model's output, such as the teachers' lists or labels."""
 
 
@@ -51,7 +51,7 @@ class TrainingTask(Protocol):
         """Compute this worker's share of the global batch's loss.
 
         Args:
-            inputs: `StepInputs.loss`.
+            inputs: `StepInputs.loss_inputs`.
             output: The model's output.
 
         Returns:

@@ -113,8 +113,8 @@ def train(
 
 def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
     """Run forward pass, loss, backward pass and update; return this worker's shares of the loss terms, on the device."""
-    output = engine.forward(inputs.model)
-    share, terms = task.compute_loss(inputs.loss, output)
+    output = engine.forward(inputs.model_inputs)
+    share, terms = task.compute_loss(inputs.loss_inputs, output)
     engine.backward(share)
     engine.step(lr)
     return terms

@@ -25,7 +25,7 @@ def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     import optuna
     from optuna.distributions import FloatDistribution
 
-    ended = [trial for trial in trials if trial.status in ("finished", "stopped") and not trial.recalled_from]
+    ended = [trial for trial in trials if trial.status in ("finished", "stopped") and not trial.reused_from]
     scored = [(trial, trial.best) for trial in ended if trial.best]
     if len(scored) < _MIN_TRIALS or len({best.score for _, best in scored}) == 1:
         return {}

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distcse.errors import RunError, RunRecordError
-from distcse.files import dump_checked_json, load_checked_json
-from distcse.storage import RemotePath, fetch, to_uri, write_text_atomic
+from distcse.storage import ArtifactStore, open_store
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
 _FILE, _LIST = "trial.json", "trials.json"
@@ -37,22 +36,22 @@ class Trial:
     name: str
     values: dict[str, Any]
     """By recipe path."""
-    begun: float = 0.0
+    started_at: float = 0.0
     """Unix time."""
     status: Status = "running"
     """`running`, `finished`, `stopped` by the scheduler, `diverged` (a loss was not finite), or `failed` permanently."""
-    reported: list[TrialMetric] = field(default_factory=list)
-    why: str = ""
+    metrics: list[TrialMetric] = field(default_factory=list)
+    reason: str = ""
     """The error of a trial that diverged or failed."""
-    starts: int = 1
+    num_starts: int = 1
     """How often a process started to train it."""
-    recalled_from: str = ""
+    reused_from: str = ""
     """Name of a finished trial with the same values, whose scores this one copies instead of training."""
 
     @property
     def best(self) -> TrialMetric | None:
         """The best dev score; of equal ones, the earliest."""
-        return max(self.reported, key=lambda entry: (entry.score, -entry.step)) if self.reported else None
+        return max(self.metrics, key=lambda entry: (entry.score, -entry.step)) if self.metrics else None
 
     @property
     def ended(self) -> bool:
@@ -62,15 +61,15 @@ class Trial:
     @property
     def seconds(self) -> float:
         """Wall time up to the last dev score, over all starts."""
-        return 0.0 if self.recalled_from or not self.reported else self.reported[-1].seconds
+        return 0.0 if self.reused_from or not self.metrics else self.metrics[-1].seconds
 
     def with_score(self, scored: TrialMetric) -> Trial:
         """Return the trial with another dev score, which replaces those of the same and later steps."""
-        return replace(self, reported=[entry for entry in self.reported if entry.step < scored.step] + [scored])
+        return replace(self, metrics=[entry for entry in self.metrics if entry.step < scored.step] + [scored])
 
     def write(self, folder: Path) -> None:
         """Write the record into the trial's folder."""
-        write_text_atomic(folder / _FILE, dump_checked_json(asdict(self)))
+        open_store(folder).write_json(_FILE, asdict(self))
 
 
 def read_trial(folder: Path) -> Trial | None:
@@ -79,27 +78,29 @@ def read_trial(folder: Path) -> Trial | None:
     Raises:
         RunRecordError: The record is damaged.
     """
-    file = folder / _FILE
-    if not fetch(file):
-        return None
+    store = open_store(folder)
     try:
-        found = load_checked_json(file)
-    except (OSError, ValueError) as broken:
+        found = store.read_json(_FILE)
+        return (
+            None
+            if found is None
+            else Trial(**{**found, "metrics": [TrialMetric(**entry) for entry in found["metrics"]]})
+        )
+    except (OSError, ValueError, KeyError, TypeError) as broken:  # KeyError, TypeError: a record of an earlier version
         raise RunRecordError(
-            f"{to_uri(file)} cannot be read ({broken}), so the trial's scores are lost; remove {to_uri(folder)}, then --resume "
+            f"{store}/{_FILE} cannot be read ({broken}), so the trial's scores are lost; remove {store}, then --resume "
             "continues the sweep without it"
         ) from None
-    return Trial(**{**found, "reported": [TrialMetric(**entry) for entry in found["reported"]]})
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Read all trials in a sweep's trials folder, in the order in which they began.
+    """Read all trials in a sweep's trials folder, in the order of their start.
 
     Raises:
         RunRecordError: A record is damaged.
     """
     found = [read_trial(trial_folder) for trial_folder in _folders(folder)]
-    return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.begun, trial.name))
+    return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.started_at, trial.name))
 
 
 def readable_trials(folder: Path) -> list[Trial]:
@@ -115,21 +116,21 @@ def readable_trials(folder: Path) -> list[Trial]:
 
 def register_trial(trials: Path, name: str) -> None:
     """Add a trial to the list of names, because listing object storage may be outdated; only the driver calls this."""
-    if isinstance(trials, RemotePath) and name not in (known := _registered_names(trials)):
-        write_text_atomic(trials / _LIST, dump_checked_json({"names": [*known, name]}))
+    store = open_store(trials)
+    if store.is_remote and name not in (known := _registered_names(store)):
+        store.write_json(_LIST, {"names": [*known, name]})
 
 
 def _folders(trials: Path) -> list[Path]:
-    if isinstance(trials, RemotePath):
-        return [trials / name for name in _registered_names(trials)]
+    store = open_store(trials)
+    if store.is_remote:
+        return [trials / name for name in _registered_names(store)]
     return [trial_folder for trial_folder in trials.iterdir() if trial_folder.is_dir()] if trials.is_dir() else []
 
 
-def _registered_names(trials: Path) -> list[str]:
-    if not fetch(trials / _LIST):
-        return []
-    names: list[str] = load_checked_json(trials / _LIST)["names"]
-    return names
+def _registered_names(trials: ArtifactStore) -> list[str]:
+    listed = trials.read_json(_LIST)
+    return [] if listed is None else list(listed["names"])
 
 
 def find_best_trial(trials: Iterable[Trial]) -> Trial | None:

@@ -10,27 +10,20 @@ from typing import Any
 from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 
 from distcse.errors import SearchSpaceError
-from distcse.recipe import MutualRecipe, ParameterSection, Recipe, Sweep, with_values
+from distcse.experiments.registry import experiment_of
+from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
+from distcse.recipe.losses.loss_section import registered_losses
 
 Sample = dict[str, Any]
 """Values that a searcher chose, by recipe path."""
 
 WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
 """A weight of a simplex is −log u, with u drawn between these bounds."""
-_SEARCHABLE = {
-    Recipe: (
-        "student",
-        "teachers.encoders",
-        "teachers.rank_noise_group",
-        "teachers.disagreement_scale",
-        "objective",
-        "training",
-    ),
-    MutualRecipe: ("groups", "bi", "cross", "mutual"),
-}
 _SEARCHABLE_OF_TEACHER = ("alpha",)
 _WITHOUT_EFFECT = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
-_FIXED_IN_TRAINING = ("objective.rank.queue", "objective.regression.teachers", "objective.detection.generator")
+_FIXED_IN_TRAINING = tuple(
+    f"objective.{loss.key}.{name}" for loss in registered_losses() for name in loss.section.fixed_in_training
+)
 _CHANGEABLE_IN_TRAINING = (
     "objective.",
     "training.lr",
@@ -53,7 +46,7 @@ class Space:
         InvalidValueError: The recipe does not allow a bound or a choice.
     """
 
-    def __init__(self, sweep: Sweep, recipe: Recipe | MutualRecipe) -> None:
+    def __init__(self, sweep: Sweep, recipe: BaseRecipe) -> None:
         self._recipe = recipe
         self.parameters: dict[str, ParameterSection] = {}
         self._simplices: list[list[str]] = []
@@ -152,7 +145,7 @@ class Space:
             waiting = {path: text for path, text in waiting.items() if path not in solved}
         return {path: values[path] for path in self.parameters}
 
-    def recipe(self, sample: Mapping[str, Any]) -> Recipe | MutualRecipe:
+    def recipe(self, sample: Mapping[str, Any]) -> BaseRecipe:
         """Return the recipe with a sample's values."""
         return with_values(self._recipe, self.values(sample))
 
@@ -186,7 +179,7 @@ class Space:
         return [f"{before}.{number}.{after}" for number in range(len(entries))]
 
     def _check_path(self, path: str, sweep: Sweep) -> None:
-        searched = _SEARCHABLE[type(self._recipe)]
+        searched = self._recipe.searchable_keys
         parts = path.split(".")
         is_fixed_of_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _SEARCHABLE_OF_TEACHER
         if is_fixed_of_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
@@ -203,29 +196,9 @@ class Space:
                 f"parameters.{path} cannot change during training, as pbt requires; search "
                 f"{', '.join(_CHANGEABLE_IN_TRAINING)} except {', '.join(_FIXED_IN_TRAINING)}, or write schedule.kind: asha"
             )
-        if sweep.schedule.kind == "pbt" and isinstance(self._recipe, Recipe):
-            self._check_change(path, sweep.parameters.get(path), self._recipe)
-
-    @staticmethod
-    def _check_change(path: str, parameter: ParameterSection | None, recipe: Recipe) -> None:
-        """Refuse values that PBT could not apply to a checkpoint because of other settings of the recipe."""
-        rank = recipe.objective.rank
-        if path.endswith(".alpha") and recipe.training.neighbor_batching is not None:
-            raise SearchSpaceError(
-                f"parameters.{path} cannot change during training with training.neighbor_batching, whose neighbors depend on it; "
-                "write training.neighbor_batching: null, or schedule.kind: asha"
-            )
-        if (
-            path == "objective.rank.gamma"
-            and rank is not None
-            and rank.queue is not None
-            and parameter
-            and 0 in _ends(parameter)
-        ):
-            raise SearchSpaceError(
-                f"parameters.{path} cannot become 0 during training with objective.rank.queue, which checkpoints contain; "
-                "remove 0 from its values, or write schedule.kind: asha"
-            )
+        if sweep.schedule.kind == "pbt":
+            parameter = sweep.parameters.get(path)
+            experiment_of(self._recipe).trials.check_exchange(path, _ends(parameter) if parameter else [])
 
 
 def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | None:

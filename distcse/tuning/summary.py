@@ -31,10 +31,10 @@ def variant_of(run: Trial) -> str:
 
 
 def dev_row(runs: Sequence[Trial]) -> SummaryRow | None:
-    """Summarize the final runs' best dev scores; None if there are none. A recalled run is left out."""
+    """Summarize the final runs' best dev scores; None if there are none. A run that reuses another's scores is left out."""
     scores: dict[str, list[float]] = {}
     for run in sorted(runs, key=lambda run: variant_of(run) == BEST):
-        if run.best is not None and run.status == "finished" and not run.recalled_from:
+        if run.best is not None and run.status == "finished" and not run.reused_from:
             scores.setdefault(variant_of(run), []).append(run.best.score)
     found = {side: compute_spread(values) for side, values in scores.items()}
     return SummaryRow("dev", "best of each run", "dev", found) if found else None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distcse.errors import DivergedError
-from distcse.events import CheckpointSaved, DevScore, Event, GroupActivity, GroupEvent, Reporter
-from distcse.experiments.distillation.backends import Backend
-from distcse.recipe import MutualRecipe, Recipe, with_values
+from distcse.events import CheckpointSaved, Event, Reporter
+from distcse.experiments.backend import Backend
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.registry import experiment_of
+from distcse.recipe import BaseRecipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.storage import remove
+from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
 
@@ -27,12 +29,12 @@ WORST = -100.0
 class TrialContext:
     """What all trials of a sweep share."""
 
-    recipe: Recipe | MutualRecipe
-    """The recipe that trials run with their values, without a final evaluation (see `trial_recipe`)."""
-    trials: Path
+    recipe: BaseRecipe
+    """The recipe that trials run with their values, without a final evaluation (see `Trials.recipe`)."""
+    trials: ArtifactStore
     """The folder with the trials' folders."""
     backend: Backend | None = None
-    """The backend that trains; None means the recipe's."""
+    """The backend that trains; None is the trial's process."""
     keep_models: bool = False
     """Whether to keep each trial's model. Checkpoints are removed in any case."""
     exchanges_checkpoints: bool = False
@@ -57,31 +59,32 @@ def run_trial(
     Returns:
         The record of the ended trial.
     """
-    folder = context.trials / name
+    folder = context.trials.path / name
     folder.mkdir(parents=True, exist_ok=True)
     trial = read_trial(folder)
     if trial is not None and trial.ended:
         return _replay(trial, report)
     if trial is None:
-        trial = Trial(name, dict(values), begun=time.time())
-        if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials, values)) is not None:
-            trial = replace(equal, name=name, begun=trial.begun, recalled_from=equal.name)
+        trial = Trial(name, dict(values), started_at=time.time())
+        if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials.path, values)) is not None:
+            trial = replace(equal, name=name, started_at=trial.started_at, reused_from=equal.name)
             trial.write(folder)
             return _replay(trial, report)
     else:
-        trial = replace(trial, values=dict(values), starts=trial.starts + 1)
+        trial = replace(trial, values=dict(values), num_starts=trial.num_starts + 1)
     seconds_before = trial.seconds
     if donor is not None:
         CheckpointStore(folder).adopt(donor)
-        trial = replace(trial, reported=_scores_in_checkpoint(trial, donor))
+        trial = replace(trial, metrics=_scores_in_checkpoint(trial, donor))
     trial.write(folder)
 
     recipe = with_values(context.recipe, values)
     trial_reporter = _TrialReporter(folder, trial, seconds_before, recipe, report, context.exchanges_checkpoints)
     try:
-        _train(recipe, RunDirectory.begin(folder, recipe), Reporter(trial_reporter.on_event), context.backend)
+        reporter = Reporter(trial_reporter.on_event)
+        experiment_of(recipe).run(context.backend or LocalBackend(), reporter, RunDirectory.begin(folder, recipe))
     except DivergedError as error:
-        trial = replace(trial_reporter.trial, status="diverged", why=error.coded_message)
+        trial = replace(trial_reporter.trial, status="diverged", reason=error.coded_message)
     else:
         trial = replace(trial_reporter.trial, status="finished")
     trial.write(folder)
@@ -93,7 +96,7 @@ def run_trial(
 
 def metrics_of(trial: Trial) -> dict[str, Any]:
     """Return the trial's last and best dev score as flat metrics for Ray Tune."""
-    last, best = trial.reported[-1] if trial.reported else None, trial.best
+    last, best = trial.metrics[-1] if trial.metrics else None, trial.best
     return {
         "dev": last.score if last else WORST,
         "best": best.score if best else WORST,
@@ -106,13 +109,13 @@ def metrics_of(trial: Trial) -> dict[str, Any]:
 def clear(folder: Path, keep_model: bool = False) -> None:
     """Remove files of an ended trial that are not read again."""
     for name in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
-        remove(folder / name)
+        open_store(folder / name).delete_all()
 
 
 def _replay(trial: Trial, report: Report) -> Trial:
     """Report the recorded scores, one after the other, and return the trial."""
-    for number in range(len(trial.reported)):
-        report(metrics_of(replace(trial, reported=trial.reported[: number + 1])))
+    for number in range(len(trial.metrics)):
+        report(metrics_of(replace(trial, metrics=trial.metrics[: number + 1])))
     if trial.status == "diverged":
         report({**metrics_of(trial), "dev": WORST, "best": WORST})
     return trial
@@ -121,26 +124,13 @@ def _replay(trial: Trial, report: Report) -> Trial:
 def _scores_in_checkpoint(trial: Trial, donor: Path) -> list[TrialMetric]:
     """Return the trial's scores that are in a checkpoint; its other scores belong to weights that it has replaced."""
     scored = {(step, score) for step, score in load_trainer_state(donor).scores}
-    return [entry for entry in trial.reported if (entry.step, entry.score) in scored]
+    return [entry for entry in trial.metrics if (entry.step, entry.score) in scored]
 
 
 def _find_equal_trial(trials: Path, values: Mapping[str, Any]) -> Trial | None:
     """Return a finished trial with the same values, or None."""
-    equal = (
-        t for t in readable_trials(trials) if t.values == values and t.status == "finished" and not t.recalled_from
-    )
+    equal = (t for t in readable_trials(trials) if t.values == values and t.status == "finished" and not t.reused_from)
     return next(equal, None)
-
-
-def _train(recipe: Recipe | MutualRecipe, directory: RunDirectory, reporter: Reporter, backend: Backend | None) -> None:
-    if isinstance(recipe, MutualRecipe):
-        from distcse.experiments.mutual import run_mutual
-
-        run_mutual(recipe, reporter, directory)
-    else:
-        from distcse.experiments.distillation.run import run
-
-        run(recipe, reporter, directory, backend)
 
 
 class _TrialReporter:
@@ -151,7 +141,7 @@ class _TrialReporter:
         folder: Path,
         trial: Trial,
         seconds_before: float,
-        recipe: Recipe | MutualRecipe,
+        recipe: BaseRecipe,
         report: Report,
         with_checkpoints: bool,
     ) -> None:
@@ -161,17 +151,15 @@ class _TrialReporter:
         self._with_checkpoints = with_checkpoints
         self._seconds_before = seconds_before
         self._began = time.monotonic()
-        self._cycles = _CycleScores(recipe, folder) if isinstance(recipe, MutualRecipe) else None
+        self._scores = experiment_of(recipe).trials.scores(folder)
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, DevScore):
-            self._score(event.step, 100 * event.step / event.total, event.score)
-        elif isinstance(event, CheckpointSaved) and self._with_checkpoints:
-            if self.trial.reported and self.trial.reported[-1].step == event.step:
+        for scored in self._scores(event):
+            self._score(*scored)
+        if self._with_checkpoints and isinstance(event, CheckpointSaved):
+            last = self.trial.metrics[-1] if self.trial.metrics else None
+            if last is not None and last.step == event.step:
                 self._report({**metrics_of(self.trial), "checkpoint": event.folder})
-        elif self._cycles and isinstance(event, GroupEvent) and isinstance(event.event, GroupActivity):
-            for scored in self._cycles.ended():
-                self._score(*scored)
 
     def _score(self, step: int, progress: float, score: float) -> None:
         seconds = self._seconds_before + time.monotonic() - self._began
@@ -179,28 +167,3 @@ class _TrialReporter:
         self.trial.write(self._folder)
         if not self._with_checkpoints:
             self._report(metrics_of(self.trial))
-
-
-class _CycleScores:
-    """Dev scores of a mutual distillation, one per cycle: the mean over groups of each group's best bi-encoder so far."""
-
-    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self._cycles = recipe.mutual.cycles
-        self._groups = [group.name for group in recipe.groups]
-        self._run = run
-        self._scored = 0
-
-    def ended(self) -> Iterator[tuple[int, float, float]]:
-        """Yield (cycle, percent of all cycles, score) of each cycle that has ended since the last call."""
-        from distcse.experiments.mutual.phase_store import PhaseStore
-        from distcse.experiments.mutual.phases import Phase
-
-        store = PhaseStore(self._run)
-        names = [name for name in self._groups if name not in store.dropped]
-        while self._scored < self._cycles and names:
-            phases = [store.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
-            if not all(name in phases[-1] for name in names):
-                return
-            self._scored += 1
-            best_scores = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
-            yield self._scored, 100 * self._scored / self._cycles, sum(best_scores) / len(best_scores)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from distcse.storage import atomic_write
+from distcse.storage import open_store
 from distcse.tuning.records import Trial
 
 
@@ -23,12 +23,12 @@ def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
             "status": trial.status,
             "dev": trial.best.score if trial.best else None,
             "dev_step": trial.best.step if trial.best else None,
-            "progress": trial.reported[-1].progress if trial.reported else 0.0,
+            "progress": trial.metrics[-1].progress if trial.metrics else 0.0,
             "seconds": trial.seconds,
-            "starts": trial.starts,
+            "num_starts": trial.num_starts,
             **{path: _cell(trial.values.get(path)) for path in parameters},
-            "why": trial.why,
-            "recalled_from": trial.recalled_from,
+            "reason": trial.reason,
+            "reused_from": trial.reused_from,
             "folder": trial.name,
         }
         for number, trial in enumerate(trials, start=1)
@@ -40,9 +40,10 @@ def write_tables(trials: Sequence[Trial], folder: Path) -> None:
     if not trials:
         return
     table = pa.Table.from_pylist(rows_of(trials))
-    with atomic_write(folder / "trials.parquet") as file:
+    store = open_store(folder)
+    with store.write("trials.parquet") as file:
         pa.parquet.write_table(table, file)
-    with atomic_write(folder / "trials.csv") as file:
+    with store.write("trials.csv") as file:
         pa.csv.write_csv(table, file)
 
 

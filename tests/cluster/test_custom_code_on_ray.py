@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distcse.recipe import recipe_yaml
-from tests.cluster.test_commands import own_environment
+from tests.commands import user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
 
@@ -39,7 +39,7 @@ def test_workers_find_the_modules_of_the_current_directory(
     )
     (folder / "recipe.yaml").write_text(recipe_yaml(recipe))
     command = [sys.executable, "-m", "distcse.train", "recipe.yaml"]
-    environment = own_environment(PYTHONPATH=str(ROOT))
+    environment = user_environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import urllib.request
@@ -20,7 +21,7 @@ from distcse.events import (
     StageProgress,
     StepReport,
 )
-from distcse.experiments.distillation.run import run
+from tests.backends import run
 from tests.jobs import make_recipe
 
 pytestmark = pytest.mark.cluster
@@ -126,8 +127,9 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
     tasks = {task.name for task in list_tasks(limit=10_000)}
     assert {"embed shard 0", "TeacherServer.similarities", "EventActor.emit"} <= tasks
 
-    session = Path(ray._private.worker._global_node.get_session_dir_path())
-    files = [*done.directory.path.rglob("*"), *(session / "logs").rglob("*")]
+    logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", ray.get_runtime_context().get_session_name(), "logs")
+    assert logs.is_dir()
+    files = [*done.directory.path.rglob("*"), *logs.rglob("*")]
     text_files = [file for file in files if file.is_file() and file.suffix != ".safetensors"]
     assert len(text_files) > 20
     for file in text_files:

@@ -1,28 +1,26 @@
-"""Full runs on a real Ray cluster, with actors, Ray Train workers and DeepSpeed, also while processes are killed."""
+"""Runs on a Ray cluster with actors, Ray Train workers and DeepSpeed equal runs of one process."""
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from distcse.errors import ClusterTooSmallError, ModelNotFoundError, StoppedEarlyError
-from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.run import run
+from distcse.errors import ClusterTooSmallError, ModelNotFoundError
+from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
+from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe
-from tests.kills import kill_actor
+from tests.jobs import make_recipe, rows_embedded
+from tests.kills import CpuHolder
 from tests.models import make_cross_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
-
 MakeRecipe = Callable[..., Recipe]
 
 
@@ -38,14 +36,6 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
         "evaluation.final_suites=[]",
         *overrides,
     )
-
-
-def rows_embedded(events: list[Event]) -> list[int]:
-    return [
-        event.done
-        for event in events
-        if isinstance(event, StageProgress) and event.finished and event.name.startswith("teacher")
-    ]
 
 
 @pytest.mark.slow
@@ -81,40 +71,6 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
 
 
 @pytest.mark.slow
-def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_result(
-    recipe_with: MakeRecipe,
-) -> None:
-    import ray
-
-    uninterrupted = run(recipe_with("training.workers=0", "training.epochs=2"), Reporter())
-    to_kill = ["RayTrainWorker", "TeacherServer"]
-    stopped: list[int] = []
-    warnings: list[str] = []
-
-    def disturb(event: Event) -> None:
-        # An evaluator that has scored has sent heartbeats. It is stopped before its worker is killed, which would end it.
-        if isinstance(event, DevScore) and not stopped and kill_actor("EvaluatorActor", signal.SIGSTOP):
-            stopped.append(event.step)
-        if isinstance(event, LogMessage) and "the dev-score evaluator" in event.text:
-            warnings.append(event.text)
-        if isinstance(event, StepReport) and event.step >= 16 and warnings and to_kill and kill_actor(to_kill[0]):
-            to_kill.pop(0)
-
-    overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
-    disturbed = run(
-        recipe_with(*overrides, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
-    )
-    assert not to_kill and stopped
-    assert any(" 3 s" in text for text in warnings)
-    assert disturbed.train_result.state.finished
-    assert_same_learning(weights_of(uninterrupted.directory.path), weights_of(disturbed.directory.path))
-    expected, scores = uninterrupted.train_result.state.scores, disturbed.train_result.state.scores
-    assert [step for step, _ in scores] == [step for step, _ in expected]
-    assert [score for _, score in scores] == pytest.approx([score for _, score in expected], abs=0.1)
-    assert ray.is_initialized()
-
-
-@pytest.mark.slow
 def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
     live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Reporter())
     table = run(recipe_with("training.workers=0", "training.max_steps=6"), Reporter())
@@ -128,7 +84,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 ) -> None:
     """A cross-encoder, a teacher in rank space and DiffCSE, together with RankCSE's three terms.
 
-    Without rank noise, because nearly equal neighbours swap ranks by rounding, and then get different noise.
+    Without rank noise, because nearly equal neighbors swap ranks by rounding, and then get different noise.
     """
     scorer = make_cross_encoder(tmp_path / "scorer", tiny("bert"))
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
@@ -153,7 +109,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 
 
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
-    """Selected layers, neighbour batching, a queue, joined regression targets and disagreement weights, together."""
+    """Selected layers, neighbor batching, a queue, joined regression targets and disagreement weights, together."""
     overrides = (
         "student.layers=auto",
         "student.num_layers=2",
@@ -183,37 +139,13 @@ def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeR
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
 
 
-def test_ctrl_c_ends_a_run_that_waits_for_resources(recipe_with: MakeRecipe) -> None:
-    """First while it waits for an embedding actor, then for a training worker; another actor has all CPUs."""
-    import ray
-
-    holder = ray.remote(Holder).options(num_cpus=6).remote()
-    ray.get(holder.holds.remote())
-    try:
-        for named in ("teacher", "--resume"):
-            started = time.monotonic()
-            with fails_with(StoppedEarlyError, named):
-                run(recipe_with("training.workers=1"), Reporter(stop_requested=lambda: True))
-            assert time.monotonic() - started < 45
-            run(recipe_with("training.workers=0", "training.max_steps=1"), Reporter())  # embeds the corpus locally
-    finally:
-        ray.kill(holder)
-
-
-class Holder:
-    """An actor that only occupies CPUs."""
-
-    def holds(self) -> bool:
-        return True
-
-
 def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     import ray
 
     from distcse.ray_backend.event_channel import EventChannel
 
-    channel, worker = EventChannel("run"), ray.remote(Holder).options(num_cpus=0).remote()
-    ray.get(worker.holds.remote())
+    channel, worker = EventChannel("run"), ray.remote(CpuHolder).options(num_cpus=0).remote()
+    ray.get(worker.is_ready.remote())
     try:
         channel.relay(Reporter())
         assert not channel.has_started and 0 < channel.idle_s() < 60
@@ -226,8 +158,8 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         time.sleep(0.5)
         channel.relay(Reporter())
         assert channel.has_started and 0.5 <= channel.idle_s() < 60
-        ray.get(channel.actor.start.remote(0, (later := ray.remote(Holder).options(num_cpus=0).remote())))
-        ray.get(later.holds.remote())
+        ray.get(channel.actor.start.remote(0, (later := ray.remote(CpuHolder).options(num_cpus=0).remote())))
+        ray.get(later.is_ready.remote())
         channel.relay(Reporter())
         assert channel.idle_s() == 0
         ray.get(channel.actor.finish.remote(0))

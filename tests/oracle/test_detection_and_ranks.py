@@ -39,8 +39,8 @@ def test_replaced_token_detection(oracles: dict[str, Any]) -> None:
     found = detection(logits, edited.labels, edited.mask)
     share, accuracies = found.shares()
     assert share.item() == pytest.approx(case["expected"]["mean_all_positions"], **EXACT)
-    assert accuracies["edited_found"].item() == pytest.approx(case["expected"]["rep_acc"], **EXACT)
-    assert accuracies["kept_found"].item() == pytest.approx(case["expected"]["fix_acc"], **EXACT)
+    assert accuracies["edited_accuracy"].item() == pytest.approx(case["expected"]["rep_acc"], **EXACT)
+    assert accuracies["kept_accuracy"].item() == pytest.approx(case["expected"]["fix_acc"], **EXACT)
     without_padding, _ = detection(logits, edited.labels, edited.mask, "nonpad").shares()
     assert without_padding.item() == pytest.approx(case["expected"]["mean_nonpad"], **EXACT)
     section = ObjectiveSection(
@@ -50,7 +50,7 @@ def test_replaced_token_detection(oracles: dict[str, Any]) -> None:
         detection=DetectionSection(weight=case["params"]["lambda_weight"], generator="x"),
     )
     # Views of a sentence are adjacent in the public code: rows 0 and 2 are first views, rows 1 and 3 second views.
-    loss, parts = build_objective(section)(gather_views(h[0::2], h[1::2]), None, found)
+    loss, parts = build_objective(section)(gather_views(h[0::2], h[1::2], detection=found))
     assert loss.item() == pytest.approx(case["expected"]["total_ref"], **EXACT)
     assert parts["info_nce"].item() == pytest.approx(case["expected"]["infonce_mean"], **EXACT)
 
@@ -136,7 +136,7 @@ def _share_of_worker(case: dict[str, Any], rtd: dict[str, Any]) -> list[tuple[fl
     edited = replaced(ids, mask, filled, Vocabulary(2000, 101, 0, 103, (0, 101, 102)))
     found = detection(logits[rows], edited.labels[rows], edited.mask[rows])
     share, accuracies = found.shares()
-    answers.append((share.item(), [accuracies["edited_found"].item(), accuracies["kept_found"].item()]))
+    answers.append((share.item(), [accuracies["edited_accuracy"].item(), accuracies["kept_accuracy"].item()]))
     return answers
 
 

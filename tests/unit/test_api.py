@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import distcse
+from distcse.errors import RunArgumentError
 from distcse.events import DevScore, Event
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
+from tests.failures import fails_with
 
 
 def test_everything_named_is_there() -> None:
@@ -81,11 +83,11 @@ def test_without_a_listener_progress_goes_to_standard_error(
     labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = distcse.measure([f"thin={tiny()}"], data=labelled, load_options=distcse.LoadOptions(pooling="mean"))
-    told = capsys.readouterr()
-    assert told.out == "" and "thin" in told.err and "in the model" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and "thin" in printed.err and "in the model" in printed.err
     assert [about.name for about in measured.evaluation.models] == ["thin"]
 
 
 def test_overrides_want_a_name(recipe_with: Callable[..., Recipe]) -> None:
-    with pytest.raises(distcse.DistcseError, match="overrides go with a recipe's name or file"):
+    with fails_with(RunArgumentError, "overrides"):
         distcse.run(recipe_with(), "training.lr=1e-4")

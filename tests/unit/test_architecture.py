@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -24,25 +25,98 @@ def broken(config: Path) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def test_no_module_imports_from_a_floor_above() -> None:
+def write_package(folder: Path) -> list[str]:
+    """Write a copy of the contracts for a package whose layers are empty, and return the layers' names."""
+    rule = (ROOT / ".importlinter").read_text().replace("distcse", "package")
+    (folder / "rule").write_text(rule)
+    layers = [line.strip() for line in rule.split("layers =")[1].split("\n\n")[0].splitlines() if line.strip()]
+    names = [part.strip(" ()").removeprefix("package.") for layer in layers for part in layer.split("|")]
+    for name in names:
+        (folder / "package" / name).mkdir(parents=True)
+        (folder / "package" / name / "__init__.py").touch()
+    (folder / "package" / "__init__.py").touch()
+    return names
+
+
+def test_no_module_imports_from_a_layer_above() -> None:
     assert not broken(ROOT / ".importlinter")
 
 
 def test_the_rule_would_see_it(tmp_path: Path) -> None:
     """The same contract fails for a package in which a lower layer imports a higher one."""
-    rule = (ROOT / ".importlinter").read_text().replace("distcse", "house")
-    (tmp_path / "rule").write_text(rule)
-    floors = [line.strip() for line in rule.split("layers =")[1].split("\n\n")[0].splitlines() if line.strip()]
-    for name in (part.strip(" ()").removeprefix("house.") for floor in floors for part in floor.split("|")):
-        (tmp_path / "house" / name).mkdir(parents=True)
-        (tmp_path / "house" / name / "__init__.py").touch()
-    (tmp_path / "house" / "__init__.py").touch()
+    write_package(tmp_path)
     assert not broken(tmp_path / "rule")
-    (tmp_path / "house" / "recipe" / "__init__.py").write_text("import house.report\n")
-    assert "house.recipe is not allowed to import house.report" in broken(tmp_path / "rule")
+    (tmp_path / "package" / "recipe" / "__init__.py").write_text("import package.report\n")
+    assert "package.recipe is not allowed to import package.report" in broken(tmp_path / "rule")
+
+
+def test_the_rule_would_see_an_import_of_ray(tmp_path: Path) -> None:
+    """`ray_backend` may import Ray, and other packages may import `ray_backend`'s users; none may import Ray itself."""
+    layers = write_package(tmp_path)
+    assert "ray_backend" in layers and "tuning" in layers
+    (tmp_path / "package" / "ray_backend" / "tune.py").write_text("import ray\n")
+    (tmp_path / "package" / "running" / "__init__.py").write_text("import package.ray_backend.tune\n")
+    assert not broken(tmp_path / "rule")
+    (tmp_path / "package" / "tuning" / "__init__.py").write_text("from ray import tune\n")
+    assert "package.tuning -> ray" in broken(tmp_path / "rule")
 
 
 def test_the_page_names_every_room() -> None:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     rooms = [entry.name for entry in (ROOT / "distcse").iterdir() if (entry / "__init__.py").is_file()]
     assert not [room for room in rooms if f"`{room}/`" not in page and room != "recipes"]
+
+
+STORAGE_CALLS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "shutil.move"}
+"""Calls that only `distcse.storage` makes, so that its order of flush and rename holds for every file."""
+HASHES = {"trainer/dropout_rng.py"}
+"""Modules that use hashlib outside `distcse.storage`: seeds of random streams, which are not stored."""
+OTHER_RENAMES = {"recipe/renaming.py"}
+"""Modules that define another method `rename`, for keys of recipes."""
+
+
+def storage_calls(module: Path, name: str) -> list[str]:
+    """Return the lines of a module that rename, flush or hash."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            origin = node.module if isinstance(node, ast.ImportFrom) else None
+            hashes = "hashlib" in (*names, origin) and name not in HASHES
+            hidden = {f"{origin}.{imported}" for imported in names} & STORAGE_CALLS
+            if hashes or hidden:
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # str.replace has two arguments, Path.replace has one.
+            path_replace = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+            path_rename = node.func.attr == "rename" and name not in OTHER_RENAMES
+            if ast.unparse(node.func) in STORAGE_CALLS or path_replace or path_rename:
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_only_storage_renames_flushes_and_hashes() -> None:
+    modules = {file.relative_to(ROOT / "distcse").as_posix(): file for file in (ROOT / "distcse").rglob("*.py")}
+    outside = {name: file for name, file in modules.items() if not name.startswith("storage/")}
+    assert not [line for name, file in outside.items() for line in storage_calls(file, name)]
+    assert outside.keys() >= HASHES | OTHER_RENAMES
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.replace(a, b)",
+        "os.fsync(3)",
+        "from os import rename",
+        "shutil.move(a, b)",
+        "a.rename(b)",
+        "a.with_name(n).replace(b)",
+        "import hashlib",
+        "from hashlib import sha256",
+    ],
+)
+def test_the_check_of_renames_would_see_it(tmp_path: Path, line: str) -> None:
+    (tmp_path / "module.py").write_text(f"{line}\n")
+    assert storage_calls(tmp_path / "module.py", "module.py") == [f"module.py:1: {line}"]
+    (tmp_path / "module.py").write_text("text.replace(a, b)\nreplace(trial, x=1)\nimport os\n")
+    assert not storage_calls(tmp_path / "module.py", "module.py")

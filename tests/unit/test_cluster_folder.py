@@ -193,7 +193,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     tags = {
         "run",
         "group",
-        *(tag for told in (GAUGES, COUNTERS, HISTOGRAMS) for _, more in told.values() for tag in more),
+        *(tag for metrics in (GAUGES, COUNTERS, HISTOGRAMS) for _, more in metrics.values() for tag in more),
     }
     legends = " ".join(target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"])
     assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= tags

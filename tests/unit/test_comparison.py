@@ -83,12 +83,12 @@ def test_a_comparison_equals_one_by_hand(
     standardized = [(np.array(one) - np.mean(one)) / np.std(one) for one in lists]
     difference = np.abs(standardized[0] - standardized[1])
     row, column = np.unravel_index(int(difference.argmax()), difference.shape)
-    largest = found.disputes[0]
+    largest = found.disagreements[0]
     assert {indices[largest.one], indices[largest.other]} == {row, column + (column >= row)}
     for cosine, units in zip(largest.cosines, vectors, strict=True):
         assert cosine == pytest.approx(float(units[indices[largest.one]] @ units[indices[largest.other]]), abs=1e-6)
-    texts = [text for dispute in found.disputes for text in (dispute.one, dispute.other)]
-    assert len(found.disputes) == 5 and len(set(texts)) == len(texts)
+    texts = [text for disagreement in found.disagreements for text in (disagreement.one, disagreement.other)]
+    assert len(found.disagreements) == 5 and len(set(texts)) == len(texts)
     print_comparison(found)
     output = capsys.readouterr().out
     assert "teacher 1  p1" in output and "teacher 1 and teacher 2" in output and "teacher 0" not in output

@@ -32,7 +32,7 @@ WriteFile = Callable[[str, str], Path]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteFile:
     """Writes a file of a package on the import path; importing the package is an error."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    docstrings._documented.cache_clear()
+    docstrings.documented.cache_clear()
 
     def write_file(name: str, content: str) -> Path:
         file = tmp_path / name
@@ -53,7 +53,7 @@ def function(name: str, docstring: str) -> str:
 def held_out_name(package: str, module: str) -> str:
     """Return a function name whose hash holds it out, found by trial."""
     for number in range(1000):
-        if docstrings._is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
+        if docstrings.is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
             return f"f{number}"
     raise AssertionError("no name of a thousand is held out")
 
@@ -61,7 +61,7 @@ def held_out_name(package: str, module: str) -> str:
 def trained_name(package: str, module: str) -> str:
     """Return a function name whose hash keeps it in the corpus."""
     for number in range(1000):
-        if not docstrings._is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
+        if not docstrings.is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
             return f"g{number}"
     raise AssertionError("every name of a thousand is held out")
 
@@ -187,7 +187,7 @@ def test_methods_classes_and_nested_functions_are_documented(write: WriteFile) -
         '    async def b(self):\n        """The method does nothing at all."""\n'
         '        def c():\n            """The inner function does even less."""\n',
     )
-    names = [entry.name for entry in docstrings._documented_in_package("pkg_nested")]
+    names = [entry.name for entry in docstrings.documented_in_package("pkg_nested")]
     assert names == [f"pkg_nested.sub.m.{name}" for name in ("A", "A.b", "A.b.c")]
 
 
@@ -200,7 +200,7 @@ def test_tests_vendored_code_and_broken_files_are_skipped(write: WriteFile, capl
     write("pkg_skips/template.py", "def {{ name }}(:\n")
     write("pkg_skips/nul.py", "x = 1\0\n")
     with caplog.at_level(logging.INFO):
-        entries = list(docstrings._documented_in_package("pkg_skips"))
+        entries = list(docstrings.documented_in_package("pkg_skips"))
     assert [entry.summary for entry in entries] == ["Return the only sentence that is wanted."]
     assert "pkg_skips: skipped 2 files" in caplog.text
 

@@ -11,16 +11,13 @@ import pytest
 import torch
 
 import distcse.data.token_table
-from benchmarks.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
-from benchmarks.material import OurStep
-from benchmarks.material import sentences as wiki_sentences
-from benchmarks.parts import terms_of
 from distcse.data import Corpus, TokenTable
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.experiments.distillation.task import fit
+from distcse.experiments.distillation.distillation_task import fit
 from distcse.experiments.mutual.pairs import Pairs
-from distcse.experiments.mutual.task import BiTokens, CrossTokens
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
+from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import by_length
 from distcse.rank_space import RankSpace, pair_similarities
@@ -28,7 +25,10 @@ from distcse.recipe import CorpusSection, Recipe, TeachersSection
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from tests.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
 from tests.jobs import make_spec
+from tests.training_step import TrainingStep
+from tests.wikipedia import wiki_sentences
 
 QUIET = ("evaluation.dev=none", "evaluation.num_heldout=0", "evaluation.final_suites=[]")
 
@@ -69,7 +69,7 @@ def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
     model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
     spec, tables = make_spec(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
@@ -78,7 +78,7 @@ def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
 def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe]) -> None:
     spec, tables = make_spec(recipe_with(*QUIET))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step()
     with NumbersRead() as values:
         for _ in range(3):
@@ -97,8 +97,15 @@ def test_a_cached_table_takes_two_bytes_per_value(tmp_path: Path) -> None:
 
 def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:
     n, width = 96, 40
+    draw = torch.Generator().manual_seed(n)
+    z1, z2 = (torch.randn(n, width, generator=draw).requires_grad_() for _ in range(2))
+    lists = torch.rand(n, n, generator=draw)
     with LargestTensor() as counted:
-        terms_of(n, width)()
+        views = gather_views(z1, z2)
+        loss = jensen_shannon(views.similarities / 0.05, views.reverse / 0.05).mean()
+        loss = loss + list_net(views.similarities, lists, 0.05, 0.025).mean()
+        loss = loss + list_mle(views.similarities, lists, 0.05).mean()
+        torch.autograd.grad(loss, (z1, z2))
     assert n**2 <= counted.numbers <= 2 * n**2
 
 

@@ -14,10 +14,11 @@ import yaml
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.preparation import embed_corpus
-from distcse.experiments.distillation.run import run
+from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import build_objective, gather_views
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
+from tests.backends import run
 from tests.conftest import ROOT
 from tests.failures import fails_with
 
@@ -66,9 +67,9 @@ def test_a_run_with_the_pages_term_and_teacher(
     assert losses[-1]["correlation"] < losses[0]["correlation"] and losses[0]["loss"] == losses[0]["correlation"]
     assert result.evaluation is not None
     kinds = {info.name: (info.kind, info.source) for info in result.evaluation.models}
-    assert kinds["teacher 1"] == ("own", "my_teachers:Trigrams") and kinds["teacher 0"][0] == "bi-encoder"
+    assert kinds["teacher 1"] == ("custom", "my_teachers:Trigrams") and kinds["teacher 0"][0] == "bi-encoder"
     later: list[Event] = []
-    embed_corpus(recipe, Reporter(later.append))
+    embed_corpus(recipe, LocalBackend(), Reporter(later.append))
     notes = [event.note for event in later if isinstance(event, StageProgress) and event.name == "teacher 1"]
     assert notes[0] == "0 embedded, 384 reused"
 
@@ -76,11 +77,12 @@ def test_a_run_with_the_pages_term_and_teacher(
 def test_kwargs_change_the_fingerprint_of_a_teacher(
     recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path
 ) -> None:
-    from distcse.teachers.factory import fingerprint, scores_pairs
+    from distcse.teachers.kinds import kind_of
 
     teacher = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
     wider = teacher.model_copy(update={"kwargs": {"width": 2048}})
-    assert fingerprint(teacher) == fingerprint(teacher) != fingerprint(wider) and not scores_pairs(teacher)
+    fingerprints = [kind_of(section).source_fingerprint() for section in (teacher, teacher, wider)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2] and kind_of(teacher).has_vectors
 
 
 def test_the_losses_of_two_workers_add_up_to_that_of_one(modules: Path, recipe_with: Callable[..., Recipe]) -> None:
@@ -132,7 +134,7 @@ def test_invalid_custom_classes_in_a_recipe_are_refused(recipe_with: Callable[..
     cases: tuple[tuple[list[str], tuple[str, ...]], ...] = (
         ([TERM % ("my_terms", "{}")], ("objective.custom.mine.class_path", "my_terms")),
         ([TERM.replace("mine:", "loss:") % ("a:B", "{}")], ("custom", "loss")),
-        ([TERM.replace("mine:", "kept_found:") % ("a:B", "{}")], ("custom", "kept_found")),
+        ([TERM.replace("mine:", "kept_accuracy:") % ("a:B", "{}")], ("custom", "kept_accuracy")),
         (["teachers.encoders.0.kwargs={width: 3}"], ("teachers.encoders.0", "kwargs")),
         (
             ["teachers.encoders.0.class_path=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"],

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.material import OurStep
 from distcse.experiments.distillation.model import StudentModel
 from distcse.models.detection import Vocabulary, edits
 from distcse.recipe import Recipe
 from tests.jobs import make_recipe, make_spec
 from tests.models import make_masked_lm
+from tests.training_step import TrainingStep
 from tests.workers import run_workers
 
 OPERATIONS = ("replacement", "insertion", "deletion")
@@ -68,7 +68,7 @@ def recipe_of(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -
 
 def first_step(spec: Any, rank: int = 0, workers: int = 1) -> tuple[float, dict[str, Tensor], set[int]]:
     """Loss and gradient of the global batch, and the lengths that this worker's streams are padded to."""
-    step = OurStep(spec, [], rank, workers)
+    step = TrainingStep(spec, [], rank, workers)
     step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)
@@ -78,7 +78,7 @@ def first_step(spec: Any, rank: int = 0, workers: int = 1) -> tuple[float, dict[
     if workers > 1:
         for part in (loss, *gradient.values()):
             dist.all_reduce(part)
-    streams = step.task.prepare_batch(0, step.engine.device).model.streams
+    streams = step.task.prepare_batch(0, step.engine.device).model_inputs.streams
     return loss.item(), gradient, {tokens.ids.shape[1] for tokens, _ in streams}
 
 
@@ -92,10 +92,10 @@ def assert_equal(found: tuple[float, dict[str, Tensor], set[int]], expected: Any
 @pytest.mark.usefixtures("_fixed_edits")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_streams_and_chunks_have_the_loss_of_one_pass(operation: str, recipe_of: MakeRecipe) -> None:
-    knob = f"objective.detection.operation={operation}"
-    expected = first_step(make_spec(recipe_of("one", knob))[0])
+    override = f"objective.detection.operation={operation}"
+    expected = first_step(make_spec(recipe_of("one", override))[0])
     for part in ("dropout_rng_streams=2", "dropout_rng_streams=4", "grad_cache_chunk=8", "grad_cache_chunk=4"):
-        found = first_step(make_spec(recipe_of(part, knob, f"training.{part}"))[0])
+        found = first_step(make_spec(recipe_of(part, override, f"training.{part}"))[0])
         assert len(found[2]) > 1 and max(found[2]) == max(expected[2])  # streams of several lengths
         assert_equal(found, expected)
 

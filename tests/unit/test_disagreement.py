@@ -13,7 +13,7 @@ import torch
 from distcse.data import Corpus
 from distcse.errors import InvalidValueError, MissingColumnError, TeacherWeightError
 from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.task import DistillationTask
+from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.losses import disagreement_weights, info_nce, list_mle, list_net, mix_lists, negative_weights
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
 from distcse.teachers.ensemble import LocalTeacherClient

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from distcse import host
+from distcse.checks import Check
 from distcse.doctor import main
 from distcse.errors import RecipeNotFoundError
-from distcse.health import machine, ray_cluster, sources, storage
-from distcse.health.check import Check
-from distcse.recipe import EndpointSection, Recipe
+from distcse.health import machine, sources, storage
+from distcse.ray_backend import cluster_checks
+from distcse.recipe import EndpointSection, Recipe, TeacherSection
+from distcse.teachers.kinds import kind_of
 
 
 def the_only(found: list[Check]) -> Check:
@@ -27,7 +29,7 @@ def the_only(found: list[Check]) -> Check:
 
 
 def test_python_torch_transformers_and_ray_are_supported() -> None:
-    found = [*machine.check_python(), *machine.check_packages(), *ray_cluster.check_version()]
+    found = [*machine.check_python(), *machine.check_packages(), *cluster_checks.check_version()]
     assert [check.name for check in found] == ["python", "torch", "transformers", "ray"]
     assert all(check.verdict == "ok" for check in found)
 
@@ -208,16 +210,20 @@ def server() -> Iterator[Callable[[int], str]]:
         each.server_close()
 
 
+def check_endpoint(url: str) -> list[Check]:
+    return kind_of(TeacherSection(backbone="teacher", endpoint=EndpointSection(url=url))).check_source()
+
+
 @pytest.mark.parametrize(("status", "verdict"), [(200, "ok"), (401, "fail"), (503, "warn")])
 def test_endpoints_are_requested(status: int, verdict: str, server: Callable[[int], str]) -> None:
-    assert the_only(sources.check_endpoint("teacher", EndpointSection(url=server(status)))).verdict == verdict
+    assert the_only(check_endpoint(server(status))).verdict == verdict
 
 
 def test_an_unreachable_endpoint_fails() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # bound but not listening, so that nothing answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        assert the_only(sources.check_endpoint("teacher", EndpointSection(url=url))).verdict == "fail"
+        assert the_only(check_endpoint(url)).verdict == "fail"
 
 
 @pytest.mark.parametrize(("host", "verdict"), [("127.0.0.1", "ok"), ("0.0.0.0", "fail")])
@@ -227,41 +233,41 @@ def test_a_port_beyond_loopback_fails(host: str, verdict: str, monkeypatch: pyte
         listening.bind((host, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        found = the_only(ray_cluster.check_ports([port]))
+        found = the_only(cluster_checks.check_ports([port]))
         assert found.verdict == verdict and str(port) in found.found
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        assert the_only(ray_cluster.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
-    closed = the_only(ray_cluster.check_ports([port]))
+        assert the_only(cluster_checks.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
+    closed = the_only(cluster_checks.check_ports([port]))
     assert closed.verdict == "ok" and str(port) not in closed.found
 
 
 def test_the_token_is_required_and_private(tmp_path: Path) -> None:
-    assert the_only(ray_cluster.check_token({}, tmp_path)).verdict == "ok"
-    assert the_only(ray_cluster.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
+    assert the_only(cluster_checks.check_token({}, tmp_path)).verdict == "ok"
+    assert the_only(cluster_checks.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
     joined = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "10.0.0.1:6379"}
-    assert the_only(ray_cluster.check_token(joined, tmp_path)).verdict == "fail"
-    assert the_only(ray_cluster.check_token({**joined, "RAY_AUTH_TOKEN": "abc"}, tmp_path)).verdict == "ok"
+    assert the_only(cluster_checks.check_token(joined, tmp_path)).verdict == "fail"
+    assert the_only(cluster_checks.check_token({**joined, "RAY_AUTH_TOKEN": "abc"}, tmp_path)).verdict == "ok"
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
     file.write_text("abc")
     file.chmod(0o644)
-    assert [check.verdict for check in ray_cluster.check_token(joined, tmp_path)] == ["ok", "warn"]
+    assert [check.verdict for check in cluster_checks.check_token(joined, tmp_path)] == ["ok", "warn"]
     file.chmod(0o600)
-    assert the_only(ray_cluster.check_token(joined, tmp_path)).verdict == "ok"
+    assert the_only(cluster_checks.check_token(joined, tmp_path)).verdict == "ok"
 
 
 def test_without_an_address_no_cluster_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert the_only(ray_cluster.check_cluster()).found.startswith("none")
+    assert the_only(cluster_checks.check_cluster()).found.startswith("none")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert f"export RAY_ADDRESS={address}" in the_only(ray_cluster.check_cluster()).found
-    assert the_only(ray_cluster.check_cluster()).found.startswith("none")  # it has ended, and its file remains
+        assert f"export RAY_ADDRESS={address}" in the_only(cluster_checks.check_cluster()).found
+    assert the_only(cluster_checks.check_cluster()).found.startswith("none")  # it has ended, and its file remains
 
 
 def test_the_command_prints_checks_and_leaves_no_files(

@@ -10,8 +10,8 @@ import torch
 
 from distcse.errors import CorpusTooSmallError, InvalidValueError
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.experiments.distillation.embedding_queue import EmbeddingQueue
-from distcse.experiments.distillation.task import DistillationTask
 from distcse.losses import Objective, TeacherOutputs, Views, build_objective, gather_views
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
@@ -111,10 +111,10 @@ def test_the_queue_starts_full_and_anchors_are_refreshed_periodically(recipe_wit
     queue = task.model.queue
     assert queue is not None
     inputs = task.prepare_batch(0, torch.device("cpu"))
-    output = task.model.train()(inputs.model)
+    output = task.model.train()(inputs.model_inputs)
     initial = task.model.encoder.encode(loader.corpus.texts(loader.columns(0)[16:]))
     torch.testing.assert_close(queue.vectors, torch.from_numpy(initial), atol=1e-5, rtol=0)
-    loss, _ = task.compute_loss(inputs.loss, output)
+    loss, _ = task.compute_loss(inputs.loss_inputs, output)
     loss.backward()
     assert torch.equal(queue.queue[:16], output.z1.detach()) and not queue.vectors.requires_grad
     assert [bool(loader.batch(step, torch.device("cpu")).anchors) for step in range(5)] == [
@@ -130,8 +130,8 @@ def test_the_queue_starts_full_and_anchors_are_refreshed_periodically(recipe_wit
 def test_a_run_with_a_queue_resumes_to_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     overrides = (BOTH, "training.epochs=2", f"training.engine={engine}")
     uninterrupted, spec = train_with_and_without_interruption(recipe_with(*overrides))
-    assert_equal_weights(weights_of(uninterrupted.run), weights_of(spec.run))
-    assert weights_of(spec.run)["queue.queue"].abs().sum() > 0
+    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
+    assert weights_of(spec.run.path)["queue.queue"].abs().sum() > 0
 
 
 def in_worker(spec: TrainSpec, tables: list[EmbeddingTable]) -> TrainResult:
@@ -149,7 +149,7 @@ def test_two_workers_with_a_queue_equal_one(recipe_with: MakeRecipe, stage: int)
     train(alone, tables)
     together, tables = make_spec(recipe_with(*overrides))
     run_workers(in_worker, 2, together, tables)
-    assert_same_learning(weights_of(alone.run), weights_of(together.run))
+    assert_same_learning(weights_of(alone.run.path), weights_of(together.run.path))
 
 
 def test_invalid_queues_are_refused(recipe_with: MakeRecipe) -> None:

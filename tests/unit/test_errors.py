@@ -146,8 +146,8 @@ def test_commands_print_the_code(kind: type[DistcseError], status: int, capsys: 
     assert exit_status(work, kept="all", as_json=True) == status
     shown = capsys.readouterr()
     assert shown.err == f"distcse: [{kind.code}] what and where\n"
-    told = json.loads(shown.out)
-    assert told == {"event": "Error", "code": kind.code, "kind": kind.__name__, "message": "what and where"}
+    printed = json.loads(shown.out)
+    assert printed == {"event": "Error", "code": kind.code, "kind": kind.__name__, "message": "what and where"}
 
 
 def test_a_subclass_or_another_message_does_not_pass() -> None:

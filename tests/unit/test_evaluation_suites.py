@@ -73,11 +73,11 @@ def test_every_model_is_compared_with_every_other(evaluation: Evaluation) -> Non
     assert uniformity.comparisons == []  # it has no items to resample
 
 
-def test_changed_neighbours_are_listed_by_gain(evaluation: Evaluation) -> None:
-    changes = evaluation.neighbours["thin"]
-    assert set(evaluation.neighbours) == {"thin"} and 0 < changes.changed <= changes.sentences
-    gains = [entry.gained for entry in changes.clearest]
-    assert gains == sorted(gains, reverse=True) and all(entry.before != entry.after for entry in changes.clearest)
+def test_changed_neighbors_are_listed_by_gain(evaluation: Evaluation) -> None:
+    changes = evaluation.neighbors["thin"]
+    assert set(evaluation.neighbors) == {"thin"} and 0 < changes.changed <= changes.sentences
+    gains = [entry.cosine_gain for entry in changes.examples]
+    assert gains == sorted(gains, reverse=True) and all(entry.before != entry.after for entry in changes.examples)
 
 
 def test_an_evaluation_survives_writing_and_reading(evaluation: Evaluation, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.events import Reporter
-from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
-from distcse.models.factorized_embeddings import _helmert, factorize_embeddings
+from distcse.models.factorized_embeddings import factorize_embeddings, helmert_basis
 from distcse.models.fast.dropout import Dropout
 from distcse.recipe import StudentSection
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 
@@ -67,7 +67,7 @@ def test_a_factorized_student_is_trained_and_loaded_by_other_libraries(
 
 @pytest.mark.parametrize("dimension", [2, 8, 128])
 def test_helmert_rows_are_orthonormal_with_sum_0(dimension: int) -> None:
-    rows = _helmert(dimension)
+    rows = helmert_basis(dimension)
     torch.testing.assert_close(rows @ rows.T, torch.eye(dimension - 1, dtype=torch.float64))
     torch.testing.assert_close(rows.sum(dim=1), torch.zeros(dimension - 1, dtype=torch.float64))
 

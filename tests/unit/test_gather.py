@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcse.losses import TeacherOutputs, Views, build_objective, gather_views, mix_lists
-from distcse.losses.views import _gather_rows
+from distcse.losses.views import gather_rows
 from distcse.recipe import ObjectiveSection
 from tests.workers import run_workers
 
@@ -100,7 +100,7 @@ def gathered(dtype: torch.dtype) -> dict[str, Any]:
 def incoming_gradient() -> Tensor:
     """Return a gradient after the gather's backward received it directly, without a copy."""
     rows, gradient = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
-    _gather_rows(rows).backward(gradient)
+    gather_rows(rows).backward(gradient)
     return gradient
 
 

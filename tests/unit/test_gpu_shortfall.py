@@ -10,10 +10,10 @@ import pytest
 
 from distcse.errors import InvalidValueError
 from distcse.experiments.distillation.gpus import lost_gpus_of_run
-from distcse.experiments.distillation.ray_train import resources_per_worker
-from distcse.experiments.mutual.actors import resources_of
+from distcse.experiments.distillation.resources import resources_per_worker
 from distcse.experiments.mutual.gpus import lost_gpus_of_groups
-from distcse.ray_backend.nodes import Node
+from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
 from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
 from tests.failures import fails_with
@@ -25,22 +25,6 @@ MakeRecipe = Callable[..., Recipe]
 
 def node(gpus: int, **labels: str) -> Node:
     return Node(f"node with {gpus} {labels}", {"CPU": 32.0, **({"GPU": float(gpus)} if gpus else {})}, labels)
-
-
-@pytest.fixture
-def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Node]], list[Node]]:
-    """Function that replaces the cluster's nodes."""
-
-    def set_nodes(nodes: list[Node]) -> list[Node]:
-        for module in (
-            "distcse.ray_backend.nodes",
-            "distcse.experiments.distillation.ray_train",
-            "distcse.experiments.mutual.actors",
-        ):
-            monkeypatch.setattr(f"{module}.alive", lambda: nodes)
-        return nodes
-
-    return set_nodes
 
 
 def changes_in(warning: str) -> list[list[str]]:
@@ -60,8 +44,8 @@ def changes_in(warning: str) -> list[list[str]]:
 
 def warnings_of(recipe: Recipe | MutualRecipe, nodes: list[Node]) -> list[str]:
     if isinstance(recipe, MutualRecipe):
-        return lost_gpus_of_groups(recipe, recipe.groups, resources_of(recipe.groups), nodes)
-    return lost_gpus_of_run(recipe, resources_per_worker(recipe), nodes)
+        return lost_gpus_of_groups(recipe, recipe.groups, resources_of_groups(recipe.groups, nodes), nodes)
+    return lost_gpus_of_run(recipe, resources_per_worker(recipe, nodes), nodes)
 
 
 def assert_changes_help(recipe: Recipe | MutualRecipe, warning: str, nodes: list[Node], folder: Path) -> None:
@@ -225,11 +209,10 @@ def test_a_run_warns_about_processes_that_get_no_gpu(
     nodes: list[Node],
     expected: dict[str, tuple[str, ...]],
     recipe_with: MakeRecipe,
-    on_nodes: Callable[[list[Node]], list[Node]],
     tmp_path: Path,
 ) -> None:
     recipe = recipe_with(*overrides)
-    warnings = warnings_of(recipe, on_nodes(nodes))
+    warnings = warnings_of(recipe, nodes)
     assert [about(warning) for warning in warnings] == list(expected)
     for warning in warnings:
         assert all(text in warning for text in expected[about(warning)]), warning
@@ -305,11 +288,10 @@ def test_a_mutual_distillation_warns_about_groups_that_get_no_gpu(
     expected: tuple[str, ...],
     tiny: Callable[..., Path],
     sentences: list[str],
-    on_nodes: Callable[[list[Node]], list[Node]],
     tmp_path: Path,
 ) -> None:
     recipe = groups_of(number, tmp_path, tiny, sentences, *overrides)
-    warnings = warnings_of(recipe, on_nodes(nodes))
+    warnings = warnings_of(recipe, nodes)
     assert len(warnings) == bool(expected)
     for warning in warnings:
         assert about(warning) == "the groups" and all(text in warning for text in expected), warning

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.counting import passes_of
-from benchmarks.material import OurStep
 from distcse.errors import InvalidValueError
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
+from tests.counting import passes_of
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec, train
 from tests.models import make_masked_lm
+from tests.training_step import TrainingStep
 from tests.weights import assert_same_learning, weights_of
 from tests.workers import run_workers
 
@@ -36,7 +36,7 @@ def loss_and_gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of the first batch and its gradient by parameter name."""
     spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    step = OurStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)
@@ -96,14 +96,14 @@ def test_saved_activations_do_not_grow_with_the_batch(recipe_with: MakeRecipe) -
         spec, _ = make_spec(
             recipe_with(*WITHOUT_EVALUATION, "objective.rank=null", "objective.consistency=null", *overrides)
         )
-        step, sizes = OurStep(spec, []), []
+        step, sizes = TrainingStep(spec, []), []
 
         def keep(tensor: Tensor) -> Tensor:
             sizes.append(tensor.numel() if tensor.dtype == torch.float32 else 0)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            step.engine.forward(step.task.prepare_batch(0, step.engine.device).model)
+            step.engine.forward(step.task.prepare_batch(0, step.engine.device).model_inputs)
         with passes_of() as passed:
             step()
         return sum(sizes), passed.calls
@@ -132,7 +132,7 @@ def test_deepspeed_stages_and_two_workers_give_the_same_weights(recipe_with: Mak
         run_workers(_train, 2, sharded, tables)
     else:
         train(sharded, tables)
-    assert_same_learning(weights_of(alone.run), weights_of(sharded.run))
+    assert_same_learning(weights_of(alone.run.path), weights_of(sharded.run.path))
 
 
 def test_two_workers_of_the_torch_engine_give_the_same_weights(recipe_with: MakeRecipe) -> None:
@@ -141,7 +141,7 @@ def test_two_workers_of_the_torch_engine_give_the_same_weights(recipe_with: Make
     train(alone, tables)
     together, tables = make_spec(recipe_with(*overrides))
     run_workers(_train, 2, together, tables)
-    assert_same_learning(weights_of(alone.run), weights_of(together.run))
+    assert_same_learning(weights_of(alone.run.path), weights_of(together.run.path))
 
 
 @pytest.mark.parametrize(

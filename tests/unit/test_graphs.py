@@ -90,7 +90,7 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
         events: list[Event] = []
         spec, tables = make_spec(recipe_with("training.epochs=3", f"training.lr={2**-10}", *overrides, *more))
         result = train(spec, tables, events)
-        runs.append(weights_of(spec.run))
+        runs.append(weights_of(spec.run.path))
         losses.append([event.losses for event in events if isinstance(event, StepReport)])
     assert_equal_weights(*runs)
     assert losses[0] == losses[1] and len({terms["loss"] for terms in losses[0]}) > 2
@@ -105,7 +105,7 @@ def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
     """Weights are bitwise equal, also with learning rates that are not exact in float32."""
     undisturbed, resumed = train_with_and_without_interruption(recipe_with(GRAPHS, "training.epochs=2"))
     assert recorder.replayed > 10
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(resumed.run))
+    assert_equal_weights(weights_of(undisturbed.run.path), weights_of(resumed.run.path))
 
 
 def test_a_step_that_cannot_be_recorded_is_an_error(
@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_recorded_is_an_error(
     spec, tables = make_spec(recipe_with(GRAPHS))
     with fails_with(CUDAGraphError, "(operation not permitted when stream is capturing)", "training.cuda_graphs=false"):
         train(spec, tables)
-    _, recipe = RunDirectory.reopen(spec.run, ["training.cuda_graphs=false"])
+    _, recipe = RunDirectory.reopen(spec.run.path, ["training.cuda_graphs=false"])
     assert isinstance(recipe, Recipe)
     assert train(replace(spec, recipe=recipe), tables).state.finished
 

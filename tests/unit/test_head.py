@@ -24,11 +24,11 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.events import Reporter
-from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.models.detection import build_detector
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import their_vectors

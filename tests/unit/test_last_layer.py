@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from benchmarks.counting import NumbersRead
 from distcse.losses import gather_views
 from distcse.models import CrossEncoder, Encoder, pool
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import can_pack, has_known_layers, worth_packing
 from distcse.models.layers import layers_of
+from tests.counting import NumbersRead
 from tests.models import make_cross_encoder
 
 FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet", "modernbert")

@@ -15,9 +15,9 @@ from distcse.errors import EncoderSettingError, InvalidValueError, UnsuitableTea
 from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.layer_selection import best_layers
-from distcse.experiments.distillation.run import run
 from distcse.models import Encoder, only_layers
 from distcse.recipe import EncoderSection, Recipe, StudentSection
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 

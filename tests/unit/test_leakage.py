@@ -21,9 +21,9 @@ from distcse.evaluation import (
     refuse_test_as_dev,
 )
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.run import run
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.recipe import CorpusSection, Recipe
+from tests.backends import run
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -34,7 +34,7 @@ def test_exact_and_normalized_matches_are_counted() -> None:
     test = ["A dog runs.", "A cat sleeps.", "Nobody is here.", "?!"]
     found = Contamination.measure(["a DOG, runs", "A  cat sleeps.", "Something else."], [test])
     (counts,) = found.overlap_counts.values()
-    assert (counts.sentences, counts.exact, counts.alike) == (3, 1, 2)
+    assert (counts.sentences, counts.exact, counts.normalized) == (3, 1, 2)
     assert found.overlap_of(test) == pytest.approx(2 / 3)
     assert "of 3 test sentences the training text contains 1 exactly, 2 ignoring case" in found.describe
     assert "none of 3 test sentences" in Contamination.measure(["Other."], [test]).describe
@@ -44,14 +44,17 @@ def test_counts_are_stored_with_the_model_and_old_files_are_read(tmp_path: Path)
     found = Contamination.measure(["A dog runs."], [["A dog runs.", "A cat."]])
     found.write(tmp_path)
     assert Contamination.read(tmp_path) == found
-    file = tmp_path / "distcse" / "exposure.json"
+    file = tmp_path / "distcse" / "contamination.json"
     (key,) = found.overlap
     file.write_text(json.dumps({key: 0.5}))
     assert Contamination.read(tmp_path) == Contamination({key: 0.5})
     for damaged in ("[", "[]", '{"a": {}}', '{"a": {"share": "x"}}', '{"a": {"share": 1, "other": 2}}'):
         file.write_text(damaged)
-        with fails_with(EvaluationResultError, "exposure.json"):
+        with fails_with(EvaluationResultError, "contamination.json"):
             Contamination.read(tmp_path)
+    file.rename(file.with_name("exposure.json"))
+    with fails_with(EvaluationResultError, "exposure.json", "rename it to contamination.json"):
+        Contamination.read(tmp_path)
 
 
 def test_a_run_excludes_its_test_sentences_on_request(
@@ -74,7 +77,7 @@ def test_a_run_excludes_its_test_sentences_on_request(
         section = recipe.corpus.model_copy(update={"exclude_evaluation": is_excluded})
         result = run(recipe.model_copy(update={"corpus": section}), Reporter(events.append))
         notes[is_excluded] = next(
-            event.note for event in events if isinstance(event, StageProgress) and event.name == "exposure"
+            event.note for event in events if isinstance(event, StageProgress) and event.name == "contamination"
         )
         contamination = Contamination.read(result.directory.model)
         assert all((share > 0) != is_excluded for share in contamination.overlap.values())

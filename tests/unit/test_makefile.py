@@ -38,16 +38,16 @@ def stamp(venv: Path, *extras: str) -> None:
 
 
 def test_quickstart_installs_its_own_extra_and_passes_arguments_on(tmp_path: Path) -> None:
-    told = commands("quickstart", tmp_path, "ARGS=training.max_steps=3 --quiet")
-    assert "'.[quickstart]'" in told and "[dev]" not in told
-    assert told.endswith("python -m distcse.train quickstart training.max_steps=3 --quiet\n")
+    printed = commands("quickstart", tmp_path, "ARGS=training.max_steps=3 --quiet")
+    assert "'.[quickstart]'" in printed and "[dev]" not in printed
+    assert printed.endswith("python -m distcse.train quickstart training.max_steps=3 --quiet\n")
 
 
-@pytest.mark.parametrize("target", ["test", "unit", "lint", "types", "bench"])
+@pytest.mark.parametrize("target", ["test", "test-faults", "unit", "lint", "types", "bench"])
 def test_the_other_targets_install_dev(target: str, tmp_path: Path) -> None:
-    told = commands(target, tmp_path)
-    assert "'.[dev]'" in told and "[quickstart]" not in told
-    assert f"touch {tmp_path}/.dev {tmp_path}/.quickstart" in told
+    printed = commands(target, tmp_path)
+    assert "'.[dev]'" in printed and "[quickstart]" not in printed
+    assert f"touch {tmp_path}/.dev {tmp_path}/.quickstart" in printed
 
 
 def test_dev_serves_quickstart_and_quickstart_does_not_serve_dev(tmp_path: Path) -> None:
@@ -72,4 +72,15 @@ def test_torch_is_the_cpu_build_where_there_is_no_nvidia_driver(tmp_path: Path) 
 
 def test_help_lists_targets_and_variables() -> None:
     names = {line.split()[0].partition("=")[0] for line in make("help").splitlines() if line}
-    assert names >= {"quickstart", "test", "unit", "lint", "types", "PYTHON", "VENV", "ARGS", "TORCH_INDEX"}
+    assert names >= {
+        "quickstart",
+        "test",
+        "test-faults",
+        "unit",
+        "lint",
+        "types",
+        "PYTHON",
+        "VENV",
+        "ARGS",
+        "TORCH_INDEX",
+    }

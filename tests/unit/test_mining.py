@@ -1,4 +1,4 @@
-"""Pairs mined from raw text: bands of cosine similarity, BM25 neighbours, random pairs; no duplicates."""
+"""Pairs mined from raw text: bands of cosine similarity, BM25 neighbors, random pairs; no duplicates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_other_sources_make_up_for_one_with_too_few_pairs(mine: Mine) -> None:
 
 
 @pytest.mark.slow
-def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighbours() -> None:
+def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighbors() -> None:
     random = np.random.default_rng(0)
     centres = random.normal(size=(3000, 16))
     vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)

@@ -19,7 +19,8 @@ from distcse.recipe import recipe_yaml
 from distcse.runs.directory import write_recipe
 from tests.jobs import make_recipe
 
-DOORS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
+pytestmark = pytest.mark.usefixtures("without_ray")
+COMMANDS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
 
 
 class Place:
@@ -119,16 +120,16 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("door", "arguments", "status", "told"), MISTAKES, ids=lambda value: None)
+@pytest.mark.parametrize(("command", "arguments", "status", "named"), MISTAKES, ids=lambda value: None)
 def test_one_message(
-    door: str, arguments: list[str], status: int, told: list[str], place: Place, capsys: pytest.CaptureFixture[str]
+    command: str, arguments: list[str], status: int, named: list[str], place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [argument.format(p=place) for argument in arguments]
-    assert DOORS[door]([*given, "--quiet"]) == status
+    assert COMMANDS[command]([*given, "--quiet"]) == status
     shown = capsys.readouterr()
     lines = [line for line in shown.err.splitlines() if line.startswith("distcse: ")]
     assert len(lines) == 1 and "Traceback" not in shown.err, shown.err
-    lacking = [words for words in told if words not in lines[0]]
+    lacking = [words for words in named if words not in lines[0]]
     assert not lacking, f"{lacking} not in: {lines[0]}"
 
 
@@ -166,7 +167,7 @@ def refusing() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *told: object) -> None:
+        def log_message(self, *arguments: object) -> None:
             """Nothing on standard error."""
 
     server = HTTPServer(("127.0.0.1", 0), Refusing)
@@ -180,11 +181,11 @@ def refusing() -> Iterator[str]:
 def test_an_endpoint_that_refuses_or_is_not_there(
     place: Place, refusing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for url, told in (
+    for url, named in (
         (refusing, ["answers 401", "invalid api key", "OPENAI_API_KEY"]),
         ("http://127.0.0.1:9/v1", ["cannot be reached after 0 retries"]),
     ):
         endpoint = f"teachers.encoders.0.endpoint={{url: '{url}', retries: 0}}"
         assert train.main([str(place.recipe), endpoint, "teachers.encoders.0.max_length=null", "--quiet"]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
-        assert len(lines) == 1 and not [words for words in told if words not in lines[0]], lines
+        assert len(lines) == 1 and not [words for words in named if words not in lines[0]], lines

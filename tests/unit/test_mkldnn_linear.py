@@ -15,7 +15,7 @@ from torch import nn
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.mkldnn_linear import is_faster, use_mkldnn_linear
 from distcse.recipe import TeacherSection
-from distcse.teachers.factory import open_embedder
+from distcse.teachers.kinds import kind_of
 from tests.models import make_cross_encoder
 
 _HAS_KERNELS = torch.backends.mkldnn.is_available()
@@ -98,7 +98,7 @@ def test_teachers_are_converted_in_their_precision(tiny: Callable[..., Path], se
     sections = [TeacherSection(backbone=str(tiny()), pooling="mean", precision=kind) for kind in ("fp32", "bf16")]
     plain = Encoder.load(tiny(), pooling="mean").eval()
     for section, tolerance in zip(sections, (2e-6, 1e-2), strict=True):
-        converted = open_embedder(section)
+        converted = kind_of(section).open_embedder()
         assert isinstance(converted, Encoder)
         assert any(type(part) is nn.Linear for part in converted.modules()) != is_faster(section.precision)
         found, expected = (each.encode(sentences[:9], precision=section.precision) for each in (converted, plain))
@@ -109,9 +109,9 @@ def test_frozen_weights_are_fp16_on_a_gpu(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's `meta` device, whose tensors have no values, replaces the GPU; the values are computed on the CPU."""
-    monkeypatch.setattr("distcse.teachers.factory.default_device", lambda: "meta")
+    monkeypatch.setattr("distcse.teachers.kinds.bi_encoder.default_device", lambda: "meta")
     section = TeacherSection(backbone=str(tiny()), pooling="mean", precision="fp16")
-    frozen = open_embedder(section)
+    frozen = kind_of(section).open_embedder()
     assert isinstance(frozen, Encoder) and {weight.dtype for weight in frozen.parameters()} == {torch.float16}
     half, plain = Encoder.from_section(section, torch.float16).eval(), Encoder.from_section(section).eval()
     found, expected = (each.encode(sentences[:50], precision="fp16", normalize=True) for each in (half, plain))

@@ -30,27 +30,27 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
-from distcse.experiments.distillation.run import run
-from distcse.experiments.mutual import MutualResult, run_mutual
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.pair_task import BiPairs, BiTokens, CrossPairs, CrossTokens
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.files import dump_checked_json, load_checked_json
+from distcse.experiments.mutual.result import MutualResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.head import Dense, DenseShape
 from distcse.recipe import MutualRecipe, MutualSection, read_recipe
-from distcse.report.group_card import write_group_cards
+from distcse.report.card import write_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import warmup_then_linear
+from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_encoder
@@ -80,7 +80,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process, in as few lines as possible."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.context = recipe, GroupContext(recipe, 0, run, Lease(run / "claim", ""))
+        self.recipe, self.context = recipe, GroupContext(recipe, 0, open_store(run), Lease(open_store(run), ""))
         table = read_table(Path(str(recipe.pairs.path)))
         unique = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(unique)
@@ -248,11 +248,11 @@ def test_a_resumed_run_combines_labels_that_a_killed_driver_did_not(both: MakeRe
     result = run_mutual(both("mutual.cycles=1"), Reporter())
     run = result.directory.path
     expected = labels_of(result)
-    state = load_checked_json(run / "ledger.json")
+    state = load_checked_json(run / "phases.json")
     for number in ("1", "2"):
         del state["labels"][number]
     del state["posted"]["2"]
-    (run / "ledger.json").write_text(dump_checked_json(state))
+    (run / "phases.json").write_text(dump_checked_json(state))
     for group in ("bert", "roberta"):
         shutil.rmtree(run / "groups" / group / "cycle-1-bi")
     directory, recipe = RunDirectory.reopen(run, [])
@@ -367,16 +367,16 @@ def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
     assert [best.dev for best in again.best] == [best.dev for best in result.best]
     with fails_with(FrozenKeyError, "bi.lr"):
         RunDirectory.reopen(run, ["bi.lr=2e-3"])
-    state = load_checked_json(run / "ledger.json")
+    state = load_checked_json(run / "phases.json")
     state["posted"].pop("2")
-    (run / "ledger.json").write_text(dump_checked_json(state))
+    (run / "phases.json").write_text(dump_checked_json(state))
     damaged = run / "labels" / "cycle-1-cross.npy"
     np.save(damaged, np.load(damaged) + 1)
     shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")
     with fails_with(RunRecordError, "cycle-1-cross.npy", "checksum"):
         run_mutual(recipe, Reporter(), directory)
-    (run / "ledger.json").write_text("{")
-    with fails_with(RunRecordError, "ledger.json"):
+    (run / "phases.json").write_text("{")
+    with fails_with(RunRecordError, "phases.json"):
         run_mutual(recipe, Reporter(), directory)
 
 
@@ -433,7 +433,7 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     history = read_run(result.directory.path)
     assert history.cycles is not None and history.cycles.number == 2
     seconds = {name: duration for name, duration, _ in history.stages}
-    assert list(seconds)[:3] == ["pairs", "groups", "exposure"] and seconds["groups"] > seconds["exposure"]
+    assert list(seconds)[:3] == ["pairs", "groups", "contamination"] and seconds["groups"] > seconds["contamination"]
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
     with fails_with(ModelNotFoundError, str(result.directory.path), "models/bert/bi, models/bert/cross"):
@@ -442,7 +442,7 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     for part in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):
         assert part in page and part in text
     assert "Side by side" in page
-    write_group_cards(result)
+    write_cards(result)
     for best in result.best:
         card = (best.model / "README.md").read_text()
         assert f"of cycle {best.phase.cycle}" in card and "‡" in card and "STS-B" in card
@@ -453,7 +453,7 @@ def test_pairs_of_a_task_are_transductive_by_name(alone: MakeRecipe, labelled: P
     overrides = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
     result = run_mutual(alone(*overrides, "pairs={task: mrpc}"), Reporter())
     assert result.pairs == 80 and result.evaluation is None
-    write_group_cards(result)
+    write_cards(result)
     assert (
         "**Transductive**: its pairs are those of the task `mrpc`" in (result.best[0].model / "README.md").read_text()
     )

@@ -83,11 +83,11 @@ def test_the_graph_uses_the_weighted_mean_of_the_teachers_and_is_cached(tmp_path
     assert graph.shape == (60, 10) and graph.dtype == np.int32
     assert [set(row) for row in graph.tolist()] == [set(row) for row in np.argsort(-mean, axis=1)[:, :10].tolist()]
     assert graph[3, 0] == 7 and graph[7, 0] == 3
-    written = (folder / "neighbours.npy").stat().st_mtime_ns
+    written = (folder / "neighbors.npy").stat().st_mtime_ns
     assert prepare_knn_graph(tables, [2, 6], 10, tmp_path) == folder
-    assert (folder / "neighbours.npy").stat().st_mtime_ns == written
+    assert (folder / "neighbors.npy").stat().st_mtime_ns == written
     assert prepare_knn_graph(tables, [1, 1], 10, tmp_path) != folder
-    (folder / "neighbours.npy").write_bytes(b"torn")
+    (folder / "neighbors.npy").write_bytes(b"torn")
     with fails_with(EmbeddingTableError, str(folder)):
         open_knn_graph(folder)
     assert np.array_equal(open_knn_graph(prepare_knn_graph(tables, [1, 3], 10, tmp_path)), graph)
@@ -104,20 +104,20 @@ def test_a_small_corpus_has_fewer_neighbors(tmp_path: Path) -> None:
 def test_a_resumed_run_with_neighbors_has_the_same_weights(recipe_with: MakeRecipe) -> None:
     overrides = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*overrides))
-    assert undisturbed.neighbors is not None and open_knn_graph(undisturbed.neighbors).shape[1] == 9
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
+    assert undisturbed.neighbors is not None and open_knn_graph(undisturbed.neighbors.path).shape[1] == 9
+    assert_equal_weights(weights_of(undisturbed.run.path), weights_of(spec.run.path))
 
 
 def test_a_run_does_not_resume_with_other_neighbors(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.neighbor_batching={per_anchor: 3}")
     spec, _ = make_spec(recipe)
     assert spec.neighbors is not None
-    label = spec.neighbors / "neighbours.json"
+    label = spec.neighbors.path / "graph.json"
     label.write_text(json.dumps({**json.loads(label.read_text()), "blake2b": "0" * 32}))  # damaged: computed again
-    make_spec(recipe, RunDirectory(spec.run))
-    (spec.run / "neighbours.begun").write_text("1" * 32)
-    with fails_with(ResumeMismatchError, "neighbours", "was " + "1" * 12):
-        make_spec(recipe, RunDirectory(spec.run))
+    make_spec(recipe, RunDirectory(spec.run.path))
+    (spec.run.path / "neighbors.checksum").write_text("1" * 32)
+    with fails_with(ResumeMismatchError, "neighbors", "was " + "1" * 12):
+        make_spec(recipe, RunDirectory(spec.run.path))
     with fails_with(CorpusTooSmallError, "training.neighbor_batching.min_rank is 9000", "384 rows"):
         require_vectors(
             recipe_with("training.neighbor_batching={per_anchor: 1, min_rank: 9000, max_rank: 9000}"), rows=384

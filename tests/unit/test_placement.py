@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.ray_backend.network import interface_of
-from distcse.ray_backend.nodes import (
+from distcse.placement.resources import (
     Node,
     ResourceRequest,
     count_fitting,
@@ -17,6 +16,7 @@ from distcse.ray_backend.nodes import (
     find_shortfall,
     refuse_impossible,
 )
+from distcse.ray_backend.network import interface_of
 from distcse.recipe import load_recipe
 from tests.failures import fails_with
 

@@ -53,6 +53,7 @@ from distcse.planning.student import StudentRun
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
+from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.jobs import make_spec
 from tests.models import KINDS, make_masked_lm
@@ -83,9 +84,7 @@ def run_of(recipe: Recipe, rows: int = 10**6) -> StudentRun:
     key = recipe_yaml(recipe) + str(sorted(recipe.training.model_fields_set))
     if key not in _RUNS:
         _RUNS[key] = StudentRun.of(recipe, assumed_lengths(rows, "of a test"))
-    return StudentRun(
-        recipe, *(getattr(_RUNS[key], part) for part in ("student", "teachers", "generator")), _lengths(rows)
-    )
+    return replace(_RUNS[key], recipe=recipe, lengths=_lengths(rows))
 
 
 @cache
@@ -531,7 +530,8 @@ def test_gradcache_saves_activations_for_another_forward_pass() -> None:
 def test_a_rank_space_teacher_costs_more_with_more_references() -> None:
     run = run_of(load_recipe("rankencoder-bert-base"))
     machine = builtin_cpu(1, 2**34)
-    few = replace(run.teachers[0], section=run.teachers[0].section.model_copy(update={"num_references": 1000}))
+    section = run.teachers[0].kind.section.model_copy(update={"num_references": 1000})
+    few = replace(run.teachers[0], kind=kind_of(section, only_local=True))
     assert run.serving_seconds(machine, 1, 64) > 20 * replace(run, teachers=[few]).serving_seconds(machine, 1, 64)
 
 

@@ -14,15 +14,17 @@ import pytest
 import torch
 
 import distcse
-from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, onednn_supports, speedup
+from distcse.compat.torch import onednn_supports
+from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, speedup
 from distcse.errors import SearchSpaceError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.mutual.roles import with_precisions as with_precisions_of_groups
+from distcse.placement.cluster import ClusterSpeeds
+from distcse.placement.resources import Node
 from distcse.precision import Role, report_precisions
-from distcse.ray_backend.node_speeds import ClusterSpeeds
-from distcse.ray_backend.nodes import Node
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
+from tests.clusters import FixedCluster
 from tests.conftest import ROOT
 from tests.failures import fails_with
 
@@ -169,21 +171,17 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
 
 def test_bf16_is_selected_on_a_fast_device(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
-    recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), Reporter())
+    recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), None, Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # the recipe's value
 
 
-def test_an_embedding_pass_checks_only_its_teachers_devices(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_embedding_pass_checks_only_its_teachers_devices(recipe_with: MakeRecipe) -> None:
     """It also works on a cluster that is too small for the training workers, because nothing is trained."""
     recipe = with_values(recipe_with("training.workers=4"), {"teachers.encoders.1.precision": "auto"})
-    nodes = [(Node("teachers", {"CPU": 1.0}, {}), [FAST])]
-    monkeypatch.setattr("distcse.experiments.distillation.roles.needs_no_cluster", lambda: False)
-    monkeypatch.setattr("distcse.experiments.distillation.roles.cluster_speeds", lambda: ClusterSpeeds(nodes))
-    monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: [node for node, _ in nodes])
+    nodes = [Node("teachers", {"CPU": 1.0}, {})]
+    cluster = FixedCluster(nodes, ClusterSpeeds([(nodes[0], [FAST])]))
     events: list[Event] = []
-    decided = with_teacher_precisions(recipe, Reporter(events.append))
+    decided = with_teacher_precisions(recipe, cluster, Reporter(events.append))
     assert [teacher.precision for teacher in decided.teachers.encoders] == ["fp32", "bf16"]
     assert [event.note for event in events if isinstance(event, StageProgress)] == [
         "fp32: teacher 0; bf16: teacher 1 (Xeon (AMX): bf16 products 6x as fast as fp32)"
@@ -199,7 +197,7 @@ def test_all_groups_get_the_same_precision(monkeypatch: pytest.MonkeyPatch, tmp_
     assert isinstance(recipe, MutualRecipe)
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
         monkeypatch.setattr("distcse.experiments.mutual.roles.local_speed", lambda device=device: device)
-        found = with_precisions_of_groups(recipe, Reporter())
+        found = with_precisions_of_groups(recipe, None, Reporter())
         assert {getattr(found, key).precision for key in keys} == {chosen}
 
 
@@ -235,7 +233,7 @@ def test_plan_and_doctor_select_the_same_precision_as_a_run(
             monkeypatch.setattr(f"{module}.local_speed", lambda device=device: device)
         planned = opening.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
-        assert with_precisions(recipe, Reporter()).training.precision == chosen
+        assert with_precisions(recipe, None, Reporter()).training.precision == chosen
         (check,) = machine.check_precision(recipe)
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):

@@ -18,7 +18,7 @@ from distcse.models import Encoder
 from distcse.push import main
 from distcse.recipe import Recipe
 from distcse.running import Run, run
-from distcse.sharing import _shorten_paths, prepare_upload
+from distcse.sharing import prepare_upload, shorten_paths
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.hub import TOKEN, run_hub
@@ -48,7 +48,7 @@ def test_paths_of_this_machine_are_removed(done: Run, tmp_path: Path) -> None:
 
 def test_only_complete_paths_are_shortened() -> None:
     card = "at /data, of /data/texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
-    assert _shorten_paths(["/data/texts.txt", "/data"], card) == (
+    assert shorten_paths(["/data/texts.txt", "/data"], card) == (
         "at data, of texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
     )
 

@@ -15,7 +15,6 @@ from scipy.stats import spearmanr
 from distcse.errors import EncoderSettingError, EvaluationOptionError, InvalidValueError, ModelFormatError
 from distcse.evaluation import EvalConfig, LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
 from distcse.events import Reporter, StepReport
-from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.rank_space import (
     DeviceRankSpace,
@@ -29,8 +28,9 @@ from distcse.rank_space import (
 from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
 from distcse.rank_space.space import histogram_rank_vectors
 from distcse.recipe import TeachersSection
-from distcse.teachers.servers import server_demands
+from distcse.teachers.resources import server_demands
 from distcse.teachers.serving import serving
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
 

@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Reporter
-from distcse.experiments.distillation.run import run
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
-from distcse.report.card import write_card
+from distcse.report.card import write_cards
 from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of
@@ -108,13 +108,13 @@ def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe,
 
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*ONTO_ALL))
-    assert_equal_weights(weights_of(undisturbed.run), weights_of(spec.run))
+    assert_equal_weights(weights_of(undisturbed.run.path), weights_of(spec.run.path))
 
 
 def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
     """Teacher vectors that are joined, weighted and projected as the card describes equal the targets."""
     result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Reporter())
-    write_card(result)
+    write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "distcse/projection.safetensors" in card
     teachers = result.recipe.teachers.encoders
@@ -127,7 +127,7 @@ def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
     documents /= np.linalg.norm(documents, axis=1, keepdims=True)
     np.testing.assert_allclose(documents, spec.targets.open().vectors(np.arange(20)), atol=2e-3)
     alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Reporter())
-    write_card(alone)
+    write_cards(alone)
     card = (alone.directory.model / "README.md").read_text()
     assert f"in the space of `{alone.recipe.teachers.encoders[1].backbone}`" in card
 

@@ -31,7 +31,7 @@ def asked(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_versions_part_with_whole_lines() -> None:
+def test_a_versions_part_with_joined_lines() -> None:
     sys.path.insert(0, str(ROOT))
     try:
         from release_notes import notes
@@ -42,9 +42,9 @@ def test_a_versions_part_with_whole_lines() -> None:
 
 
 def test_of_this_changelog() -> None:
-    told = asked("unreleased")
-    assert told.returncode == 0 and told.stdout.startswith("### Added\n- ")
-    assert not [line for line in told.stdout.splitlines() if line and not line.startswith(("- ", "### "))]
+    printed = asked("unreleased")
+    assert printed.returncode == 0 and printed.stdout.startswith("### Added\n- ")
+    assert not [line for line in printed.stdout.splitlines() if line and not line.startswith(("- ", "### "))]
 
 
 def test_a_version_that_is_not_there() -> None:

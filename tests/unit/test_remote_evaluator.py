@@ -10,8 +10,9 @@ import pytest
 from distcse.errors import InvalidValueError, WorkFailedError
 from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.remote_evaluator import evaluator_requests
-from distcse.experiments.distillation.task import DistillationTask, fit
+from distcse.experiments.distillation.distillation_task import DistillationTask, fit
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.resources import evaluator_requests
 from distcse.planning.lengths import assumed_lengths
 from distcse.planning.machines import GPUS
 from distcse.planning.student import StudentRun
@@ -21,7 +22,6 @@ from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
 from distcse.trainer.trainer import TrainResult
-from distcse.tuning.trial_resources import TrialResources, trial_recipe
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, weights_of
@@ -87,10 +87,10 @@ def test_asynchronous_scores_equal_synchronous_ones(ready: bool, recipe_with: Ma
         for events in (sync_events, async_events)
     )
     assert sync_scores == async_scores
-    assert_equal_weights(weights_of(sync_spec.run), weights_of(async_spec.run))
-    sync_best, async_best = CheckpointStore(sync_spec.run).best(), CheckpointStore(async_spec.run).best()
+    assert_equal_weights(weights_of(sync_spec.run.path), weights_of(async_spec.run.path))
+    sync_best, async_best = CheckpointStore(sync_spec.run.path).best(), CheckpointStore(async_spec.run.path).best()
     assert sync_best is not None and async_best is not None and sync_best.name == async_best.name
-    assert sync_best != CheckpointStore(sync_spec.run).latest()
+    assert sync_best != CheckpointStore(sync_spec.run.path).latest()
 
 
 def test_a_checkpoint_lacks_its_own_score_and_a_resumed_run_computes_it(recipe_with: MakeRecipe) -> None:
@@ -100,13 +100,13 @@ def test_a_checkpoint_lacks_its_own_score_and_a_resumed_run_computes_it(recipe_w
     spec, tables = make_spec(recipe)
     evaluator, events = LocalEvaluator(spec, tables, ready=False), []  # type: ignore[var-annotated]
     first = train_async(spec, tables, evaluator, events, stop=lambda: evaluator.begun == 2)
-    latest = CheckpointStore(spec.run).latest()
+    latest = CheckpointStore(spec.run.path).latest()
     assert first.interrupted and latest is not None
     assert [step for step, _ in load_trainer_state(latest).scores] == [0, 6] and latest.name == "step-000012"
     resumed = LocalEvaluator(spec, tables, ready=False)
     second = train_async(spec, tables, resumed, [])
     assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 22] and resumed.begun == 3
-    assert_equal_weights(weights_of(uninterrupted.run), weights_of(spec.run))
+    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
 
 
 def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
@@ -126,7 +126,7 @@ def test_a_failed_score_ends_the_run_and_keeps_its_checkpoints(recipe_with: Make
     spec, tables = make_spec(recipe_with())
     with fails_with(WorkFailedError, "no reason"):
         train_async(spec, tables, FailingEvaluator(spec, tables, ready=False), [])
-    latest = CheckpointStore(spec.run).latest()
+    latest = CheckpointStore(spec.run.path).latest()
     assert latest is not None and latest.name == "step-000000"
 
 
@@ -143,8 +143,8 @@ def test_it_needs_a_worker_and_requests_resources(recipe_with: MakeRecipe) -> No
     (request,) = evaluator_requests(recipe)
     assert request.each == {"CPU": 1.0, "GPU": 0.5} and evaluator_requests(recipe_with()) == []
     assert request.keys_to_lower(["GPU"]).startswith("training.workers or evaluation.async_eval.gpus")
-    trial = trial_recipe(recipe, TrialResources(2, 1.0, 0.0, 1))
-    assert isinstance(trial, Recipe) and trial.evaluation.async_eval is None and trial.evaluation.final_suites == []
+    trial = Distillation(recipe).trials.recipe(cpus=1.0, gpus=0.0)
+    assert trial.evaluation.async_eval is None and trial.evaluation.final_suites == []
 
 
 def test_a_plan_counts_the_remaining_waits(recipe_with: MakeRecipe) -> None:

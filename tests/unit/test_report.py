@@ -13,15 +13,17 @@ import pytest
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
-from distcse.evaluation.neighbours import Changed, Changes
+from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
 from distcse.events import Reporter
-from distcse.experiments.distillation.run import Result, run
-from distcse.report.card import base_model, write_card
+from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.model_card import base_model
+from distcse.report.card import write_cards
 from distcse.report.grids import grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.terminal import print_evaluation, print_remarks
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 
@@ -29,7 +31,7 @@ from tests.jobs import make_recipe
 @pytest.fixture(scope="session")
 def result(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Result:
+) -> DistillationResult:
     """A run on a corpus that contains the sentences of its labelled sets (transductive)."""
     overrides = (f"evaluation.data={labelled}", "training.epochs=3")
     folder = tmp_path_factory.mktemp("run")
@@ -37,12 +39,12 @@ def result(
 
 
 @pytest.fixture(scope="session")
-def history(result: Result) -> History:
+def history(result: DistillationResult) -> History:
     return read_run(result.directory.path)
 
 
 @pytest.fixture(scope="session")
-def measured(result: Result) -> Evaluation:
+def measured(result: DistillationResult) -> Evaluation:
     assert result.evaluation is not None
     return result.evaluation
 
@@ -66,12 +68,12 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def test_history_has_curves_stages_and_environment(history: History, result: Result) -> None:
+def test_history_has_curves_stages_and_environment(history: History, result: DistillationResult) -> None:
     assert [step for step, _ in history.dev] == [step for step, _ in result.train_result.state.scores]
     assert history.best == pytest.approx(result.train_result.state.best) and history.dev_name == "STS-B dev"
     assert history.losses["rank"][-1][0] == result.train_result.steps
     names = [name for name, _, _ in history.stages]
-    assert names == ["corpus", "tokens", "teacher 0", "training", "exposure", "start", "student", "teacher"]
+    assert names == ["corpus", "tokens", "teacher 0", "training", "contamination", "start", "student", "teacher"]
     assert all(seconds >= 0 for _, seconds, _ in history.stages) and history.seconds > 0
     assert sum(seconds for _, seconds, _ in history.stages) <= history.seconds + 0.01
     assert "list_net" in history.recipe and history.versions["torch"]
@@ -113,13 +115,13 @@ def test_fast_transfer_is_not_compared_with_papers(measured: Evaluation) -> None
         assert ("RankCSE ListNet" in page) == shown
 
 
-def test_changed_neighbours_are_shown(measured: Evaluation) -> None:
-    changes = Changes(12, 3, [Changed("A cat <sits>.", "A dog.", "The cat.", 0.25)])
-    changed = replace(measured, neighbours={"student": changes})
+def test_changed_neighbors_are_shown(measured: Evaluation) -> None:
+    changes = NeighborChanges(12, 3, [NeighborChange("A cat <sits>.", "A dog.", "The cat.", 0.25)])
+    changed = replace(measured, neighbors={"student": changes})
     for text in (html(changed), markdown(changed)):
-        assert "Nearest neighbours that changed: start → student" in text and "0.250" in text and "The cat." in text
+        assert "Nearest neighbors that changed: start → student" in text and "0.250" in text and "The cat." in text
     assert "A cat &lt;sits&gt;." in html(changed)
-    assert "Nearest neighbours" not in html(replace(measured, neighbours={"student": Changes(12, 0, [])}))
+    assert "Nearest neighbors" not in html(replace(measured, neighbors={"student": NeighborChanges(12, 0, [])}))
 
 
 def test_markdown_has_the_same_scores(measured: Evaluation, history: History) -> None:
@@ -201,8 +203,8 @@ def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
     context.close()
 
 
-def test_card_has_the_tables_and_their_marks(result: Result) -> None:
-    write_card(result)
+def test_card_has_the_tables_and_their_marks(result: DistillationResult) -> None:
+    write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
     assert "‡ student, sts STS-B: transductive" in card and "Not measured: STS13: no " in card

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from distcse import train
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunError, RunRecordError
 from distcse.events import Reporter
-from distcse.files import dump_checked_json, load_checked_json
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.reference_run import ReferenceRun, _weights
+from distcse.storage import dump_checked_json, load_checked_json
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -65,7 +65,11 @@ def test_a_rerun_has_bitwise_equal_weights(
     again = only_run(tmp_path)
     assert "(blake2b" in capsys.readouterr().out
     record = load_checked_json(again / "rerun.json")
-    assert record["of"] == str(run) and record["first"] == record["second"] and record["largest"] == 0.0
+    assert (
+        record["reference_run"] == str(run)
+        and record["reference_digest"] == record["rerun_digest"]
+        and record["max_difference"] == 0.0
+    )
     assert (again / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
 
 
@@ -182,7 +186,7 @@ def test_mutual_distillation_can_be_repeated_too(
     assert "(blake2b" in capsys.readouterr().out
     (again,) = (tmp_path / "again").iterdir()
     comparison = load_checked_json(again / "rerun.json")
-    assert comparison["first"] == comparison["second"] and comparison["largest"] == 0.0
+    assert comparison["reference_digest"] == comparison["rerun_digest"] and comparison["max_difference"] == 0.0
     assert recorded(run)["data"].keys() == {"pairs", "model of bert", "dev set"}
 
 

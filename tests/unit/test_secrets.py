@@ -9,8 +9,8 @@ import pytest
 
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
-from distcse.experiments.distillation.run import run
 from distcse.ray_backend.cluster import worker_environment
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 

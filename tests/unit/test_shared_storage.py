@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
 
-import pytest
-
-from distcse.experiments.distillation.backends import make_backend
+from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
+from distcse.placement.resources import Node
 from distcse.ray_backend.shared_storage import check_paths
 from distcse.runs.directory import check_storage
+from tests.clusters import FixedCluster
 from tests.jobs import make_recipe
 
 
@@ -50,30 +49,21 @@ def test_a_problem_names_the_path_and_its_key(tmp_path: Path) -> None:
 
 
 def test_embedding_checks_only_the_cache_on_the_teachers_nodes(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     """The folder of runs may not exist yet, and nothing is embedded on students' nodes. A run checks both on all nodes."""
-    checked: list[tuple[dict[str, Path], set[str], list[dict[str, str] | None]]] = []
-
-    def record(written: dict[str, Path], read: dict[str, Path], labels: list[dict[str, str] | None]) -> None:
-        assert all(folder.is_dir() for folder in written.values())
-        checked.append((written, set(read), labels))
-
-    monkeypatch.setattr("distcse.ray_backend.cluster.start_ray", lambda: None)
-    monkeypatch.setattr("distcse.ray_backend.cluster.cluster", nullcontext)
-    monkeypatch.setattr("distcse.ray_backend.shared_storage.require_shared", record)
-    monkeypatch.setattr("distcse.experiments.distillation.ray_train.resources_per_worker", lambda recipe: {"CPU": 1.0})
-    nodes = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *nodes)
+    overrides = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
+    cluster = FixedCluster([Node(role, {"CPU": 1.0}, {"role": role}) for role in ("students", "teachers")])
     runs, cache = tmp_path / "runs", tmp_path / "cache"
     check_storage(recipe.storage, ["cache"])
-    with make_backend(recipe)[1]:
+    with joined_for_embedding(recipe, cluster):
         assert not runs.exists()
     check_storage(recipe.storage)
-    with make_backend(recipe, runs)[1]:
+    with joined_for_run(recipe, cluster, runs, None):
         pass
     teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
-    assert checked == [
+    assert cluster.required == [
         ({"storage.cache": cache}, {teacher}, [teachers]),
         ({"storage.runs": runs, "storage.cache": cache}, {teacher, "student.backbone"}, [students, teachers]),
     ]

@@ -271,7 +271,7 @@ def test_records_and_tables(tmp_path: Path) -> None:
     with fails_with(RunRecordError, str(tmp_path / "torn" / "trial.json"), "--resume"):
         read_trials(tmp_path)
     again = trials[0].with_score(TrialMetric(10, 10.0, 65.0, 9.0))
-    assert [entry.score for entry in again.reported] == [50, 65]
+    assert [entry.score for entry in again.metrics] == [50, 65]
     rows = rows_of(trials)
     assert rows[0]["a"] == "[0, 2]" and rows[0]["dev"] == 70 and rows[1]["status"] == "diverged"
     write_tables(trials, tmp_path)
@@ -290,9 +290,9 @@ def test_importances_find_the_parameter_that_matters(recipe: Recipe, tmp_path: P
     assert importances(space, trials[:3]) == {}
 
 
-def test_a_recalled_run_counts_once() -> None:
+def test_a_run_that_reuses_scores_counts_once() -> None:
     """Its score is another run's, which is counted."""
     runs = [trial(number, [score], seed=number) for number, score in enumerate([80.0, 70.0, 75.0])]
-    again = replace(runs[0], name="again", recalled_from=runs[0].name)
-    without, with_recalled = dev_row(runs), dev_row([*runs, again])
-    assert without is not None and without == with_recalled
+    again = replace(runs[0], name="again", reused_from=runs[0].name)
+    without, with_reused = dev_row(runs), dev_row([*runs, again])
+    assert without is not None and without == with_reused

@@ -31,7 +31,6 @@ from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.run import run
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded
@@ -42,6 +41,7 @@ from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.engines.deepspeed_engine import _config
 from distcse.trainer.schedule import total_steps, warmup_then_linear
 from distcse.trainer.trainer import TrainResult
+from tests.backends import run
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec, train
@@ -72,7 +72,7 @@ def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe
     for seed in (1, 1, 2):
         spec, tables = make_spec(recipe_with(f"seed={seed}"))
         train(spec, tables)
-        weights.append(weights_of(spec.run))
+        weights.append(weights_of(spec.run.path))
     assert_equal_weights(weights[0], weights[1])
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine:
     assert first.interrupted and 0 < first.state.step < first.steps
     second = train(spec, tables)
     assert second.state.finished and not second.interrupted
-    assert_equal_weights(weights_of(uninterrupted.run), weights_of(spec.run))
+    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
     assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
 
 
@@ -102,7 +102,9 @@ def test_every_zero_stage_equals_the_torch_engine_and_resumes(
     spec, tables = make_spec(recipe)
     assert train(spec, tables, stop_after=2).interrupted
     train(spec, tables)
-    assert_same_learning(weights_of(plain.run), weights_of(spec.run), mean=1e-5 if precision == "fp32" else 5e-5)
+    assert_same_learning(
+        weights_of(plain.run.path), weights_of(spec.run.path), mean=1e-5 if precision == "fp32" else 5e-5
+    )
 
 
 @pytest.mark.slow
@@ -117,13 +119,13 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRec
     train(alone, tables)
     together, tables = make_spec(recipe_with(*overrides))
     run_workers(in_worker, 2, together, tables)
-    assert_same_learning(weights_of(alone.run), weights_of(together.run))
+    assert_same_learning(weights_of(alone.run.path), weights_of(together.run.path))
 
     moved, tables = make_spec(recipe_with(*overrides))
     results = run_workers(in_worker, 2, moved, tables, 2)
     assert results[0].interrupted and results[1].interrupted
     assert train(moved, tables).state.finished
-    assert_same_learning(weights_of(alone.run), weights_of(moved.run))
+    assert_same_learning(weights_of(alone.run.path), weights_of(moved.run.path))
 
 
 def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
@@ -132,7 +134,7 @@ def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
     best = result.state.best
     assert best is not None and result.state.finished and result.state.step < result.steps
     assert result.state.scores_since_best() == 2
-    folder = CheckpointStore(spec.run).best()
+    folder = CheckpointStore(spec.run.path).best()
     assert folder is not None and load_trainer_state(folder).step == best[0]
     again = train(spec, tables)
     assert again.state == result.state and again.seconds == 0
@@ -142,7 +144,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_
     spec, tables = make_spec(recipe_with("objective.info_nce.weight=1e39"))  # float32 ends at 3.4e38
     with fails_with(DivergedError, "loss", "step 0", "of the corpus (16)"):
         train(spec, tables)
-    checkpoint = CheckpointStore(spec.run).latest()
+    checkpoint = CheckpointStore(spec.run.path).latest()
     assert checkpoint is not None
     assert all(tensor.isfinite().all() for tensor in load_model_state(checkpoint).weights.values())
 
@@ -220,13 +222,13 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
 
 def test_a_start_that_was_taken_over_writes_nothing(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     spec, tables = make_spec(recipe_with())
-    ours = replace(spec, lease=Lease.acquire(spec.run))
+    ours = replace(spec, lease=Lease.acquire(spec.run.path))
     assert train(ours, tables, stop_after=3).interrupted
-    theirs = replace(spec, lease=Lease.acquire(spec.run))
-    before = sorted((spec.run / "checkpoints").rglob("*"))
-    with fails_with(RunTakenOverError, str(spec.run)):
+    theirs = replace(spec, lease=Lease.acquire(spec.run.path))
+    before = sorted((spec.run.path / "checkpoints").rglob("*"))
+    with fails_with(RunTakenOverError, str(spec.run.path)):
         train(ours, tables)
-    assert sorted((spec.run / "checkpoints").rglob("*")) == before
+    assert sorted((spec.run.path / "checkpoints").rglob("*")) == before
     assert train(theirs, tables).state.finished
 
 
@@ -310,7 +312,7 @@ def test_deepspeed_settings_of_the_cluster_folder_do_not_change_training(recipe_
     assert recipe.training.deepspeed == yaml.safe_load(file.read_text())
     spec, tables = make_spec(recipe)
     train(spec, tables)
-    assert_same_learning(weights_of(plain.run), weights_of(spec.run), mean=1e-5)
+    assert_same_learning(weights_of(plain.run.path), weights_of(spec.run.path), mean=1e-5)
     assert _config(recipe.training, 16)["zero_optimization"]["stage"] == stage
 
 

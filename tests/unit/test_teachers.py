@@ -17,7 +17,8 @@ import torch
 from distcse.data import Corpus
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.events import Reporter
-from distcse.experiments.distillation.backends import LocalBackend
+from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers.embedding import table_of
@@ -78,7 +79,7 @@ def test_a_server_of_a_table_does_not_import_pytorch(tmp_path: Path) -> None:
     script = """
 import pickle, sys
 import numpy as np
-import distcse.teachers.servers
+import distcse.ray_backend.teacher_servers
 from distcse.recipe import TeacherSection
 from distcse.teachers.serving import serving
 table = pickle.loads(bytes.fromhex(sys.argv[1]))
@@ -145,13 +146,14 @@ def test_a_table_is_embedded_once_and_then_only_missing_shards(
     embedded: list[int] = []
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert table.missing_shards() == [0, 1, 2, 3]
-    LocalBackend().embed(teacher, section, corpus, table, [0, 1, 2, 3], embedded.append, Reporter())
+    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [0, 1, 2, 3], embedded.append, Reporter()))
     assert embedded == [100, 200, 300, len(corpus)]
     reopened = table_of(teacher, corpus, tmp_path, section.shard_rows)
     assert reopened.directory == table.directory and not reopened.missing_shards()
     (table.directory / "shard-00002.npy").write_bytes(b"damage")
     embedded.clear()
-    LocalBackend().embed(teacher, section, corpus, reopened, reopened.missing_shards(), embedded.append, Reporter())
+    missing = reopened.missing_shards()
+    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, reopened, missing, embedded.append, Reporter()))
     assert embedded == [100] and not reopened.missing_shards()
     expected = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
     np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), expected, atol=1e-3)
@@ -162,7 +164,8 @@ def test_table_and_live_teachers_agree_with_the_encoder(
 ) -> None:
     section = TeachersSection(encoders=[teacher], shard_rows=100)
     table = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    LocalBackend().embed(teacher, section, corpus, table, table.missing_shards(), lambda done: None, Reporter())
+    missing = table.missing_shards()
+    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, missing, lambda done: None, Reporter()))
     encoder = Encoder.from_section(teacher).eval()
     columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
     rows = slice(5, 15)

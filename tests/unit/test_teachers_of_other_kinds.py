@@ -16,13 +16,14 @@ import torch
 from distcse.data import Corpus
 from distcse.errors import EndpointError, InvalidValueError, UnsuitableTeacherError
 from distcse.events import Reporter, StepReport
-from distcse.experiments.distillation.run import Result, run
+from distcse.experiments.distillation.result import DistillationResult
 from distcse.losses import shuffle_rank_groups
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, TeacherSection
-from distcse.teachers.endpoint import Endpoint
-from distcse.teachers.factory import fingerprint
-from distcse.teachers.pair_teacher import PairTeacher
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.kinds.cross_encoder import PairTeacher
+from distcse.teachers.kinds.endpoint import Endpoint
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
@@ -96,7 +97,8 @@ def test_a_template_is_filled_in_before_the_request(server: Server) -> None:
     Endpoint("name", section, prompt="Find alike: {sentence} Now.").encode(["A man", "{sentence}"])
     assert server.bodies[0]["input"] == ["Find alike: A man Now.", "Find alike: {sentence} Now."]
     plain, template = (
-        fingerprint(TeacherSection(backbone="name", endpoint=section, prompt=p)) for p in ("a: ", "{sentence}")
+        kind_of(TeacherSection(backbone="name", endpoint=section, prompt=p)).source_fingerprint()
+        for p in ("a: ", "{sentence}")
     )
     assert plain != template  # old tables, which embedded the literal template, are not reused
 
@@ -171,7 +173,7 @@ def test_rank_noise_permutes_similarities_within_groups(offset: int) -> None:
     assert torch.equal(torch.cat(halves), shuffle_rank_groups(batch, 2, 7, 0))
 
 
-def train_recipe(recipe: Any) -> tuple[Result, list[dict[str, float]]]:
+def train_recipe(recipe: Any) -> tuple[DistillationResult, list[dict[str, float]]]:
     events: list[Any] = []
     result = run(recipe, Reporter(events.append))
     return result, [event.losses for event in events if isinstance(event, StepReport)]

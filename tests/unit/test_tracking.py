@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,34 +17,22 @@ import pytest
 import requests
 
 from distcse.errors import InvalidValueError, LoggerSetupError
-from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, StepReport
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport, TrialUpdate
 from distcse.experiments.distillation.preflight import check_recipe
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, Sweep
 from distcse.running import resume, run
-from distcse.tracking import Tracking, track_run
+from distcse.storage import open_store
+from distcse.tracking import Tracking, require_trial_loggers, track_run
 from distcse.tracking.tracker import RunStatus, TrackerThread
+from distcse.tuning.records import Trial, TrialMetric
+from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial_tracking import track_trials
 from tests.failures import fails_with
 from tests.ports import free_port
+from tests.tensorboard import scalars
 
 STEPS = StepReport(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5, teacher_wait_s=0.1)
 DEV = DevScore(step=6, total=22, name="agreement", score=51.0, best=52.0, best_step=0)
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read TensorBoard's files: (step, value) by name, in the order of writing."""
-    from tensorboardX.proto.event_pb2 import Event as StoredEvent
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    for file in sorted(folder.iterdir()):
-        content, position = file.read_bytes(), 0
-        while position < len(content):
-            (length,) = struct.unpack("<Q", content[position : position + 8])
-            event = StoredEvent.FromString(content[position + 12 : position + 12 + length])
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    found.setdefault(value.tag, []).append((event.step, value.simple_value))
-            position += length + 16
-    return found
 
 
 def test_a_resumed_run_continues_the_same_tracker_run(
@@ -117,6 +105,26 @@ def test_metrics_of_groups_have_group_and_phase_as_prefix(tmp_path: Path, recipe
     assert logged["bert/cycle-1-cross/dev"] == logged["bert/cycle-1-bi/dev"] == [(6, 51.0)]
 
 
+def test_event_files_of_a_run_in_object_storage_are_uploaded(
+    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[tuple[Path, int]] = []
+
+    class Store:
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        def upload(self, name: str) -> None:
+            uploaded.append((self.folder / name, (self.folder / name).stat().st_size))
+
+    monkeypatch.setattr("distcse.tracking.tensorboard.open_store", Store)
+    with track_run(recipe_with("loggers.tensorboard=true"), tmp_path, pytest.fail) as trackers:
+        for _ in range(3):
+            trackers.on_event(STEPS)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert uploaded == [(file, file.stat().st_size)], "once, after the last metric: an interval has not passed"
+
+
 def test_an_unreachable_server_is_warned_of_once(
     tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,24 +139,26 @@ def test_an_unreachable_server_is_warned_of_once(
     assert isinstance(warning, LogMessage) and warning.warning and "loggers.mlflow" in warning.text
 
 
-class SlowTracker:
-    """A tracker whose calls take 5 s."""
+class BlockedTracker:
+    """A tracker whose calls return only once `released` is set."""
+
+    released = threading.Event()
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
-        time.sleep(5)
+        self.released.wait()
 
     def finish(self, status: RunStatus) -> None:
-        time.sleep(5)
+        self.released.wait()
 
 
 def test_a_slow_tracker_does_not_delay_the_run() -> None:
-    thread = TrackerThread("slow", SlowTracker)
+    thread = TrackerThread("slow", BlockedTracker)
     trackers = Tracking([thread], lambda event: None)
-    began = time.monotonic()
     for _ in range(1000):
         trackers.on_event(STEPS)
     thread.close(timeout_s=0.1)
-    assert time.monotonic() - began < 2
+    assert not BlockedTracker.released.is_set()
+    BlockedTracker.released.set()
     assert thread.failure is not None and "0.1 s" in thread.failure
 
 
@@ -158,6 +168,101 @@ def test_a_missing_package_is_an_error_before_the_run(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with fails_with(LoggerSetupError, "loggers.wandb", 'pip install "distcse[wandb]"'):
         check_recipe(recipe_with("loggers.wandb={}"))
+
+
+LR = "training.lr"
+FIRST, SECOND, THIRD = (
+    TrialMetric(5, 25.0, 60.0, 1.0),
+    TrialMetric(10, 50.0, 58.0, 2.0),
+    TrialMetric(20, 100.0, 63.0, 4.0),
+)
+
+
+def make_sweep(*loggers: str) -> Sweep:
+    return Sweep.model_validate({"name": "small", "parameters": {LR: {"values": [1e-3]}}, "loggers": list(loggers)})
+
+
+def record(context: TrialContext, reporter: Reporter, trial: Trial) -> None:
+    """Write a trial's record and report it, as a sweep does at each dev score and at the trial's end."""
+    (context.trials.path / trial.name).mkdir(parents=True, exist_ok=True)
+    trial.write(context.trials.path / trial.name)
+    reporter.emit(TrialUpdate(trial.name, trial.status, 0.0, None, None, trial.values, trial.reason))
+
+
+def test_each_trial_of_a_sweep_has_its_own_tracker_run(
+    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := (tmp_path / "mlruns").as_uri())
+    context, sweep = (
+        TrialContext(recipe_with(), open_store(tmp_path / "lr-search" / "trials")),
+        make_sweep("tensorboard", "mlflow"),
+    )
+    one, two = Trial("one", {LR: 1e-3}, metrics=[FIRST]), Trial("two", {LR: 1e-5}, metrics=[FIRST, SECOND])
+    events: list[Event] = []
+    with track_trials(sweep, context, Reporter(events.append)) as reporter:
+        record(context, reporter, one)
+        record(context, reporter, two)
+        record(context, reporter, replace(one, metrics=[FIRST, SECOND, THIRD], status="finished"))
+    with track_trials(sweep, context, Reporter(events.append)) as reporter:  # a resumed sweep
+        record(context, reporter, replace(two, metrics=[FIRST, SECOND, THIRD], status="failed"))
+        record(context, reporter, Trial("three", {LR: 1e-2}, status="diverged"))
+    assert [type(event) for event in events] == [TrialUpdate] * 5, "a tracker failed"
+
+    client = mlflow.tracking.MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("small").experiment_id])
+    assert {(run.info.run_name, run.data.params[LR], run.info.status, run.data.tags["sweep"]) for run in runs} == {
+        ("one", "0.001", "FINISHED", "lr-search"),
+        ("two", "1e-05", "FAILED", "lr-search"),
+        ("three", "0.01", "FAILED", "lr-search"),
+    }
+    expected = {"dev": [(5, 60.0), (10, 58.0), (20, 63.0)], "best_dev": [(5, 60.0), (10, 60.0), (20, 63.0)]}
+    for run_ in (run_ for run_ in runs if run_.info.run_name != "three"):
+        folder = context.trials.path / run_.info.run_name / "tensorboard"
+        logged = scalars(folder)
+        for name, values in expected.items():
+            history = client.get_metric_history(run_.info.run_id, name)
+            assert sorted((metric.step, metric.value) for metric in history) == values
+            assert logged[name] == values
+        content = b"".join(file.read_bytes() for file in folder.iterdir())
+        assert b"_hparams_" in content and b"training.lr" in content
+
+
+def test_wandb_logs_several_trials_at_once(
+    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    context, sweep = TrialContext(recipe_with(), open_store(tmp_path / "trials")), make_sweep("wandb")
+    require_trial_loggers(sweep.loggers)
+    trials = [Trial("one", {LR: 1e-3}, metrics=[FIRST]), Trial("two", {LR: 1e-5}, metrics=[FIRST])]
+    events: list[Event] = []
+    with track_trials(sweep, context, Reporter(events.append)) as reporter:
+        for trial in trials:
+            record(context, reporter, trial)
+        for trial in trials:
+            record(context, reporter, replace(trial, metrics=[FIRST, SECOND], status="finished"))
+    assert [type(event) for event in events] == [TrialUpdate] * 4, "a tracker failed"
+    files = [
+        file for trial in trials for file in (context.trials.path / trial.name).glob("wandb/offline-run-*/*.wandb")
+    ]
+    assert len(files) == 2
+    until = time.monotonic() + 60  # a separate process of wandb writes them with a delay
+    while not all(b"best_dev" in file.read_bytes() for file in files) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert all(file.read_bytes().count(b"best_dev") >= 2 for file in files)
+
+
+def test_loggers_of_a_sweep_are_checked_before_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("wandb.login", lambda **settings: False)
+    with fails_with(LoggerSetupError, "loggers: wandb", "WANDB_API_KEY"):
+        require_trial_loggers(["tensorboard", "wandb"])
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with fails_with(LoggerSetupError, "loggers: mlflow", 'pip install "distcse[mlflow]"'):
+        require_trial_loggers(["mlflow"])
 
 
 def test_a_secret_in_a_recipe_is_refused_and_not_repeated(recipe_with: Callable[..., Recipe]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.ray_backend.nodes import Resources
+from distcse.placement.resources import Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
-from distcse.teachers.embedding_actors import embedding_actor_resources
+from distcse.teachers.resources import embedding_actor_resources
 from distcse.tuning.trial_resources import TrialResources, trial_resources
 from tests.failures import fails_with
 

@@ -13,13 +13,13 @@ from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
-from distcse.experiments.distillation.run import run
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
 from tests.weights import assert_equal_weights, weights_of

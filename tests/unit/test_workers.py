@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from distcse.errors import CorpusError, TeacherError
 from distcse.trainer.distributed import on_all_ranks, rank
+from tests.failures import fails_with
 from tests.workers import run_workers
 
 
@@ -31,7 +30,7 @@ def _work() -> int:
 
 def test_a_worker_alone_has_its_own() -> None:
     assert on_all_ranks(lambda: 3) == 3
-    with pytest.raises(TeacherError, match="mine"):
+    with fails_with(TeacherError, "mine"):
         on_all_ranks(_mine)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from distcse.experiments.distillation.model import Batch
 from distcse.models.fast.packing import worth_packing
 from distcse.recipe import Recipe
 from distcse.runs.lease import Lease
+from distcse.storage import ArtifactStore
 from distcse.teachers.knn_graph import open_knn_graph
 from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
@@ -35,13 +35,13 @@ class TrainSpec:
     """The inputs of a training worker. All folders are on storage that every worker sees."""
 
     recipe: Recipe
-    run: Path
-    corpus: Path
-    tokens: Path
+    run: ArtifactStore
+    corpus: ArtifactStore
+    tokens: ArtifactStore
     lease: Lease | None = None
     """Lease on `run`, checked before each write; None writes without one."""
-    neighbors: Path | None = None
-    """Folder of the corpus's neighbour graph; None unless the recipe has training.neighbor_batching."""
+    neighbors: ArtifactStore | None = None
+    """Folder of the corpus's neighbor graph; None unless the recipe has training.neighbor_batching."""
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
 
@@ -61,11 +61,12 @@ class BatchLoader:
     def __init__(self, spec: TrainSpec, rank: int, workers: int) -> None:
         training = spec.recipe.training
         self._seed = spec.recipe.seed
+        self._is_fast = spec.recipe.student.is_fast
         self._shuffle_group = spec.recipe.teachers.rank_noise_group
-        self._tokens = TokenTable.open(spec.tokens)
-        self.corpus = Corpus.open(spec.corpus)
+        self._tokens = TokenTable.open(spec.tokens.path)
+        self.corpus = Corpus.open(spec.corpus.path)
         train_rows, self.held_out, self.anchors = split_rows(spec.recipe, len(self.corpus))
-        self._queue = spec.recipe.objective.memory
+        self._queue = spec.recipe.objective.queue
         self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _make_grouping(spec))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
@@ -109,7 +110,7 @@ class BatchLoader:
         The batch includes the anchors when they are due for re-encoding, and at step 0 the sentences that fill the queue.
         """
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
-        packs = worth_packing(self._tokens.lengths(global_batch).reshape(self._all_streams, -1))
+        packs = self._is_fast and worth_packing(self._tokens.lengths(global_batch).reshape(self._all_streams, -1))
         streams = [
             (self._collate(part, device, packs), dropout_seed(self._seed, step, self._first_stream + number))
             for number, part in enumerate(np.split(global_batch[self.batch_slice], self._streams))
@@ -147,7 +148,7 @@ def split_rows(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np
         CorpusTooSmallError: Too few rows for evaluation.num_heldout or objective.rank.queue.num_anchors.
     """
     train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
-    queue = recipe.objective.memory
+    queue = recipe.objective.queue
     anchors, train = _draw_anchors(train, queue.num_anchors if queue else 0, recipe.seed)
     return train, held_out, anchors
 
@@ -168,5 +169,5 @@ def _make_grouping(spec: TrainSpec) -> Grouping | None:
     if section is None or spec.neighbors is None:
         return None
     return Grouping(
-        open_knn_graph(spec.neighbors)[:, section.min_rank - 1 :], section.per_anchor, section.anchor_fraction
+        open_knn_graph(spec.neighbors.path)[:, section.min_rank - 1 :], section.per_anchor, section.anchor_fraction
     )

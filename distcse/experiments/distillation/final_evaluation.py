@@ -37,7 +37,7 @@ from distcse.events import Listener, StageProgress
 from distcse.losses import mix_lists
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
-from distcse.teachers.factory import open_embedder, scores_pairs
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 
 _RETRIEVAL_SIZE = 1000
@@ -63,12 +63,17 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
 
     Raises:
         EvaluationFormatError: A set is malformed.
+        EvaluationResultError: A model's record of contamination cannot be read.
         EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
     """
     selected = selected_suites(recipe)
     suites = [suite for suite in SUITES if suite in selected]
     if not suites:
         return Tasks()
+    teachers = [teacher.backbone for teacher in recipe.teachers.encoders if kind_of(teacher, only_local=True).is_model]
+    for model in (recipe.student.backbone, *teachers):
+        if Path(model).is_dir():
+            _read_contamination(model)
     data = Path(str(recipe.evaluation.data))
     tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer, default_device()))
     if recipe.dev_score == "stsb":
@@ -143,16 +148,17 @@ def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
 
 
 def _teacher_candidate(name: str, section: TeacherSection, precision: str) -> Candidate:
-    if not section.is_model:
-        kind, source = ("endpoint", section.endpoint.url) if section.endpoint else ("own", str(section.class_path))
-        info = ModelInfo(name, source, kind, "unknown", section.max_length or 0, 0)
-        return Candidate(info, VectorModel(open_embedder(section).encode))
-    if scores_pairs(section):
+    kind = kind_of(section)
+    if not kind.is_model:
+        info = ModelInfo(name, kind.source, kind.name, "unknown", section.max_length or 0, 0)
+        return Candidate(info, VectorModel(kind.open_embedder().encode))
+    if not kind.has_vectors:
         options = LoadOptions(
             max_length=section.max_length,
             device=default_device(),
             precision=precision,
             trust_remote_code=section.trust_remote_code,
+            is_fast=section.is_fast,
         )
         return open_candidate(name, section.backbone, options)
     encoder = Encoder.from_section(section).to(default_device())
@@ -177,7 +183,7 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
         (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]
     )
     note = f"compared with {len(labelled.tasks)} test sets: {contamination.describe}"
-    emit(StageProgress("exposure", len(rows), len(rows), "sentences", finished=True, note=note))
+    emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 
 

@@ -11,7 +11,7 @@ from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.preparation import read_corpus
 from distcse.models import model_fingerprint, resolve_model
 from distcse.recipe import Recipe
-from distcse.teachers.factory import fingerprint as teacher_fingerprint
+from distcse.teachers.kinds import kind_of
 
 
 def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
@@ -22,15 +22,16 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         corpus: Its sentences.
         labelled: Its labelled test sets.
     """
-    student, detection = recipe.student, recipe.objective.detection
+    student = recipe.student
     fingerprints = {
         "corpus": corpus.content,
         "student": model_fingerprint(resolve_model(student.backbone, student.trust_remote_code)),
     }
     for number, teacher in enumerate(recipe.teachers.encoders):
-        fingerprints[f"teacher {number}"] = teacher_fingerprint(teacher)
-    if detection is not None and detection.weight and detection.generator is not None:
-        fingerprints["generator"] = model_fingerprint(resolve_model(detection.generator))
+        fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
+    for loss in recipe.objective.active_terms.values():
+        for key, model in loss.models.items():
+            fingerprints[key] = model_fingerprint(resolve_model(model))
     if recipe.dev_score == "stsb":
         fingerprints["dev set"] = labelled_dev(Path(str(recipe.evaluation.data))).fingerprint
     return {**fingerprints, **labelled.fingerprints()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.experiments.distillation.remote_evaluator import evaluator_requests
-from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
-from distcse.ray_backend.nodes import Node, ResourceRequest, Resources
+from distcse.experiments.distillation.resources import evaluator_requests
+from distcse.placement.gpu_shortfall import GpuRole, lost_gpus
+from distcse.placement.resources import Node, ResourceRequest, Resources
 from distcse.recipe import Recipe
-from distcse.teachers.gpus import builder_roles, server_roles
+from distcse.teachers.gpus import embedding_roles, server_roles
 
 
 def lost_gpus_of_run(recipe: Recipe, per_worker: Resources, nodes: Sequence[Node]) -> list[str]:
@@ -20,7 +20,7 @@ def lost_gpus_of_run(recipe: Recipe, per_worker: Resources, nodes: Sequence[Node
         nodes: The nodes of the cluster.
     """
     concurrent = [_worker_role(recipe, per_worker), *server_roles(recipe.teachers), *_evaluator_roles(recipe)]
-    return [*lost_gpus(builder_roles(recipe.teachers, nodes), nodes), *lost_gpus(concurrent, nodes)]
+    return [*lost_gpus(embedding_roles(recipe.teachers, nodes), nodes), *lost_gpus(concurrent, nodes)]
 
 
 def _worker_role(recipe: Recipe, per_worker: Resources) -> GpuRole:

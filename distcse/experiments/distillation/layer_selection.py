@@ -21,12 +21,11 @@ from distcse.device import default_device
 from distcse.errors import EncoderSettingError, UnsuitableTeacherError
 from distcse.evaluation import agreement
 from distcse.events import Reporter, StageProgress
-from distcse.files import dump_checked_json, load_checked_json, storage_errors, text_checksum
 from distcse.losses import mix_lists
 from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers, resolve_model
 from distcse.recipe import Recipe, TeacherSection, with_layers
-from distcse.storage import fetch, resolve_path, write_text_atomic
-from distcse.teachers.factory import fingerprint, open_embedder, scores_pairs
+from distcse.storage import open_store, text_checksum
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.trainer import allocator
 
@@ -60,17 +59,16 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Re
     """
     if recipe.student.layers != "auto":
         return recipe
-    cache_file = resolve_path(recipe.storage.cache) / "layers" / f"{_key(recipe, corpus)}.json"
-    fetch(cache_file)
-    with suppress(OSError, ValueError):  # absent or damaged: searching again selects the same layers
-        cached: list[int] = load_checked_json(cache_file)["layers"]
-        _report(reporter, cached, "selected by an earlier run")
-        return with_layers(recipe, cached)
+    cache = open_store(recipe.storage.cache)
+    name = f"layers/{_key(recipe, corpus)}.json"
+    with suppress(OSError, ValueError):  # damaged: searching again selects the same layers
+        if (stored := cache.read_json(name)) is not None:
+            cached: list[int] = stored["layers"]
+            _report(reporter, cached, "selected by an earlier run")
+            return with_layers(recipe, cached)
     layers, score, tried = _search(recipe, corpus, reporter)
     allocator.release_memory()  # frees the search's models: workers may use the same GPU
-    with storage_errors(cache_file):
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(cache_file, dump_checked_json({"layers": layers, "agreement": score, "tried": tried}))
+    cache.write_json(name, {"layers": layers, "agreement": score, "tried": tried})
     _report(reporter, layers, f"agreement {score:.2f} before training, the best of {len(tried)} combinations")
     return with_layers(recipe, layers)
 
@@ -143,7 +141,7 @@ def _sample_rows(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], lis
         (n,) row ids; numbers of the T teachers that give vectors; their (T, n) weights.
     """
     teachers = recipe.teachers.encoders
-    numbers = [number for number, teacher in enumerate(teachers) if not scores_pairs(teacher)]
+    numbers = [number for number, teacher in enumerate(teachers) if kind_of(teacher).has_vectors]
     if not numbers:
         raise UnsuitableTeacherError(
             "student.layers: auto needs a teacher that gives vectors; list the layers, such as [0, 2, 4]"
@@ -165,8 +163,8 @@ def _mean_similarities(
 ) -> NDArray[np.float32]:
     """Return the (n, n) mean cosines of n texts over T teachers with (T, n) weights."""
     similarities = []
-    for teacher in teachers:
-        units = open_embedder(teacher).encode(texts, normalize=True, precision=teacher.forward_precision)
+    for teacher in map(kind_of, teachers):
+        units = teacher.open_embedder().encode(texts, normalize=True, precision=teacher.precision)
         similarities.append(units @ units.T)
     mean: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(similarities)), weights).numpy()
     return mean
@@ -176,7 +174,9 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
     """Hash all inputs of the selection."""
     student = recipe.student
     settings = student.model_dump(mode="json", include={"pooling", "max_length", "prompt", "num_layers"})
-    teachers = [[fingerprint(teacher), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders]
+    teachers = [
+        [kind_of(teacher).source_fingerprint(), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders
+    ]
     backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
     inputs = [_FORMAT, backbone, settings, teachers, corpus.content]
     return text_checksum(json.dumps(inputs))

@@ -16,7 +16,7 @@ from distcse.experiments.distillation.embedding_queue import EmbeddingQueue, gat
 from distcse.losses import Detection
 from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
-from distcse.recipe import Recipe, StudentSection, decided
+from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.trainer.allocator import trim
 from distcse.trainer.distributed import all_reduce_max, world_size
 from distcse.trainer.dropout_rng import dropout_rng
@@ -199,10 +199,10 @@ def build_student(recipe: Recipe) -> StudentModel:
     """
     student, objective = build_encoder(recipe.student), recipe.objective
     student.grad_cache = recipe.training.grad_cache_chunk is not None
-    if (section := objective.memory) is not None:
+    if (section := objective.queue) is not None:
         queue_size = section.num_batches * recipe.training.batch_size
         student.queue = EmbeddingQueue(queue_size, section.num_anchors, student.encoder.dimension)
-    if (detection := objective.detection) is not None and detection.weight:
+    if (detection := objective.active(DetectionSection)) is not None:
         fresh = Encoder.from_section(recipe.student)
         student.detector = build_detector(detection, student.encoder, fresh, decided(recipe.training.precision))
         student.condition = detection.condition

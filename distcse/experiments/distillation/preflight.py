@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from distcse.data import BatchSampler, Corpus
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
-from distcse.experiments.distillation.backends import describe_resources, make_backend
+from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.distillation.dev_metric import check_labelled_data
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
+from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import read_corpus, require_vectors
+from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.losses import build_objective
 from distcse.models import Encoder
+from distcse.models.fast.switch import allows_shortcuts
+from distcse.placement.resources import Node
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
-from distcse.teachers.factory import live, uses_table
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
@@ -56,7 +60,12 @@ def check_recipe(recipe: Recipe) -> None:
     check_labelled_data(recipe)
 
 
-def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[str]] | None = None) -> None:
+def check_run(
+    recipe: Recipe,
+    backend: Backend,
+    reporter: Reporter,
+    lost_gpus: Callable[[Sequence[Node]], list[str]] | None = None,
+) -> None:
     """Check everything a run needs without training (`--dry-run`).
 
     Reads the corpus and the labelled sets, loads the student, queries each teacher once and joins the cluster. The corpus
@@ -64,16 +73,17 @@ def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[s
 
     Args:
         recipe: The recipe to check.
+        backend: The backend of the run.
         reporter: Receives one line per check.
-        lost_gpus: Computes the warnings of unused GPUs for a sweep, whose trials are scheduled differently. None uses those
-            of a single run.
+        lost_gpus: Computes the warnings of unused GPUs for a sweep, whose trials are scheduled differently, from the
+            cluster's nodes. None uses those of a single run.
 
     Raises:
         DistcseError: A check failed.
     """
     require_lasting(recipe.storage)
     check_recipe(recipe)
-    recipe = with_precisions(recipe, reporter)
+    recipe = with_precisions(recipe, backend.cluster, reporter)
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
         _report(reporter, "labelled", f"{len(tasks.tasks)} sets to evaluate on")
@@ -92,14 +102,17 @@ def check_run(recipe: Recipe, reporter: Reporter, lost_gpus: Callable[[], list[s
     for number in range(len(recipe.teachers.encoders)):
         _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)
-    _, context = make_backend(recipe, runs, reporter if lost_gpus is None else None)
-    with context:
-        for warning in lost_gpus() if lost_gpus is not None and training.workers else []:
+    if (cluster := backend.cluster) is None:
+        _report(reporter, "cluster", "none: the run stays in this process (training.workers is 0)")
+        return
+    with joined_for_run(recipe, cluster, runs, reporter if lost_gpus is None else None):
+        nodes = cluster.nodes()
+        for warning in lost_gpus(nodes) if lost_gpus is not None else []:
             reporter.emit(LogMessage(warning, warning=True))
-        _report(reporter, "cluster", describe_resources(recipe))
+        _report(reporter, "cluster", describe_resources(recipe, nodes))
 
 
-def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
+def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> None:
     """Check everything an embedding pass needs without embedding (`--dry-run`).
 
     Reads the corpus, queries each teacher once, counts the rows missing from its table and joins the cluster. The corpus
@@ -107,24 +120,24 @@ def check_embedding(recipe: Recipe, reporter: Reporter) -> None:
 
     Args:
         recipe: The recipe to check.
+        backend: The backend that would embed.
         reporter: Receives one line per check.
 
     Raises:
         DistcseError: A check failed.
     """
     check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, reporter)
+    recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
     corpus = read_corpus(recipe, reporter)
     for number, teacher in enumerate(recipe.teachers.encoders):
         note = _query_teacher(recipe, corpus, number)
-        if uses_table(recipe.teachers, teacher):
+        if kind_of(teacher).uses_table(recipe.teachers.mode):
             table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
             rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
             note += f", {rows:,} of {len(corpus):,} rows to embed"
         _report(reporter, f"teacher {number}", note)
-    _, context = make_backend(recipe)
-    with context:
-        pass  # entering it checks that the nodes see the cache
+    with joined_for_embedding(recipe, backend.cluster):
+        pass  # joining checks that the nodes see the cache
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
@@ -141,7 +154,7 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, reporter, in_this_process=True)
+    recipe = with_teacher_precisions(recipe, None, reporter)
     corpus = read_corpus(recipe, reporter)
     for number in numbers:
         _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
@@ -154,7 +167,8 @@ def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
         TeacherOutputError: The similarity is NaN or infinite.
     """
     teacher = recipe.teachers.encoders[number]
-    answer = live(teacher, corpus, recipe.teachers.tokens_per_batch).similarities(np.array([[0, 1]]), slice(0, 1))
+    opened = kind_of(teacher).open_live(corpus, recipe.teachers.tokens_per_batch)
+    answer = opened.similarities(np.array([[0, 1]]), slice(0, 1))
     if not np.isfinite(answer).all():
         raise TeacherOutputError(
             f"teacher {number}, {teacher.backbone}, returned a similarity that is not finite; try precision: fp32"
@@ -171,7 +185,8 @@ def _with_all_layers(recipe: Recipe) -> Recipe:
 
 def _describe_encoder(encoder: Encoder) -> str:
     weights = sum(parameter.numel() for parameter in encoder.parameters())
-    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens"
+    shortcuts = "" if allows_shortcuts(encoder) else ", no shortcuts (models.fast: off)"
+    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens{shortcuts}"
 
 
 def _report(reporter: Reporter, stage: str, note: str) -> None:

@@ -1,4 +1,4 @@
-"""Preparation of a run's inputs, with a cache: corpus, tokens, teachers' tables, neighbour graph, regression targets."""
+"""Preparation of a run's inputs, with a cache: corpus, tokens, teachers' tables, neighbor graph, regression targets."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from distcse.device import use_available_cpus
 from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
 from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.distillation.backends import Backend, make_backend
+from distcse.experiments.backend import Backend, EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
-from distcse.storage import fetch, resolve_path
+from distcse.storage import open_store, resolve_path
 from distcse.teachers.embedding import table_of
-from distcse.teachers.factory import uses_table
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn_graph import joined_vectors, knn_graph_checksum, prepare_knn_graph
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
@@ -80,7 +81,7 @@ class PreparedCorpus:
         _report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
         # Raises if the corpus has too few rows.
         BatchLoader(
-            TrainSpec(recipe, Path(), corpus.directory, tokens.directory),
+            TrainSpec(recipe, open_store("."), open_store(corpus.directory), open_store(tokens.directory)),
             rank=0,
             workers=max(1, recipe.training.workers),
         )
@@ -95,7 +96,7 @@ class PreparedCorpus:
     def spec(
         self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
     ) -> TrainSpec:
-        """Create the spec of the training workers, with a neighbour graph and regression targets if the recipe uses them.
+        """Create the spec of the training workers, with a neighbor graph and regression targets if the recipe uses them.
 
         Args:
             run: The run's folder.
@@ -105,47 +106,54 @@ class PreparedCorpus:
         """
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        neighbours = self.neighbours(tables, reporter)
-        if neighbours is not None:
-            RunDirectory(run).record_checksum("neighbours", knn_graph_checksum(neighbours))
-        if (regression := recipe.objective.regression) is not None and regression.weight:
-            chosen = list(range(len(tables))) if regression.teachers is None else regression.teachers
+        neighbors = self.neighbors(tables, reporter)
+        if neighbors is not None:
+            RunDirectory(run).record_checksum("neighbors", knn_graph_checksum(neighbors))
+        if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = _select_tables(tables, chosen)
             targets = self._target_spec(selected, [alphas[number] for number in chosen], run)
-        return TrainSpec(recipe, run, self.corpus.directory, self.tokens.directory, lease, neighbours, targets)
+        return TrainSpec(
+            recipe,
+            open_store(run),
+            open_store(self.corpus.directory),
+            open_store(self.tokens.directory),
+            lease,
+            None if neighbors is None else open_store(neighbors),
+            targets,
+        )
 
-    def neighbours(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
-        """Return the folder of the neighbour graph, from the cache or newly computed; None if the recipe uses none."""
+    def neighbors(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
+        """Return the folder of the neighbor graph, from the cache or newly computed; None if the recipe uses none."""
         section, teachers = self.recipe.training.neighbor_batching, self.recipe.teachers.encoders
         if section is None:
             return None
         tabled = [number for number, table in enumerate(tables) if table is not None]
-        reporter.emit(StageProgress("neighbours", 0, len(self.corpus), "sentences"))
+        reporter.emit(StageProgress("neighbors", 0, len(self.corpus), "sentences"))
         alphas = [teachers[number].alpha for number in tabled]
         folder = prepare_knn_graph(
             _select_tables(tables, tabled), alphas, section.max_rank, resolve_path(self.recipe.storage.cache)
         )
         _report_finished(
-            reporter, "neighbours", len(self.corpus), f"{section.max_rank} nearest neighbours of each sentence"
+            reporter, "neighbors", len(self.corpus), f"{section.max_rank} nearest neighbors of each sentence"
         )
         return folder
 
     def _target_spec(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetSpec:
         """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension."""
-        spec = TargetSpec([(table.directory, table.identity) for table in tables], alphas)
+        spec = TargetSpec([(table.store, table.identity) for table in tables], alphas)
         if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.initial_encoder.dimension:
             return spec
         file = RunDirectory(run).projection
-        if not fetch(file) or projection_of(file) != spec.key:
+        if not open_store(run).fetch(file.name) or projection_of(file) != spec.key:
             rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FIT_ROWS]
             joined, align_rows = joined_vectors(tables, alphas, rows), rows[:_ALIGN_ROWS]
             initial = self.initial_encoder.encode(self.corpus.texts(align_rows), normalize=True)
             write_projection(fit_projection(joined, joined[: len(align_rows)], initial), spec.key, file)
-        return replace(spec, projection=file)
+        return replace(spec, projection=open_store(file))
 
 
 def require_vectors(recipe: Recipe, rows: int) -> None:
-    """Check that regression and neighbour batching have the vectors they need, before the corpus is embedded.
+    """Check that regression and neighbor batching have the vectors they need, before the corpus is embedded.
 
     Args:
         recipe: The recipe.
@@ -155,11 +163,14 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
         UnsuitableTeacherError: A required teacher computes its similarities live.
         CorpusTooSmallError: The corpus has no more rows than `training.neighbor_batching.min_rank`.
     """
-    tabled = [uses_table(recipe.teachers, teacher) for teacher in recipe.teachers.encoders]
+    kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
+    for kind in kinds:
+        kind.check_settings()
+    tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
     missing: list[tuple[str, int]] = []
-    if (regression := recipe.objective.regression) is not None and regression.weight:
-        chosen = range(len(tabled)) if regression.teachers is None else regression.teachers
-        missing += [("objective.regression", number) for number in chosen if not tabled[number]]
+    for key in recipe.objective.keys_that_need("vectors", active=True):
+        chosen = recipe.objective.vector_teachers(len(tabled))
+        missing += [(key, number) for number in chosen if not tabled[number]]
     if (section := recipe.training.neighbor_batching) is not None:
         missing += [("training.neighbor_batching", 0)] if not any(tabled) else []
         if section.min_rank >= rows:
@@ -177,11 +188,12 @@ def _select_tables(tables: Sequence[EmbeddingTable | None], numbers: Iterable[in
     return [table for number in numbers if (table := tables[number]) is not None]
 
 
-def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | None]:
+def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
     """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
 
     Args:
         recipe: The recipe.
+        backend: The backend that embeds.
         reporter: Receives progress.
 
     Returns:
@@ -190,10 +202,9 @@ def embed_corpus(recipe: Recipe, reporter: Reporter) -> list[EmbeddingTable | No
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, reporter)
+    recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
     corpus = read_corpus(recipe, reporter)
-    backend, context = make_backend(recipe)
-    with context:
+    with joined_for_embedding(recipe, backend.cluster):
         return prepare_tables(recipe, corpus, backend, reporter)
 
 
@@ -241,7 +252,7 @@ def prepare_tables(
     section = recipe.teachers
     tables: list[EmbeddingTable | None] = []
     for number, teacher in enumerate(section.encoders):
-        if not uses_table(section, teacher):
+        if not kind_of(teacher).uses_table(section.mode):
             tables.append(None)
             continue
         table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), section.shard_rows)
@@ -255,7 +266,7 @@ def prepare_tables(
                 if missing:
                     before_embedding()
                     on_rows = _progress_callback(reporter, stage, rows)
-                    backend.embed(teacher, section, corpus, table, missing, on_rows, reporter)
+                    backend.embed(EmbeddingRequest(teacher, section, corpus, table, missing, on_rows, reporter))
         reused = len(corpus) - rows
         _report_finished(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)

@@ -2,9 +2,5 @@
 
 A run consists of cycles of two phases: cross-encoders train on the bi-encoders' cosines, then bi-encoders on the
 cross-encoders' probabilities. Each group trains and scores independently. Groups exchange only one score per pair, and get
-back the mean as labels. `ledger.json` records the progress of each group, so that a run can resume after any crash.
+back the mean as labels. `phases.json` records the progress of each group, so that a run can resume after any crash.
 """
-
-from distcse.experiments.mutual.run import Best, MutualResult, run_mutual
-
-__all__ = ["Best", "MutualResult", "run_mutual"]

@@ -18,8 +18,8 @@ from distcse.evaluation import (
     sts_score,
 )
 from distcse.evaluation.tables import find_table
-from distcse.files import text_checksum
 from distcse.recipe import MutualRecipe
+from distcse.storage import text_checksum
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,15 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
     """Read the labelled sets and the dev set, and check that they don't overlap unless evaluation.dev_is_test allows it.
 
     Raises:
-        EvaluationError: A set is missing or malformed.
+        EvaluationError: A set is missing or malformed, or a model's record of contamination cannot be read.
         DistcseError: The dev set is also a test set.
     """
     tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
     if dev is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    for group in recipe.groups if tasks.tasks else []:
+        if Path(group.backbone).is_dir():
+            Contamination.read(resolve_model(group.backbone))
     return tasks
 
 
@@ -82,11 +85,11 @@ def final_scores(
     if not tasks.tasks:
         return None
     note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
-    emit(StageProgress("exposure", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     device, precision = default_device(), decided(recipe.evaluation.precision)
     candidates = []
     finished_groups = {name for name, _, _ in best}
-    trust_remote_code = {group.name: group.trust_remote_code for group in recipe.groups}
+    groups = {group.name: group for group in recipe.groups}
     for group in recipe.groups:
         if group.name in finished_groups:
             encoder = Encoder.from_section(group).to(device)
@@ -97,13 +100,15 @@ def final_scores(
         for name, model_kind, model in best:
             if model_kind != kind:
                 continue
-            title = f"{name} {kind}"
+            title, group = f"{name} {kind}", groups[name]
             if kind == "bi":
-                encoder = Encoder.load(model, trust_remote_code=trust_remote_code[name]).to(device)
+                encoder = Encoder.load(model, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code).to(
+                    device
+                )
                 trained.append(make_candidate(title, str(model), encoder, contamination, precision))
             else:
-                scorer = CrossEncoder.load(model, trust_remote_code=trust_remote_code[name]).to(device)
-                trained.append(make_pair_candidate(title, str(model), scorer, contamination, precision))
+                scorer = CrossEncoder.load(model, None, group.trust_remote_code, group.is_fast)
+                trained.append(make_pair_candidate(title, str(model), scorer.to(device), contamination, precision))
         candidates += trained
         if len(trained) > 1:
             info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.ray_backend.gpu_shortfall import GpuRole, lost_gpus
-from distcse.ray_backend.nodes import Node, ResourceRequest, Resources
+from distcse.placement.gpu_shortfall import GpuRole, lost_gpus
+from distcse.placement.resources import Node, ResourceRequest, Resources
 from distcse.recipe import GroupSection, MutualRecipe
 
 

@@ -1,4 +1,4 @@
-"""Mining of sentence pairs from raw text: nearest neighbours in bands of cosine similarity, BM25 neighbours, random pairs.
+"""Mining of sentence pairs from raw text: nearest neighbors in bands of cosine similarity, BM25 neighbors, random pairs.
 
 Trans-Encoder trains on the pairs of a task, including its test pairs. Mined pairs contain no test set.
 """
@@ -57,7 +57,7 @@ def mine_pairs(recipe: MutualRecipe, emit: Listener) -> Pairs:
     corpus = Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
     texts = corpus.texts(range(len(corpus)))
     first_row = {text: row for row, text in reversed(list(enumerate(texts)))}
-    texts = list(first_row)  # deduplicated: a copy of a sentence is not a useful neighbour
+    texts = list(first_row)  # deduplicated: a copy of a sentence is not a useful neighbor
     if len(texts) < 2:
         raise CorpusTooSmallError(
             f"pairs.mine.corpus has {len(texts)} different sentences, but mining needs at least 2; add sentences"
@@ -99,7 +99,7 @@ def _require_bm25s() -> Any:
 def _mine_bands(
     recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], emit: Listener
 ) -> list[tuple[float, PairRows]]:
-    """Pair each sentence with its nearest neighbours, and sort the pairs into bands by cosine.
+    """Pair each sentence with its nearest neighbors, and sort the pairs into bands by cosine.
 
     The vectors are those of the first group's initial bi-encoder.
 
@@ -113,22 +113,22 @@ def _mine_bands(
         normalize=True,
         on_progress=lambda done: emit(StageProgress("mining", done, len(texts), "sentences encoded")),
     )
-    cosines, neighbours = knn(vectors, section.num_neighbors, "pairs.mine")
-    rows = np.repeat(np.arange(len(texts)), neighbours.shape[1])
-    pairs, flat = np.stack([rows, neighbours.ravel()], axis=1), cosines.ravel()
+    cosines, neighbors = knn(vectors, section.num_neighbors, "pairs.mine")
+    rows = np.repeat(np.arange(len(texts)), neighbors.shape[1])
+    pairs, flat = np.stack([rows, neighbors.ravel()], axis=1), cosines.ravel()
     is_valid = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
     bands = []
     for band in section.bands:
         is_inside = is_valid & (flat >= band.low) & (flat < band.high)
         unique = _unique_pairs(pairs[is_inside])
-        note = f"{len(unique):,} neighbours of cosine {band.low:g} to {band.high:g}"
+        note = f"{len(unique):,} neighbors of cosine {band.low:g} to {band.high:g}"
         emit(StageProgress("mining", len(unique), len(unique), "pairs", finished=True, note=note))
         bands.append((band.share, unique))
     return bands
 
 
 def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Listener) -> PairRows:
-    """Pair sentences with their BM25 neighbours, for a sample of sentences in a large corpus."""
+    """Pair sentences with their BM25 neighbors, for a sample of sentences in a large corpus."""
     bm25s = _require_bm25s()
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
@@ -142,15 +142,15 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Li
     for begin in range(0, len(query_rows), _QUERIES_PER_BATCH):
         batch = query_rows[begin : begin + _QUERIES_PER_BATCH]
         queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in batch], tokens.vocab)
-        neighbours = min(section.num_neighbors + 1, len(texts))
-        rows, scores = index.retrieve(queries, k=neighbours, show_progress=False, n_threads=host.cpus())
-        pairs = np.stack([np.repeat(batch, neighbours), rows.ravel().astype(np.int64)], axis=1)
+        neighbors = min(section.num_neighbors + 1, len(texts))
+        rows, scores = index.retrieve(queries, k=neighbors, show_progress=False, n_threads=host.cpus())
+        pairs = np.stack([np.repeat(batch, neighbors), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
         emit(StageProgress("mining", begin + len(batch), len(query_rows), "BM25 queries"))
     unique = _unique_pairs(np.concatenate(pools))
     emit(
         StageProgress(
-            "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbours by BM25"
+            "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbors by BM25"
         )
     )
     return unique

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ import pyarrow.parquet as pq
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, CorpusTooSmallError
 from distcse.evaluation import read_table
 from distcse.evaluation.tables import ENDINGS
+from distcse.events import Reporter, StageProgress
 from distcse.recipe import MutualRecipe
-from distcse.storage import atomic_write, fetch
+from distcse.storage import open_store, sha256
 
 _SAMPLE_STREAM = 2**31
 """Random stream that samples the pairs."""
@@ -41,14 +41,11 @@ class Pairs:
     @property
     def fingerprint(self) -> str:
         """Checksum of the pairs and their order."""
-        digest = hashlib.sha256()
-        for one, other in self.both():
-            digest.update(f"{one}\t{other}\n".encode())
-        return digest.hexdigest()
+        return sha256(f"{one}\t{other}\n".encode() for one, other in self.both())
 
     def write(self, file: Path) -> None:
         """Store the pairs as Parquet, atomically."""
-        with atomic_write(file) as temporary:
+        with open_store(file.parent).write(file.name) as temporary:
             pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), temporary)
 
     @classmethod
@@ -58,13 +55,14 @@ class Pairs:
         Raises:
             CorpusCacheError: The file is damaged.
         """
-        fetch(file)
+        store = open_store(file.parent)
+        store.fetch(file.name)
         try:
             table = pq.read_table(file)
         except (pa.ArrowException, OSError) as broken:
             reason = " ".join(str(broken).split())
             raise CorpusCacheError(
-                f"{file} cannot be read: {reason}; delete it and --resume to read the pairs again"
+                f"{store}/{file.name} cannot be read: {reason}; delete it and --resume to read the pairs again"
             ) from None
         return cls(table["sentence1"].to_pylist(), table["sentence2"].to_pylist())
 
@@ -84,6 +82,30 @@ def read_pairs(recipe: MutualRecipe) -> Pairs:
         table = read_table(file)
         unique.update(dict.fromkeys(zip(table.texts(first_column), table.texts(second_column), strict=True)))
     return sample_pairs(list(unique), recipe)
+
+
+def load_pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
+    """Load the run's pairs. A new run reads or mines them first, and stores them.
+
+    Args:
+        recipe: The recipe.
+        run: The run's folder.
+        reporter: Receives progress.
+    """
+    file = run / "pairs.parquet"
+    if not open_store(run).fetch(file.name):
+        if recipe.pairs.mine is None:
+            pairs = read_pairs(recipe)
+        else:
+            from distcse.experiments.mutual.mining import mine_pairs
+
+            pairs = mine_pairs(recipe, reporter.emit)
+        pairs.write(file)
+    pairs = Pairs.read(file)
+    reporter.emit(
+        StageProgress("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
+    )
+    return pairs
 
 
 def sample_pairs(pairs: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:

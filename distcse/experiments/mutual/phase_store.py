@@ -1,13 +1,12 @@
 """Crash-safe store of a mutual distillation's state: the finished phases of each group, their scores, and the labels.
 
-<run>/ledger.json                 the state, replaced atomically
+<run>/phases.json                 the state, replaced atomically
       labels/start-bert.npy       scores of one group in a phase
       labels/start.npy            labels from a phase, on which the next phase trains
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,10 @@ from numpy.typing import NDArray
 from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
-from distcse.files import dump_checked_json, load_checked_json, storage_errors
 from distcse.runs.lease import Lease
-from distcse.storage import atomic_write, fetch, write_text_atomic
+from distcse.storage import open_store, sha256, storage_errors
+
+_STATE = "phases.json"
 
 Scores = NDArray[np.float32]
 
@@ -34,23 +34,22 @@ class PhaseStore:
         lease: Lease on the directory, checked before each write; None only reads.
 
     Raises:
-        RunRecordError: `ledger.json` is damaged; when loading, a file of scores is damaged.
+        RunRecordError: `phases.json` is damaged; when loading, a file of scores is damaged.
         RunTakenOverError: When writing, a later start has taken over the directory.
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
         self._lease = lease
-        self._file = run / "ledger.json"
-        self._labels = run / "labels"
-        with storage_errors(self._labels):
-            self._labels.mkdir(parents=True, exist_ok=True)
+        self._store = open_store(run)
+        self._labels = self._store / "labels"
+        with storage_errors(self._labels.path):
+            self._labels.path.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "dropped": {}, "stopped_after": None}
-        if fetch(self._file):
-            try:
-                self._state = load_checked_json(self._file)
-            except (OSError, ValueError) as broken:
-                raise RunRecordError(f"{self._file} cannot be read: {broken}; start a new run") from None
+        try:
+            self._state = self._store.read_json(_STATE) or self._state
+        except (OSError, ValueError) as broken:
+            raise RunRecordError(f"{self._store}/{_STATE} cannot be read: {broken}; start a new run") from None
 
     @property
     def dropped(self) -> Mapping[str, str]:
@@ -72,7 +71,7 @@ class PhaseStore:
         with self._lock:
             if self._state["pairs"] not in (None, fingerprint):
                 raise ResumeMismatchError(
-                    f"the pairs have changed since {self._file.parent} began; restore pairs.parquet, or start a new run"
+                    f"the pairs have changed since {self._store} began; restore pairs.parquet, or start a new run"
                 )
             self._state["pairs"] = fingerprint
             self._write()
@@ -88,7 +87,7 @@ class PhaseStore:
         """
         with self._lock:
             training = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
-            entry = {"sha256": self._store(f"{phase.name}-{group}", scores), **training}
+            entry = {"sha256": self._write_scores(f"{phase.name}-{group}", scores), **training}
             self._state["posted"].setdefault(str(phase.number), {})[group] = entry
             self._write()
 
@@ -103,7 +102,10 @@ class PhaseStore:
     def store_labels(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
         """Store the final labels of a phase, and the groups whose scores they combine."""
         with self._lock:
-            self._state["labels"][str(phase.number)] = {"groups": [*groups], "sha256": self._store(phase.name, labels)}
+            self._state["labels"][str(phase.number)] = {
+                "groups": [*groups],
+                "sha256": self._write_scores(phase.name, labels),
+            }
             self._write()
 
     def labels(self, phase: Phase) -> Scores | None:
@@ -123,24 +125,25 @@ class PhaseStore:
             self._state["stopped_after"] = phase.number
             self._write()
 
-    def _store(self, name: str, array: Scores) -> str:
-        file = self._labels / f"{name}.npy"
-        with atomic_write(file) as temporary, open(temporary, "wb") as out:
-            np.save(out, array)
-        return hashlib.sha256(array.tobytes()).hexdigest()
+    def _write_scores(self, name: str, scores: Scores) -> str:
+        with self._labels.write(f"{name}.npy") as temporary, open(temporary, "wb") as out:
+            np.save(out, scores)
+        return sha256([scores.tobytes()])
 
     def _load(self, name: str, expected: str) -> Scores:
-        file = self._labels / f"{name}.npy"
-        fetch(file)
+        file = f"{name}.npy"
+        self._labels.fetch(file)
         try:
-            array: Scores = np.load(file, allow_pickle=False)
+            scores: Scores = np.load(self._labels.path / file, allow_pickle=False)
         except (OSError, EOFError, ValueError) as broken:
-            raise RunRecordError(f"{file} cannot be read: {broken}; start a new run") from None
-        if hashlib.sha256(array.tobytes()).hexdigest() != expected:
-            raise RunRecordError(f"{file} has changed since it was stored (checksum mismatch); start a new run")
-        return array
+            raise RunRecordError(f"{self._labels}/{file} cannot be read: {broken}; start a new run") from None
+        if sha256([scores.tobytes()]) != expected:
+            raise RunRecordError(
+                f"{self._labels}/{file} has changed since it was stored (checksum mismatch); start a new run"
+            )
+        return scores
 
     def _write(self) -> None:
         if self._lease is not None:
             self._lease.check()
-        write_text_atomic(self._file, dump_checked_json(self._state))
+        self._store.write_json(_STATE, self._state)

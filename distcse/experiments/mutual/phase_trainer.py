@@ -15,15 +15,14 @@ from distcse.errors import CheckpointError, NotFiniteError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, pair_model
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind, Phase
-from distcse.experiments.mutual.task import BiTokens, CrossTokens, PairTask, pair_model
-from distcse.files import dump_checked_json, load_checked_json
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
-from distcse.storage import fetch, remove, write_text_atomic
+from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_trainer_state
 from distcse.trainer.distributed import barrier, rank, world_size
 from distcse.trainer.dropout_rng import dropout_seed
@@ -54,7 +53,7 @@ class GroupContext:
     recipe: MutualRecipe
     number: int
     """Index of the group in the recipe."""
-    run: Path
+    run: ArtifactStore
     lease: Lease
     """Lease on `run`, checked before writes."""
 
@@ -66,11 +65,11 @@ class GroupContext:
     @property
     def pairs_file(self) -> Path:
         """File with the run's pairs."""
-        return self.run / "pairs.parquet"
+        return self.run.path / "pairs.parquet"
 
     def folder(self, phase: Phase) -> Path:
         """Return the folder of a phase of this group."""
-        return self.run / "groups" / self.group.name / phase.name
+        return self.run.path / "groups" / self.group.name / phase.name
 
     def section(self, kind: Kind) -> LoopSection:
         """Return the recipe's training section of a formulation."""
@@ -102,7 +101,7 @@ class PhaseTrainer:
     def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> PhaseResult | None:
         """Train the model of a phase, from its latest checkpoint if there is one.
 
-        The folder of the phase then has the best model and `trained.json`; its checkpoints are deleted.
+        The folder of the phase then has the best model and `result.json`; its checkpoints are deleted.
 
         Args:
             phase: The phase; one that has already finished returns its result at once.
@@ -170,7 +169,9 @@ class PhaseTrainer:
             converted.head, converted.normalize = encoder.head, encoder.normalize
             return converted
         source = model if is_sequential else group.cross_backbone or group.backbone
-        return CrossEncoder.fresh(source, cross.max_length, layers, group.dropout, group.trust_remote_code)
+        return CrossEncoder.fresh(
+            source, cross.max_length, layers, group.dropout, group.trust_remote_code, group.is_fast
+        )
 
 
 class PairScorer:
@@ -221,33 +222,32 @@ class PairScorer:
             return Encoder.from_section(group)
         folder = self._context.folder(phase) / "model"
         if phase.kind == "cross":
-            return CrossEncoder.load(folder, trust_remote_code=group.trust_remote_code)
-        return Encoder.load(folder, trust_remote_code=group.trust_remote_code)
+            return CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
+        return Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
 
 
 def _save_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
-    """Save the best checkpoint as the phase's model, and write `trained.json`, before deleting the checkpoints."""
-    best = checkpoints.best() or checkpoints.latest()
+    """Save the best checkpoint as the phase's model, and write `result.json`, before deleting the checkpoints."""
+    store, best = open_store(folder), checkpoints.best() or checkpoints.latest()
     if best is None:
-        raise CheckpointError(f"{folder} has no checkpoint")
+        raise CheckpointError(f"{store} has no checkpoint")
     state = load_trainer_state(best)
     weights = load_model_state(best).weights
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
     dev = dict(state.scores).get(state.step)
     result = PhaseResult(str(folder / "model"), state.step, dev, steps)
-    write_text_atomic(folder / "trained.json", dump_checked_json(asdict(result)))
-    remove(folder / "checkpoints")
+    store.write_json("result.json", asdict(result))
+    (store / "checkpoints").delete_all()
 
 
 def _load_result(folder: Path) -> PhaseResult | None:
     """Load the result of a finished phase; None if the phase has not finished."""
-    file = folder / "trained.json"
-    if not fetch(file):
-        return None
+    store = open_store(folder)
     try:
-        return replace(PhaseResult(**load_checked_json(file)), model=str(folder / "model"))
+        result = store.read_json("result.json")
     except (OSError, ValueError) as broken:
         raise CheckpointError(
-            f"{file} cannot be read: {broken}; delete {folder} and --resume to repeat the phase"
+            f"{store}/result.json cannot be read: {broken}; delete {store} and --resume to repeat the phase"
         ) from None
+    return None if result is None else replace(PhaseResult(**result), model=str(folder / "model"))

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
+from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.placement.cluster import Cluster
 from distcse.precision import Role, decide_precisions
-from distcse.ray_backend.node_speeds import cluster_speeds, needs_no_cluster
 from distcse.recipe import MutualRecipe
 
 
-def with_precisions(recipe: MutualRecipe, reporter: Reporter, trial_gpus: float | None = None) -> MutualRecipe:
+def with_precisions(
+    recipe: MutualRecipe, cluster: Cluster | None, reporter: Reporter, trial_gpus: float | None = None
+) -> MutualRecipe:
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
     A recipe that is fp32 throughout measures no device.
 
     Args:
         recipe: The recipe to run.
+        cluster: Its cluster; None if everything runs in this process.
         reporter: Receives the choice, and warnings of half precisions that are slow on a device.
         trial_gpus: GPUs of a sweep's trial, whose process runs all groups one after the other; None for a single run.
     """
     sections = (recipe.bi, recipe.cross, recipe.mutual, recipe.evaluation)
     if all(section.precision == "fp32" for section in sections):
         return recipe
-    return decide_precisions(recipe, _roles_of(recipe, trial_gpus), reporter.emit)
+    return decide_precisions(recipe, _roles_of(recipe, cluster, trial_gpus), reporter.emit)
 
 
-def _roles_of(recipe: MutualRecipe, trial_gpus: float | None) -> list[Role]:
-    """List both formulations, label scoring and evaluation with their devices. Joins the cluster only if its devices matter."""
-    if trial_gpus is not None:
-        trials = cluster_speeds().of(None, trial_gpus)
-        return roles_on(recipe, trials, [*trials, local_speed()])
-    if not recipe.ray:
+def _roles_of(recipe: MutualRecipe, cluster: Cluster | None, trial_gpus: float | None) -> list[Role]:
+    """List both formulations, labels and evaluation with their devices. Waits for the cluster only if its devices matter."""
+    if cluster is None:
         return roles_on(recipe, [local_speed()], [local_speed()])
-    if needs_no_cluster():
+    if trial_gpus is not None:
+        trials = cluster.speeds().of(None, trial_gpus)
+        return roles_on(recipe, trials, [*trials, local_speed()])
+    if cluster.is_one_cpu():
         return roles_on(recipe, [cpu_speed()], [cpu_speed()])
-    speeds = cluster_speeds()
-    from distcse.experiments.mutual.actors import resources_of
-
+    speeds = cluster.speeds()
     groups = [
         device
-        for group, per_worker in zip(recipe.groups, resources_of(recipe.groups), strict=True)
+        for group, per_worker in zip(recipe.groups, resources_of_groups(recipe.groups, cluster.nodes()), strict=True)
         for device in speeds.of(group.node_labels, per_worker.get("GPU", 0.0))
     ]
     return roles_on(recipe, groups, [*groups, local_speed()])

@@ -22,6 +22,7 @@ from distcse.models.attention import prepare_mask
 from distcse.models.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
+from distcse.models.fast.switch import allows_shortcuts, forbid_shortcuts
 from distcse.models.loading import attention_of, load_tokenizer, position_limit
 from distcse.models.st_format import refuse_pickled_weights
 from distcse.recipe import DetectionSection
@@ -178,6 +179,8 @@ def build_detector(
         tuple(tokenizer.all_special_ids),
     )
     generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
+    if generator is not None and not allows_shortcuts(student):
+        forbid_shortcuts(generator)
     if generator is not None and default_device() == "cpu":  # it follows its batches, on a GPU too
         use_mkldnn_linear(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)

@@ -69,7 +69,7 @@ def insert(
     chosen = _choose_insertions(ids, mask, ratio, words, longest)
     rows, length = ids.shape
     places = torch.arange(length, device=ids.device).expand(rows, -1)
-    # Every token has its place, an inserted one the half behind its neighbour; what is not there goes to the end.
+    # Every token has its place, an inserted one the half behind its neighbor; what is not there goes to the end.
     beyond = 2.0 * length
     keys = torch.cat([torch.where(mask.bool(), places, beyond), torch.where(chosen, places + 0.5, beyond)], dim=1)
     order = keys.argsort(dim=1, stable=True)[:, : _longest_inserted(mask, chosen)]

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from distcse.compat.transformers import attention_implementation, rotary_embedding
 from distcse.errors import EncoderError
 from distcse.models.fast.dropout import dropout
+from distcse.models.fast.switch import allows_shortcuts
 from distcse.models.layers import layers_of
 
 _ATTENTIONS = ("eager", "sdpa")
@@ -28,7 +30,9 @@ _ATTENTIONS = ("eager", "sdpa")
 def can_stop_at_one(backbone: nn.Module) -> bool:
     """Return whether `last_layer_at` supports the backbone's last layer."""
     config: Any = backbone.config
-    if config._attn_implementation not in _ATTENTIONS or getattr(config, "is_decoder", False):
+    if not allows_shortcuts(backbone):
+        return False
+    if attention_implementation(config) not in _ATTENTIONS or getattr(config, "is_decoder", False):
         return False
     try:
         kind = type(layers_of(backbone)[-1])
@@ -160,13 +164,11 @@ def _modernbert_layer(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **more: Any,
 ) -> Tensor:
-    from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
-
     assert position_embeddings is not None
     attention = layer.attn
     projected = attention.Wqkv(layer.attn_norm(hidden))
     query, key, value = projected.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
-    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    query, key = rotary_embedding()(query, key, *position_embeddings)
     mask = queries.row(attention_mask)
     heads, dropout_p = query.shape[1], attention.attention_dropout
     query, key, value = (part.flatten(0, 1) for part in (_row(query, queries.positions), key, value))

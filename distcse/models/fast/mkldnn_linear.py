@@ -1,8 +1,8 @@
 """Linear layers of frozen models with weights in oneDNN's memory layout, reordered once instead of in every product.
 
-PyTorch uses oneDNN for bf16. oneDNN also multiplies float32, and is faster than MKL on CPUs that MKL does not target. The
-two operators are internals of PyTorch's compiler. A model is left unchanged where the operators are missing, where oneDNN
-does not support bf16 on this CPU (the operator would raise), or where a timed float32 product is slower than PyTorch's.
+PyTorch uses oneDNN for bf16. oneDNN also multiplies float32, and is faster than MKL on CPUs that MKL does not target. A model
+is left unchanged where PyTorch lacks the operators, where oneDNN does not support bf16 on this CPU (the operator would raise),
+or where a timed float32 product is slower than PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.device import LARGE, onednn_supports, speedup
+from distcse.compat.torch import has_onednn_linear, onednn_linear, onednn_reorder, onednn_supports
+from distcse.device import LARGE, speedup
+from distcse.models.fast.switch import allows_shortcuts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIN_SPEEDUP = 0.9
@@ -31,7 +33,7 @@ def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
         model: The model, on its final device.
         precision: Precision of the forward passes, `fp32` (default) or `bf16`; `fp16` is a no-op.
     """
-    if not is_faster(precision):
+    if not (allows_shortcuts(model) and is_faster(precision)):
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -42,17 +44,24 @@ def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
             parameter.data = parameter.data.clone()
 
 
-def build_inner_products(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Return a function from (m, d) rows to their (m, n) inner products with the rows of an (n, d) matrix."""
-    if not is_faster("fp32"):
+def build_inner_products(
+    matrix: NDArray[np.float32], is_fast: bool = True
+) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """Return a function from (m, d) rows to their (m, n) inner products with the rows of an (n, d) matrix.
+
+    Args:
+        matrix: The (n, d) matrix.
+        is_fast: Whether oneDNN may compute the products. Default: True.
+    """
+    if not (is_fast and is_faster("fp32")):
         return lambda rows: rows @ matrix.T
-    reordered = _reorder(torch.from_numpy(np.ascontiguousarray(matrix)))
-    return lambda rows: _linear(torch.from_numpy(np.ascontiguousarray(rows)), reordered, None).numpy()
+    reordered = onednn_reorder(torch.from_numpy(np.ascontiguousarray(matrix)))
+    return lambda rows: onednn_linear(torch.from_numpy(np.ascontiguousarray(rows)), reordered, None).numpy()
 
 
 def is_faster(precision: str) -> bool:
     """Return whether this CPU supports oneDNN's layout, and is not slower with it than with PyTorch's products."""
-    if precision not in _DTYPES or not _has_operators():
+    if precision not in _DTYPES or not has_onednn_linear():
         return False
     return onednn_supports("bf16") if precision == "bf16" else _fp32_speedup() >= _MIN_SPEEDUP
 
@@ -61,25 +70,8 @@ def is_faster(precision: str) -> bool:
 def _fp32_speedup() -> float:
     rows, inputs, outputs = LARGE
     hidden, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-    reordered = _reorder(weight)
-    return speedup(lambda: nn.functional.linear(hidden, weight), lambda: _linear(hidden, reordered, None))
-
-
-def _has_operators() -> bool:
-    operators = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and all(
-        hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
-    )
-
-
-def _reorder(weight: Tensor) -> Tensor:
-    reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return reordered
-
-
-def _linear(rows: Tensor, reordered: Tensor, bias: Tensor | None) -> Tensor:
-    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(rows, reordered, bias, "none", [], "")
-    return outputs
+    reordered = onednn_reorder(weight)
+    return speedup(lambda: nn.functional.linear(hidden, weight), lambda: onednn_linear(hidden, reordered, None))
 
 
 class _MkldnnLinear(nn.Module):
@@ -88,11 +80,11 @@ class _MkldnnLinear(nn.Module):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = _reorder(linear.weight.detach().to(dtype))
+        weight = onednn_reorder(linear.weight.detach().to(dtype))
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer(
             "bias", None if linear.bias is None else linear.bias.detach().to(dtype, copy=True), persistent=False
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _linear(hidden.to(self.weight.dtype), self.weight, self.bias)  # type: ignore[arg-type]
+        return onednn_linear(hidden.to(self.weight.dtype), self.weight, self.bias)  # type: ignore[arg-type]

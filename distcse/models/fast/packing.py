@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from distcse.compat.transformers import attention_implementation
 from distcse.models.fast.last_layer import (
     bert_layer,
     can_stop_at_one,
@@ -46,8 +47,8 @@ def worth_packing(lengths: NDArray[np.int64]) -> bool:
 
 def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
     """Return whether packing supports the backbone's layers, and the (B, L) mask is on a CPU."""
-    config: Any = backbone.config
-    return mask.device.type == "cpu" and config._attn_implementation == "eager" and has_known_layers(backbone)
+    is_eager = attention_implementation(backbone.config) == "eager"
+    return mask.device.type == "cpu" and is_eager and has_known_layers(backbone)
 
 
 def has_known_layers(backbone: nn.Module) -> bool:

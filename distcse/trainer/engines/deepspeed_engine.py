@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
 from distcse.trainer.distributed import world_size
@@ -116,19 +117,12 @@ class DeepSpeedEngine:
 
         ZeRO itself would create it in the first step, and then only find the state of its first parameter group.
         """
-        inner = self._optimizer.optimizer
-        flats = (
-            self._optimizer.single_partition_of_fp32_groups
-            if self._stage < 3
-            else self._optimizer.fp32_partitioned_groups_flat
-        )
-        for flat in flats:
-            inner.state[flat] = {
-                "step": _step_count(updates, flat.device),
-                **{kind: torch.zeros_like(flat) for kind in MOMENTS},
-            }
-        if self._stage < 3:
-            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+        def empty_state(flat: Tensor) -> dict[str, Tensor]:
+            moments = {kind: torch.zeros_like(flat) for kind in MOMENTS}
+            return {"step": _step_count(updates, flat.device), **moments}
+
+        create_optimizer_state(self._optimizer, self._stage, empty_state)
 
 
 def _config(training: LoopSection, rows: int) -> dict[str, Any]:
@@ -172,7 +166,6 @@ def _quiet_deepspeed() -> Any:
     import deepspeed
 
     if not torch.cuda.is_available():
-        # Do not require a compiler: the only op that DeepSpeed would build on a CPU is for inference.
-        deepspeed.ops.__compatible_ops__ = {}
+        require_no_compiler(deepspeed)  # the only op that DeepSpeed would build on a CPU is for inference
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed

@@ -1,0 +1,88 @@
+"""The interface of a backend: where a run embeds its corpus, serves its teachers and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from distcse.data import Corpus
+from distcse.events import Reporter
+from distcse.placement.cluster import Cluster
+from distcse.placement.resources import Resources
+from distcse.recipe import TeacherSection, TeachersSection
+from distcse.teachers.table import EmbeddingTable
+
+if TYPE_CHECKING:
+    from distcse.experiments.distillation.batch_loader import TrainSpec
+    from distcse.experiments.mutual.group import Group
+    from distcse.experiments.mutual.phase_trainer import GroupContext
+    from distcse.trainer.trainer import TrainResult
+
+
+@dataclass(frozen=True)
+class EmbeddingRequest:
+    """The missing part of a teacher's table."""
+
+    teacher: TeacherSection
+    """The teacher that embeds."""
+    section: TeachersSection
+    """The recipe's teachers: number, resources and node labels of the processes that embed."""
+    corpus: Corpus
+    """The sentences."""
+    table: EmbeddingTable
+    """The table to complete."""
+    missing: Sequence[int]
+    """Numbers of its missing shards."""
+    on_rows: Callable[[int], None]
+    """Called after each shard with the number of rows embedded so far."""
+    reporter: Reporter
+    """Receives warnings of unresponsive or lost processes, and answers whether a stop was requested."""
+
+
+class Backend(Protocol):
+    """Embeds the corpus into tables, serves the teachers, trains the student or a mutual distillation's groups."""
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster to join for the run. None if all work stays in this process, or for a sweep's trials: the sweep joins."""
+        ...
+
+    @property
+    def is_for_trials(self) -> bool:
+        """Whether it trains a sweep's trials, for which the sweep has decided the precisions."""
+        ...
+
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        """Return a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
+        ...
+
+    def embed(self, request: EmbeddingRequest) -> None:
+        """Embed the missing shards of a teacher's table."""
+        ...
+
+    def train(
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
+        """Serve the teachers and train the student.
+
+        Args:
+            spec: The run.
+            corpus: The sentences.
+            tables: One per teacher; None for a teacher that computes its similarities live.
+            reporter: Receives the training's events.
+        """
+        ...
+
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+    ) -> AbstractContextManager[list[Group]]:
+        """Start the groups of a mutual distillation, and close them at the end of the block.
+
+        Args:
+            contexts: Each group's part of the run.
+            reporters: Receive each group's events.
+            per_worker: CPUs and GPUs of one worker of each group; empty without a cluster.
+        """
+        ...

@@ -1,0 +1,165 @@
+"""The training task of a student: two views of a batch of sentences, and the teachers' similarities between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distcse.device import to_device
+from distcse.errors import CUDAGraphError
+from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.dev_metric import DevMetric
+from distcse.experiments.distillation.model import StudentOutput, build_student
+from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
+from distcse.losses import TeacherOutputs, build_objective, gather_views
+from distcse.models.attention import takes_prepared_mask
+from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
+from distcse.teachers.teacher_weights import TeacherWeights
+from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.distributed import on_all_ranks, rank, world_size
+from distcse.trainer.task import StepInputs, describe_rows
+from distcse.trainer.trainer import TrainResult, finished_state, train
+
+
+class LossContext(NamedTuple):
+    """Inputs of a step's loss, apart from the model's output."""
+
+    teachers: TeacherOutputs
+    """The teachers' lists and vectors for this worker's R rows."""
+    duplicate_mask: Tensor | None
+    """(R, K) bool, True where one of the K queue entries equals the row's sentence; None without a queue."""
+
+
+class DistillationTask:
+    """Trains a recipe's student with the recipe's loss terms (see `TrainingTask`).
+
+    Args:
+        spec: The run.
+        loader: This worker's batches.
+        clients: One per teacher, in the recipe's order.
+    """
+
+    evaluates_initial_model = True
+
+    def __init__(self, spec: TrainSpec, loader: BatchLoader, clients: Sequence[TeacherClient]) -> None:
+        self._recipe = spec.recipe
+        self._loader = loader
+        self._clients = clients
+        self._objective = build_objective(spec.recipe.objective)
+        self._teachers: TeacherEnsemble | None = None
+        torch.manual_seed(spec.recipe.seed)
+        self.model = build_student(spec.recipe)
+        self._interpolation = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
+        self._targets = spec.targets.open() if spec.targets is not None and self._objective.needs_targets else None
+        self.steps = loader.steps
+        self.rows = loader.rows
+        self.patience = spec.recipe.evaluation.patience
+
+    def on_start(self, first_step: int) -> None:
+        if not self._clients or not self._objective.needs_lists:
+            return
+        section, loader = self._recipe.teachers, self._loader
+        self._teachers = TeacherEnsemble(
+            self._clients,
+            TeacherWeights(section.encoders, loader.corpus).of,
+            loader.block,
+            loader.batch_slice,
+            range(first_step, loader.steps),
+            section.prefetch_steps,
+            loader.shuffle,
+            section.disagreement_scale,
+        )
+
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        return StepInputs(
+            self._loader.batch(step, device),
+            LossContext(self._teacher_outputs(step, device), self._duplicate_mask(step, device)),
+        )
+
+    def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        queue = self.model.queue
+        queued = queue.vectors if queue else None
+        views = gather_views(output.z1, output.z2, queued, inputs.duplicate_mask, output.detection)
+        share, terms = self._objective(views, inputs.teachers)
+        if queue is not None:
+            queue.push(views.all_z1)
+        return share, terms
+
+    def _teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
+        outputs = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
+        if self._targets is None:
+            return outputs
+        rows = self._loader.sampler.batch(step)[self._loader.batch_slice]
+        return replace(outputs, targets=to_device(torch.from_numpy(self._targets.vectors(rows)), device))
+
+    def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
+        mask = self._loader.duplicate_mask(step)
+        return None if mask is None else to_device(torch.from_numpy(mask), device)
+
+    def describe_batch(self, step: int) -> str:
+        return describe_rows(self._loader.sampler.batch(step).tolist(), "the corpus")
+
+    def should_evaluate(self, done: int) -> bool:
+        return done % self._recipe.evaluation.eval_steps == 0
+
+    @cached_property
+    def _dev(self) -> DevMetric | None:
+        return DevMetric.of(self._recipe, self._loader.corpus, self._loader.held_out, self._clients)
+
+    @property
+    def metric_name(self) -> str | None:
+        return self._dev.name if self._dev else None
+
+    def evaluate(self) -> float:
+        assert self._dev is not None
+        with self._interpolation.applied_to(self.model.encoder):
+            return self._dev.score(self.model.encoder)
+
+    @property
+    def teacher_wait_s(self) -> float:
+        return self._teachers.wait_s if self._teachers else 0.0
+
+
+def fit(
+    spec: TrainSpec,
+    clients: Sequence[TeacherClient],
+    reporter: Reporter,
+    report_to_train: Callable[[dict[str, float]], None] | None = None,
+    evaluator: AsyncEvaluator | None = None,
+) -> TrainResult:
+    """Train the student of `spec` to its last step, from its latest checkpoint if there is one. Called by every worker.
+
+    A run that has already finished returns at once.
+
+    Args:
+        spec: The run.
+        clients: One per teacher, in the recipe's order.
+        reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint, at the next report.
+        report_to_train: Called by every worker after every dev score.
+        evaluator: Computes dev scores in another process; None computes them here.
+
+    Raises:
+        CorpusTooSmallError: The corpus has too few rows for the recipe.
+        CUDAGraphError: training.cuda_graphs is set, but the student's forward pass cannot be recorded.
+        DivergedError: A loss, a dev score or a weight is not finite.
+    """
+    loader = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
+    checkpoints = CheckpointStore(spec.run.path, spec.lease)
+    state = on_all_ranks(lambda: finished_state(checkpoints))
+    if state is not None:
+        return TrainResult(state, loader.steps, 0.0, 0.0)
+    training = spec.recipe.training
+    task = DistillationTask(spec, loader, clients)
+    if training.cuda_graphs and not takes_prepared_mask(task.model.encoder.backbone):
+        raise CUDAGraphError(
+            f"training.cuda_graphs: {spec.recipe.student.backbone} inspects the attention mask in its forward pass, which "
+            "cannot be recorded; write training.cuda_graphs=false"
+        )
+    return train(task, training, checkpoints, reporter, report_to_train, evaluator, training.cuda_graphs)

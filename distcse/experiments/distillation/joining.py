@@ -1,0 +1,85 @@
+"""Joins the cluster of a student's run or embedding pass, after a check that it has what the work needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.distillation.gpus import lost_gpus_of_run
+from distcse.experiments.distillation.resources import resources_per_worker
+from distcse.placement.cluster import Cluster
+from distcse.recipe import Recipe
+from distcse.storage import resolve_path
+from distcse.teachers.kinds import kind_of
+
+
+@contextmanager
+def joined_for_run(recipe: Recipe, cluster: Cluster | None, run: Path, reporter: Reporter | None) -> Iterator[None]:
+    """Context manager: join a run's cluster, and check its room for the workers and that its nodes see the run's folders.
+
+    Args:
+        recipe: The recipe to run.
+        cluster: The cluster to join; None does nothing.
+        run: An existing folder: the run's, or the parent of all runs.
+        reporter: Receives warnings of GPUs that the run would not use; None gives no warnings.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources.
+        NodeLabelError: No node has the labels of a key.
+        SharedStorageError: A node does not see a folder.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None:
+        yield
+        return
+    with cluster.joined():
+        nodes = cluster.nodes()
+        per_worker = resources_per_worker(recipe, nodes)
+        if reporter is not None:
+            for warning in lost_gpus_of_run(recipe, per_worker, nodes):
+                reporter.emit(LogMessage(warning, warning=True))
+        written = {"storage.runs": run, "storage.cache": resolve_path(recipe.storage.cache)}
+        labels = [recipe.training.node_labels, recipe.teachers.node_labels]
+        cluster.require_shared(written, read_by_workers(recipe), labels)
+        yield
+
+
+@contextmanager
+def joined_for_embedding(recipe: Recipe, cluster: Cluster | None) -> Iterator[None]:
+    """Context manager: join the cluster of an embedding pass, and check that the teachers' nodes see the cache.
+
+    Embedding needs no run folder and no training workers.
+
+    Args:
+        recipe: The recipe with the teachers.
+        cluster: The cluster to join; None does nothing.
+
+    Raises:
+        SharedStorageError: A node does not see the cache or a teacher.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None:
+        yield
+        return
+    with cluster.joined():
+        written = {"storage.cache": resolve_path(recipe.storage.cache)}
+        cluster.require_shared(written, _teacher_paths(recipe), [recipe.teachers.node_labels])
+        yield
+
+
+def read_by_workers(recipe: Recipe) -> dict[str, Path]:
+    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist."""
+    read = _teacher_paths(recipe)
+    if recipe.evaluation.data is not None:
+        read["evaluation.data"] = Path(recipe.evaluation.data)
+    return {"student.backbone": Path(recipe.student.backbone), **read}
+
+
+def _teacher_paths(recipe: Recipe) -> dict[str, Path]:
+    return {
+        f"teachers.encoders.{number}.backbone": Path(teacher.backbone)
+        for number, teacher in enumerate(recipe.teachers.encoders)
+        if kind_of(teacher, only_local=True).is_model
+    }

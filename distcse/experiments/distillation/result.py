@@ -1,0 +1,107 @@
+"""The result of a distillation run, and the student's model card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.evaluation import Evaluation
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import to_uri
+from distcse.trainer.trainer import TrainResult
+
+_USE = """from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+vectors = model.encode(["A sentence.", "Another one."])"""
+
+
+@dataclass(frozen=True)
+class DistillationResult:
+    """Result of a distillation run (see `Result`)."""
+
+    recipe: Recipe
+    """The recipe, with the settings that it left to the run decided."""
+    directory: RunDirectory
+    train_result: TrainResult
+    evaluation: Evaluation | None
+    """Evaluation of initial student, student and teachers; None if the run was interrupted or selects no suite."""
+    rows: int
+    """Number of sentences in the corpus."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self.train_result.interrupted
+
+    @property
+    def models(self) -> dict[str, Path]:
+        return {"student": self.directory.model}
+
+    @property
+    def summary(self) -> list[str]:
+        return [f"model   {to_uri(self.directory.model)}"]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        recipe, projection = self.recipe, self.directory.projection
+        card = ModelCard(
+            model=self.directory.model,
+            metadata=hub_metadata(
+                recipe.student.backbone,
+                "sentence-similarity",
+                ["sentence-similarity", "feature-extraction"],
+                self.rows,
+            ),
+            title=recipe.name,
+            sections=[self._description(), usage(_USE), self._teachers(), self._shared_space()],
+            closing=[
+                "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
+                "repeats the run.",
+                limits(
+                    "The student is limited by its teachers and its corpus. The licences of corpus, backbone and teachers apply "
+                    "to it."
+                ),
+            ],
+            files=[projection] if projection.exists() else [],
+        )
+        return [card]
+
+    def _description(self) -> str:
+        student, state = self.recipe.student, self.train_result.state
+        layers = f", layers {student.layers}" if student.layers else ""
+        best = state.best
+        dev = f" This is the checkpoint with the best dev score, {best[1]:.2f} at step {best[0]}." if best else ""
+        return (
+            f"A sentence encoder, initialized from `{student.backbone}`{layers}, pooling `{student.pooling}`, and trained on "
+            f"{self.rows:,} unlabelled sentences for {state.step} of {self.train_result.steps} steps.{dev}"
+        )
+
+    def _teachers(self) -> str:
+        teachers = self.recipe.teachers.encoders
+        if not teachers:
+            return ""
+        total = sum(teacher.alpha for teacher in teachers)
+        rows = [
+            f"| `{teacher.backbone}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} "
+            f"| {teacher.max_length or 'as saved'} |"
+            for teacher in teachers
+        ]
+        return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
+
+    def _shared_space(self) -> str:
+        """Return which teachers' document embeddings the student can search, if it was trained on their vectors."""
+        teachers = self.recipe.teachers.encoders
+        chosen = [teachers[number].backbone for number in self.recipe.objective.vector_teachers(len(teachers))]
+        if not chosen:
+            return ""
+        named = " and ".join(f"`{backbone}`" for backbone in chosen)
+        if self.directory.projection.exists():
+            text = (
+                f"Its vectors approximate those of {named}, each scaled by the root of its weight, concatenated, and multiplied "
+                "by the matrix in `distcse/projection.safetensors`. Use this model for queries on documents embedded this way."
+            )
+        else:
+            text = f"Its vectors lie in the space of {named}. Use this model for queries on documents embedded by that model."
+        return f"## Shared space\n\n{text}"

@@ -1,0 +1,116 @@
+"""The trials of a sweep over a student's recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import SearchSpaceError
+from distcse.evaluation import Contamination, Tasks
+from distcse.events import DevScore, Event, Reporter
+from distcse.experiments.backend import Backend
+from distcse.experiments.distillation.dev_metric import check_labelled_data
+from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
+from distcse.experiments.distillation.joining import read_by_workers
+from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus
+from distcse.experiments.distillation.roles import with_precisions
+from distcse.experiments.trials import SharedPaths, SharedTables, TrialRequest, Trials, TrialScore
+from distcse.placement.cluster import Cluster
+from distcse.recipe import LoggersSection, Recipe, Sweep, TrainedSection, decided
+from distcse.storage import resolve_path
+
+
+class DistillationTrials(Trials):
+    """Trials that each train a student; all share the corpus and the teachers (see `Trials`).
+
+    Args:
+        recipe: The sweep's recipe.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._contamination: Contamination | None = None
+
+    @property
+    def request(self) -> TrialRequest:
+        training = self._recipe.training
+        return TrialRequest(
+            training.workers, training.cpus_per_worker, training.gpus_per_worker, teachers=self._recipe.teachers
+        )
+
+    @property
+    def paths(self) -> SharedPaths:
+        cache_folder = resolve_path(self._recipe.storage.cache)
+        return SharedPaths(read_by_workers(self._recipe), {"storage.cache": cache_folder})
+
+    @property
+    def evaluation_precision(self) -> str:
+        return decided(self._recipe.evaluation.precision)
+
+    def recipe(self, cpus: float, gpus: float) -> Recipe:
+        evaluation = self._recipe.evaluation.model_copy(update={"final_suites": [], "async_eval": None})
+        training = self._recipe.training.model_copy(update={"cpus_per_worker": cpus, "gpus_per_worker": gpus})
+        return self._recipe.model_copy(
+            update={"evaluation": evaluation, "loggers": LoggersSection(), "training": training}
+        )
+
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: float) -> Recipe:
+        return with_precisions(self._recipe, cluster, reporter, gpus)
+
+    def check_search(self, sweep: Sweep, paths: Iterable[str]) -> None:
+        if sweep.schedule.kind == "pbt" and self._recipe.training.workers > 1:
+            raise SearchSpaceError(
+                "schedule.kind is pbt, which copies checkpoints between trials with one worker; write training.workers: 1"
+            )
+        if self._recipe.dev_score == "agreement" and (
+            weights := next((p for p in paths if p.endswith(".alpha")), None)
+        ):
+            raise SearchSpaceError(
+                f"parameters.{weights} cannot be searched with evaluation.dev=agreement, which depends on the weights; "
+                "set evaluation.data, or remove the weights from the space"
+            )
+
+    def check_exchange(self, path: str, values: Sequence[Any]) -> None:
+        if path.endswith(".alpha") and self._recipe.training.neighbor_batching is not None:
+            raise SearchSpaceError(
+                f"parameters.{path} cannot change during training with training.neighbor_batching, whose neighbors depend on it; "
+                "write training.neighbor_batching: null, or schedule.kind: asha"
+            )
+        for key, section in self._recipe.objective.terms.items():
+            if path == f"objective.{key}.{section.weight_key}" and "queue" in section.needs and 0 in values:
+                raise SearchSpaceError(
+                    f"parameters.{path} cannot become 0 during training with objective.{key}.{section.needs['queue']}, which "
+                    "checkpoints contain; remove 0 from its values, or write schedule.kind: asha"
+                )
+
+    def check_labels(self) -> None:
+        check_labelled_data(self._recipe)
+        labelled_tasks(self._recipe)
+
+    def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables:
+        prepared = PreparedCorpus.prepare(self._recipe, reporter)
+        _ = prepared.initial_encoder  # fail once, not in every trial, if the student cannot be loaded
+        tables = prepared.tables(backend, reporter)
+        prepared.neighbors(tables, reporter)  # once, not in all trials at the same time
+        return SharedTables(prepared.corpus, tables)
+
+    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+        return _dev_scores
+
+    def labelled_tasks(self) -> Tasks:
+        return labelled_tasks(self._recipe)
+
+    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+        return {"": (run / "model", self._recipe.student)}
+
+    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+        if self._contamination is None:  # all runs train on the same corpus
+            corpus = read_corpus(self._recipe, reporter)
+            self._contamination = contamination_of(self._recipe, corpus, tasks, reporter.emit)
+        return self._contamination
+
+
+def _dev_scores(event: Event) -> Iterator[TrialScore]:
+    if isinstance(event, DevScore):
+        yield TrialScore(event.step, 100 * event.step / event.total, event.score)

@@ -1,0 +1,146 @@
+"""The interface of an experiment, a kind of run: what commands, sweeps, the planner and the doctor ask of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from distcse.device import DeviceSpeed
+from distcse.errors import SearchSpaceError
+from distcse.evaluation import Evaluation
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend
+from distcse.experiments.model_card import ModelCard
+from distcse.placement.resources import Node
+from distcse.precision import Role
+from distcse.recipe import BaseRecipe
+from distcse.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from distcse.experiments.trials import Trials
+
+R = TypeVar("R", bound=BaseRecipe)
+
+
+class Result(Protocol):
+    """Result of a run, of any kind."""
+
+    @property
+    def recipe(self) -> BaseRecipe:
+        """The recipe, with the settings that it left to the run decided."""
+        ...
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's folder."""
+        ...
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was asked to stop before its end."""
+        ...
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Folders of the trained models, by name."""
+        ...
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Scores on the test sets; None if the run was interrupted or evaluates nothing."""
+        ...
+
+    @property
+    def summary(self) -> list[str]:
+        """Lines for the terminal: the models and what happened to them."""
+        ...
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Cards of the trained models."""
+        ...
+
+
+class Experiment(ABC, Generic[R]):
+    """A kind of run, with its recipe. Subclasses are registered with `register_experiment`.
+
+    Args:
+        recipe: The recipe to check or run.
+    """
+
+    name: ClassVar[str]
+    """Name of this kind of run, in errors."""
+
+    def __init__(self, recipe: R) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def check(
+        self,
+        backend: Backend,
+        reporter: Reporter,
+        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+    ) -> None:
+        """Check everything that a run needs, without training (`--dry-run`).
+
+        Args:
+            backend: Where the work would run.
+            reporter: Receives one line per check.
+            warnings_of_trials: For a sweep, whose trials are scheduled differently than a single run: computes the warnings of
+                unused GPUs from the cluster's nodes. None for a single run.
+
+        Raises:
+            DistcseError: A check failed.
+        """
+
+    @abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """Read the run's data, and fingerprint data and models by name: a rerun must match those of the first run."""
+
+    @abstractmethod
+    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> Result:
+        """Run the recipe, or resume an interrupted run.
+
+        Args:
+            backend: Where the work runs.
+            reporter: Receives events. Its stop request ends the run, with a checkpoint, at the next report.
+            directory: The run's folder, new or of an interrupted run; None creates one.
+
+        Raises:
+            DistcseError: The recipe, the data or the cluster has a problem. Finished work is kept.
+        """
+
+    def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
+        """Return the parts of the run that have a precision, each on the given devices. Default: none."""
+        return []
+
+    @property
+    def trials(self) -> Trials:
+        """What a sweep asks of this kind of run. Raises `SearchSpaceError` if its recipes cannot be searched, the default."""
+        raise SearchSpaceError(f"{self.name} has no sweeps; train each recipe by itself with python -m distcse.train")
+
+
+E = TypeVar("E", bound=type[Experiment[Any]])
+
+_EXPERIMENTS: dict[type[BaseRecipe], type[Experiment[Any]]] = {}
+
+
+def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
+    """Register the experiment of a class of recipes; a class decorator.
+
+    Args:
+        recipe_class: The class, itself registered with `distcse.recipe.register_recipe`.
+    """
+
+    def register(experiment_class: E) -> E:
+        _EXPERIMENTS[recipe_class] = experiment_class
+        return experiment_class
+
+    return register
+
+
+def experiment_classes() -> Mapping[type[BaseRecipe], type[Experiment[Any]]]:
+    """Return the registered experiments by the class of their recipes."""
+    return _EXPERIMENTS

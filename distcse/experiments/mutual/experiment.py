@@ -1,0 +1,101 @@
+"""Mutual distillation: bi- and cross-encoders of several language models label sentence pairs for each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from distcse.device import DeviceSpeed
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend
+from distcse.experiments.experiment import Experiment, register_experiment
+from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores
+from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.mutual.label_exchange import LabelExchange
+from distcse.experiments.mutual.pairs import load_pairs
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.preflight import check_groups
+from distcse.experiments.mutual.result import MutualResult
+from distcse.experiments.mutual.roles import roles_on, with_precisions
+from distcse.experiments.mutual.run import open_groups, run_groups, save_best
+from distcse.experiments.mutual.trials import MutualTrials
+from distcse.experiments.run_scope import open_run
+from distcse.models import Encoder, resolve_model
+from distcse.placement.resources import Node
+from distcse.precision import Role
+from distcse.recipe import MutualRecipe
+from distcse.runs.directory import RunDirectory
+from distcse.tracking import require_packages, track_run
+from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.engines import uses_deepspeed
+
+
+@register_experiment(MutualRecipe)
+class MutualDistillation(Experiment[MutualRecipe]):
+    """Self-distillation of one group, or mutual distillation of several (see `Experiment`)."""
+
+    name = "mutual distillation"
+
+    def check(
+        self,
+        backend: Backend,
+        reporter: Reporter,
+        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+    ) -> None:
+        check_groups(self.recipe, backend, reporter, in_sweep=warnings_of_trials is not None)
+
+    def fingerprints(self) -> dict[str, str]:
+        return read_fingerprints(self.recipe)
+
+    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> MutualResult:
+        """Run the recipe; see `Experiment.run`.
+
+        A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
+        """
+        require_packages(self.recipe.loggers)
+        for section in self.recipe.loop_sections:
+            uses_deepspeed(section)  # raises here, rather than after the pairs are mined
+        tasks = checked_tasks(self.recipe)
+        dropped = PhaseStore(directory.path).dropped if directory else {}
+        active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
+        for group in (self.recipe.groups[number] for number in active):
+            Encoder.from_section(group)
+            resolve_model(group.cross_backbone or group.backbone)
+        with open_run(self.recipe, backend, reporter, directory) as (directory, lease, reporter):
+            ending, stop_requested = threading.Event(), reporter.stop_requested
+            reporter = replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
+            if lease.has_local_changes:
+                for phase in (directory.path / "groups").glob("*/*"):
+                    CheckpointStore(phase).rescue(reporter.emit)
+            recipe = with_precisions(self.recipe, backend.cluster, reporter)
+            if recipe != self.recipe:
+                directory.decide(recipe)
+            pairs = load_pairs(recipe, directory.path, reporter)
+            groups = [recipe.groups[number] for number in active]
+            directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
+            store = PhaseStore(directory.path, lease)
+            store.record_pairs(pairs.fingerprint)
+            contexts = [GroupContext(recipe, number, directory.store, lease) for number in active]
+            best, evaluation = [], None
+            with track_run(recipe, directory.path, reporter.emit) as tracked:
+                with open_groups(recipe, contexts, backend, tracked.relay(reporter)) as (opened, groups_reporter):
+                    exchange = LabelExchange(recipe, store, ending, stop_requested)
+                    interrupted = run_groups(recipe, opened, store, exchange, groups_reporter)
+                if not interrupted:
+                    best = save_best(recipe, contexts, store)
+                    models = [(result.group, result.kind, result.model) for result in best]
+                    evaluation = final_scores(recipe, tasks, pairs, models, reporter.emit)
+                tracked.end(interrupted, evaluation)
+            if evaluation is not None:
+                evaluation.write(directory.evaluation)
+            directory.store_events()
+            return MutualResult(recipe, directory, best, dict(store.dropped), len(pairs), interrupted, evaluation)
+
+    def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
+        return roles_on(self.recipe, list(devices), list(devices))
+
+    @property
+    def trials(self) -> MutualTrials:
+        return MutualTrials(self.recipe)

@@ -1,0 +1,43 @@
+"""Fingerprints of a mutual distillation's data and models, which a resumed or repeated run must match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distcse.evaluation import Tasks
+from distcse.experiments.mutual.dev_pairs import DevPairs
+from distcse.experiments.mutual.final_evaluation import wanted_tasks
+from distcse.experiments.mutual.pairs import Pairs, read_pairs
+from distcse.models import model_fingerprint, resolve_model
+from distcse.recipe import GroupSection, MutualRecipe
+
+
+def data_fingerprints(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, tasks: Tasks
+) -> dict[str, str]:
+    """Fingerprint the pairs, the dev set, the models and the test sets, by name.
+
+    Args:
+        recipe: The recipe.
+        groups: The groups whose models to include.
+        pairs: The run's pairs.
+        tasks: The labelled test sets.
+    """
+    fingerprints = {"pairs": pairs.fingerprint}
+    if (dev := DevPairs.of(recipe)) is not None:
+        fingerprints["dev set"] = dev.fingerprint
+    for group in groups:
+        model = resolve_model(group.backbone, group.trust_remote_code)
+        fingerprints[f"model of {group.name}"] = model_fingerprint(model)
+        if group.cross_backbone is not None:
+            cross_model = resolve_model(group.cross_backbone, group.trust_remote_code)
+            fingerprints[f"cross model of {group.name}"] = model_fingerprint(cross_model)
+    return {**fingerprints, **tasks.fingerprints()}
+
+
+def read_fingerprints(recipe: MutualRecipe) -> dict[str, str]:
+    """Read the pairs and the labelled sets, and fingerprint them and the models. Pairs to be mined are left out."""
+    is_mined = recipe.pairs.mine is not None
+    pairs = Pairs([], []) if is_mined else read_pairs(recipe)
+    fingerprints = data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))
+    return {name: value for name, value in fingerprints.items() if not (is_mined and name == "pairs")}

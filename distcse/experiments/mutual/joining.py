@@ -1,0 +1,65 @@
+"""Joins the cluster of a mutual distillation, after a check that it has what the groups need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.mutual.gpus import lost_gpus_of_groups
+from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.placement.cluster import Cluster
+from distcse.placement.resources import Resources
+from distcse.recipe import GroupSection, MutualRecipe
+
+
+@contextmanager
+def joined_for_groups(
+    recipe: MutualRecipe,
+    groups: Sequence[GroupSection],
+    cluster: Cluster | None,
+    run: Path,
+    reporter: Reporter,
+    in_sweep: bool = False,
+) -> Iterator[list[Resources]]:
+    """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the run's folder.
+
+    Args:
+        recipe: The recipe to run.
+        groups: Its groups that are still running.
+        cluster: The cluster to join; None does nothing.
+        run: An existing folder: the run's, or the parent of all runs.
+        reporter: Receives warnings of GPUs that no group would use.
+        in_sweep: Whether the recipe is run by a sweep, whose trials each run all groups in one process, on any node.
+            Default: False.
+
+    Yields:
+        CPUs and GPUs of one worker of each group; empty without a cluster.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources.
+        NodeLabelError: No node has the labels of a group.
+        SharedStorageError: A node does not see a folder.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None:
+        yield [{} for _ in groups]
+        return
+    with cluster.joined():
+        nodes = cluster.nodes()
+        per_worker: list[Resources] = [*resources_of_groups(groups, nodes)]
+        for warning in [] if in_sweep else lost_gpus_of_groups(recipe, groups, per_worker, nodes):
+            reporter.emit(LogMessage(warning, warning=True))
+        labels = [None] if in_sweep else [group.node_labels for group in groups]
+        cluster.require_shared({"storage.runs": run}, read_by_groups(recipe), labels)
+        yield per_worker
+
+
+def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
+    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist."""
+    backbones = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
+    cross = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}
+    data = {"evaluation.data": Path(recipe.evaluation.data)} if recipe.evaluation.data is not None else {}
+    dev = {"evaluation.dev": Path(recipe.evaluation.dev)}
+    return {**backbones, **{f"groups.{n}.cross_backbone": Path(name) for n, name in cross.items()}, **data, **dev}

@@ -1,0 +1,115 @@
+"""The result of a mutual distillation, and the model cards of its groups' best models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.evaluation import Evaluation
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.experiments.mutual.phases import Kind, Phase
+from distcse.recipe import MutualRecipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import to_uri
+
+_USE_BI = """from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+vectors = model.encode(["A sentence.", "Another one."])"""
+_USE_CROSS = """from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("path/to/this/folder")
+scores = model.predict([("A sentence.", "Another one.")])"""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best model of one group and formulation over all cycles."""
+
+    group: str
+    kind: Kind
+    phase: Phase
+    """The phase that trained the model."""
+    dev: float | None
+    """Its dev score; None without dev pairs."""
+    model: Path
+    """Its folder."""
+
+
+@dataclass(frozen=True)
+class MutualResult:
+    """Result of a mutual distillation (see `Result`)."""
+
+    recipe: MutualRecipe
+    directory: RunDirectory
+    best: list[Best]
+    """The best models; empty if the run was interrupted."""
+    dropped: dict[str, str]
+    """Groups that failed and were dropped, with the reason."""
+    pairs: int
+    """Number of pairs."""
+    interrupted: bool
+    """Whether the run was asked to stop before its end."""
+    evaluation: Evaluation | None
+    """Evaluation of initial and best models; None if the run was interrupted or has no labelled sets."""
+
+    @property
+    def models(self) -> dict[str, Path]:
+        return {f"{best.group} {best.kind}": best.model for best in self.best}
+
+    @property
+    def summary(self) -> list[str]:
+        lines = []
+        for best in self.best:
+            dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
+            lines.append(f"{best.group} {best.kind:<5}  {to_uri(best.model)}  (cycle {best.phase.cycle}{dev})")
+        return [*lines, *(f"dropped  {group}: {why}" for group, why in self.dropped.items())]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        return [self._card(best) for best in self.best]
+
+    def _card(self, best: Best) -> ModelCard:
+        group = next(group for group in self.recipe.groups if group.name == best.group)
+        is_cross = best.kind == "cross"
+        kind = "cross-encoder" if is_cross else "bi-encoder"
+        start = (group.cross_backbone or group.backbone) if is_cross else group.backbone
+        dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
+        return ModelCard(
+            model=best.model,
+            metadata=hub_metadata(
+                start,
+                "text-ranking" if is_cross else "sentence-similarity",
+                ["cross-encoder"] if is_cross else ["sentence-similarity", "feature-extraction"],
+                self.pairs,
+            ),
+            title=f"{self.recipe.name}: {best.group}, {kind}",
+            sections=[
+                f"A {kind}, initialized from `{start}` and trained on {self.pairs:,} unlabelled sentence pairs with "
+                f"Trans-Encoder's distillation{self._other_groups(best)}. This is the best checkpoint of cycle "
+                f"{best.phase.cycle}.{dev}",
+                *(
+                    f"Group {name} was dropped during training ({why}); later labels do not include it."
+                    for name, why in self.dropped.items()
+                ),
+                self._transductive(),
+                usage(_USE_CROSS if is_cross else _USE_BI),
+            ],
+            closing=[
+                "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`.",
+                limits("Licences of pairs and backbones apply to it."),
+            ],
+        )
+
+    def _other_groups(self, best: Best) -> str:
+        others = [g.name for g in self.recipe.groups if g.name != best.group and g.name not in self.dropped]
+        return f", together with {', '.join(others)}, with the groups' combined scores as labels" if others else ""
+
+    def _transductive(self) -> str:
+        task = self.recipe.pairs.task
+        if task is None:
+            return ""
+        return (
+            f"**Transductive**: its pairs are those of the task `{task}`, including the test pairs (without their labels). Do "
+            "not compare its scores on that task with those of models that were not trained on the test sentences."
+        )

@@ -1,0 +1,98 @@
+"""The trials of a sweep over a recipe of mutual distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from distcse.evaluation import Contamination, Tasks
+from distcse.events import Event, GroupActivity, GroupEvent, Reporter
+from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_tasks
+from distcse.experiments.mutual.joining import read_by_groups
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.roles import with_precisions
+from distcse.experiments.trials import SharedPaths, TrialRequest, Trials, TrialScore
+from distcse.placement.cluster import Cluster
+from distcse.recipe import LoggersSection, MutualRecipe, TrainedSection, decided
+
+
+class MutualTrials(Trials):
+    """Trials that each train all groups one after the other, in one process (see `Trials`).
+
+    Args:
+        recipe: The sweep's recipe.
+    """
+
+    def __init__(self, recipe: MutualRecipe) -> None:
+        self._recipe = recipe
+
+    @property
+    def request(self) -> TrialRequest:
+        return TrialRequest(leaves_threads=True)
+
+    @property
+    def paths(self) -> SharedPaths:
+        return SharedPaths(read_by_groups(self._recipe))
+
+    @property
+    def evaluation_precision(self) -> str:
+        return decided(self._recipe.evaluation.precision)
+
+    def recipe(self, cpus: float, gpus: float) -> MutualRecipe:
+        evaluation = self._recipe.evaluation.model_copy(update={"final_suites": []})
+        return self._recipe.model_copy(update={"evaluation": evaluation, "loggers": LoggersSection(), "ray": False})
+
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: float) -> MutualRecipe:
+        return with_precisions(self._recipe, cluster, reporter, gpus)
+
+    def check_labels(self) -> None:
+        checked_tasks(self._recipe)
+
+    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+        return CycleScores(self._recipe, run).of
+
+    def labelled_tasks(self) -> Tasks:
+        return wanted_tasks(self._recipe)
+
+    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+        return {
+            f"{group.name} {kind}": (run / "models" / group.name / kind, group)
+            for group in self._recipe.groups
+            for kind in ("bi", "cross")
+        }
+
+    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+        pairs = Pairs.read(run / "pairs.parquet")
+        return Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+
+
+class CycleScores:
+    """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far.
+
+    Args:
+        recipe: The trial's recipe.
+        run: The trial's folder.
+    """
+
+    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
+        self._cycles = recipe.mutual.cycles
+        self._groups = [group.name for group in recipe.groups]
+        self._run = run
+        self._scored = 0
+
+    def of(self, event: Event) -> Iterator[TrialScore]:
+        """Yield the score of each cycle that has ended since the last call, if the event reports a group's activity."""
+        if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
+            return
+        store = PhaseStore(self._run)
+        names = [name for name in self._groups if name not in store.dropped]
+        while self._scored < self._cycles and names:
+            phases = [store.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
+            if not all(name in phases[-1] for name in names):
+                return
+            self._scored += 1
+            best_scores = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
+            mean = sum(best_scores) / len(best_scores)
+            yield TrialScore(self._scored, 100 * self._scored / self._cycles, mean)

@@ -1,0 +1,109 @@
+"""The Ray cluster and the backend of runs on it, as the interfaces `Cluster` and `Backend` describe them.
+
+Ray reads its settings when it is imported, and a run without Ray should not import it: modules that import Ray are imported
+in the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from distcse.data import Corpus
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend, EmbeddingRequest
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.group import Group
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
+from distcse.placement.resources import Node, Resources
+from distcse.ray_backend.cluster import cluster, starting_ray
+from distcse.recipe import BaseRecipe
+from distcse.teachers.table import EmbeddingTable
+from distcse.trainer.trainer import TrainResult
+
+
+def choose_backend(recipe: BaseRecipe) -> Backend:
+    """Return the backend of a run of the recipe: Ray, or this process if `training.workers` is 0 or `ray` is false."""
+    return RayBackend() if recipe.uses_ray else LocalBackend()
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The Ray cluster of RAY_ADDRESS, or a local one (see `distcse.placement.cluster.Cluster`).
+
+    Args:
+        fast_allocator: Whether all actors' processes get the allocator settings for training. Default: only those of
+            training workers.
+    """
+
+    fast_allocator: bool = False
+
+    def starting(self) -> AbstractContextManager[None]:
+        return starting_ray(enabled=True)
+
+    def joined(self) -> AbstractContextManager[None]:
+        return cluster(fast_allocator=self.fast_allocator)
+
+    def nodes(self) -> list[Node]:
+        from distcse.ray_backend.nodes import alive
+
+        return alive()
+
+    def is_one_cpu(self) -> bool:
+        from distcse.ray_backend.node_speeds import needs_no_cluster
+
+        return needs_no_cluster()
+
+    def speeds(self) -> ClusterSpeeds:
+        from distcse.ray_backend.node_speeds import cluster_speeds
+
+        return cluster_speeds()
+
+    def require_shared(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+        from distcse.ray_backend.shared_storage import require_shared
+
+        require_shared(written, read, labels)
+
+
+class RayBackend:
+    """Embeds and serves in actors, trains in Ray Train workers and groups of actors (see `Backend`)."""
+
+    cluster = RayCluster()
+    is_for_trials = False
+
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        from distcse.ray_backend.metrics import metered
+
+        return metered(reporter, run)
+
+    def embed(self, request: EmbeddingRequest) -> None:
+        from distcse.ray_backend.embedding_actors import embed_shards
+
+        embed_shards(request)
+
+    def train(
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
+        from distcse.ray_backend.teacher_servers import served
+        from distcse.ray_backend.train_workers import fit_on_ray
+
+        with served(spec.recipe.teachers, corpus, tables, reporter) as servers:
+            return fit_on_ray(spec, servers, reporter)
+
+    @contextmanager
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+    ) -> Iterator[list[Group]]:
+        from distcse.ray_backend.group_actors import RayGroup
+
+        groups: list[Group] = []
+        try:
+            for context, reporter, resources in zip(contexts, reporters, per_worker, strict=True):
+                groups.append(RayGroup(context, reporter, resources))
+            yield groups
+        finally:
+            for group in groups:
+                group.close()

@@ -1,0 +1,220 @@
+"""Checks of Ray on this machine, and of the cluster at RAY_ADDRESS: versions, authentication, exposed ports."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from distcse.checks import Check, fail, ok, warn
+from distcse.errors import StorageError
+from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
+from distcse.storage import ArtifactStore, open_store
+
+_DASHBOARD = 8265
+_CLIENT = 10001
+_LOOPBACK = ("127.", "::1")
+
+
+def check_version() -> list[Check]:
+    """Check that Ray is installed in a supported version."""
+    try:
+        summary = version("ray")
+    except PackageNotFoundError:
+        return [fail("ray", "not installed", 'pip install -c constraints.txt "ray[default,train,tune]"')]
+    major, minor = (int(part) for part in summary.split(".")[:2])
+    if OLDEST <= (major, minor) < FIRST_UNSUPPORTED:
+        return [ok("ray", summary)]
+    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
+    return [fail("ray", summary, f'pip install "ray[default,train,tune]{supported}"')]
+
+
+def check_cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
+    """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders.
+
+    Args:
+        shared: Folders that all nodes must see, by recipe key; folders that do not exist yet are skipped.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        running = _find_running()
+        if running is None:
+            return [ok("cluster", "none; each run starts one on this machine")]
+        return [ok("cluster", f"one is running at {running}, not used; export RAY_ADDRESS={running} to use it")]
+    import ray
+
+    was_up = ray.is_initialized()
+    try:
+        if not was_up:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        return _nodes(address, shared or {})
+    except Exception as error:  # Ray raises errors of many types if a cluster cannot be joined
+        summary = f"cannot join {address}: {' '.join(str(error).split())[:200]}"
+        fix = "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that all versions are equal"
+        return [fail("cluster", summary, fix)]
+    finally:
+        if not was_up:
+            ray.shutdown()
+
+
+def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from distcse.ray_backend.shared_storage import find_unshared
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    task = ray.remote(num_cpus=0)(_describe_node)
+    stores = {key: open_store(folder) for key, folder in shared.items()}
+    buckets = [store for store in stores.values() if store.is_remote]
+    results = {
+        node["NodeManagerAddress"]: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(buckets)
+        for node in alive
+    }
+    found, local = [], _describe_node([])
+    resources = ray.cluster_resources()
+    summary = f"{address}: {len(alive)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    for node, answer in results.items():
+        remote = ray.get(answer, timeout=60)
+        for kind in ("ray", "python", "torch", "distcse"):
+            if remote[kind] != local[kind]:
+                difference = f"node {node} has {kind} {remote[kind]}, this machine {local[kind]}"
+                found.append(fail("cluster", difference, f"install {kind} {local[kind]} on the node"))
+        missing = [store.uri for store in buckets if store.uri not in remote["usable_buckets"]]
+        if missing:
+            found.append(
+                fail("cluster", f"node {node} cannot use {missing[0]}", "set the storage's credentials on the node")
+            )
+    folders = {key: store.path for key, store in stores.items() if not store.is_remote and store.path.is_dir()}
+    for node, problem in find_unshared(folders, {}, [None]).items():
+        description, _, fix = problem.partition("; ")
+        found.append(fail("cluster", f"node {node} {description}", fix))
+    return found or [ok("cluster", f"{summary}; all with ray {local['ray']} and python {local['python']}")]
+
+
+def _describe_node(buckets: Sequence[ArtifactStore]) -> dict[str, Any]:
+    """Return a node's versions, and the addresses in object storage that it can use."""
+    import platform
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "none"
+
+    versions = {package: installed(package) for package in ("ray", "torch", "distcse")}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "usable_buckets": [store.uri for store in buckets if _can_use(store)],
+    }
+
+
+def _can_use(bucket: ArtifactStore) -> bool:
+    try:
+        bucket.probe()
+    except StorageError:  # the check of the storage reports the reason
+        return False
+    return True
+
+
+def check_token(environment: Mapping[str, str] | None = None, home: Path | None = None) -> list[Check]:
+    """Check that Ray requires a token, and that other users cannot read it."""
+    variables = os.environ if environment is None else environment
+    mode, address = variables.get("RAY_AUTH_MODE", ""), variables.get("RAY_ADDRESS", "")
+    file = (Path.home() if home is None else home) / ".ray" / "auth_token"
+    found = []
+    if mode == "disabled":
+        fix = "export RAY_AUTH_MODE=token in every shell: anyone who reaches the ports can run code"
+        found.append(warn("ray token", "RAY_AUTH_MODE is disabled", fix))
+    elif (
+        mode == "token"
+        and address
+        and not (variables.get("RAY_AUTH_TOKEN") or variables.get("RAY_AUTH_TOKEN_PATH") or file.exists())
+    ):
+        found.append(
+            fail(
+                "ray token",
+                "RAY_AUTH_MODE is token, but there is no token",
+                "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token",
+            )
+        )
+    elif not mode and address:
+        found.append(
+            warn("ray token", "RAY_AUTH_MODE is not set", "export RAY_AUTH_MODE=token if the cluster requires a token")
+        )
+    else:
+        found.append(ok("ray token", "required" if mode else "required by the clusters that runs start"))
+    if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        found.append(warn("ray token file", f"{file} can be read by others", f"chmod 600 {file}"))
+    return found
+
+
+def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[Path] | None = None) -> list[Check]:
+    """Check that Ray's job and client ports are not reachable from other machines: without a token anyone could run code.
+
+    Args:
+        ports: Ports to check, besides that of RAY_API_SERVER_ADDRESS.
+        tables: The kernel's lists of sockets. Default: those in /proc/net.
+    """
+    api_port = os.environ.get("RAY_API_SERVER_ADDRESS", "").rpartition(":")[2]
+    ports_to_check = {*ports, *([int(api_port)] if api_port.isdigit() else [])}
+    listening = _listening((Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if tables is None else tables)
+    open_to_all = sorted(
+        {port for address, port in listening if port in ports_to_check and not address.startswith(_LOOPBACK)}
+    )
+    if not open_to_all:
+        on_loopback = sorted({port for _, port in listening if port in ports_to_check})
+        return [
+            ok(
+                "ray ports",
+                f"{', '.join(map(str, on_loopback))} on loopback only"
+                if on_loopback
+                else "no dashboard or client port is open",
+            )
+        ]
+    summary = f"port {', '.join(map(str, open_to_all))} is reachable from other machines"
+    fix = "start the head with --dashboard-host=127.0.0.1 and without a client port, and use an ssh tunnel"
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    return [
+        warn("ray ports", f"{summary}, protected by a token", fix) if has_token else fail("ray ports", summary, fix)
+    ]
+
+
+def _listening(tables: Sequence[Path]) -> list[tuple[str, int]]:
+    """Return (address, port) of the listening sockets of all users."""
+    found = []
+    for table in tables:
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            fields = line.split()
+            if fields[3] != "0A":  # LISTEN
+                continue
+            address, _, port = fields[1].partition(":")
+            found.append((_decode_address(address), int(port, 16)))
+    return found
+
+
+def _decode_address(address: str) -> str:
+    """Decode an address of /proc/net: hexadecimal words in the machine's byte order."""
+    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+    raw = b"".join(words)
+    readable = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+    return readable.removeprefix("::ffff:")
+
+
+def _find_running() -> str | None:
+    """Return the address of a cluster that was started on this machine and still answers."""
+    try:
+        address = current_cluster_file().read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=1):
+            return address
+    except (OSError, ValueError):  # there is no file, or its cluster has ended
+        return None

@@ -1,0 +1,120 @@
+"""Ray actors that embed a corpus and write its embedding table."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util import ActorPool
+
+from distcse.data import Corpus
+from distcse.errors import StoppedEarlyError, TeacherServerError
+from distcse.events import LogMessage
+from distcse.experiments.backend import EmbeddingRequest
+from distcse.placement.resources import count_fitting, nodes_with, refuse_impossible
+from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
+from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
+from distcse.recipe import TeacherSection
+from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.embedding import embed_shard
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import embedding_actor_resources, request_embedding_actors
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import Embedder
+
+_POLL_S = 1.0
+
+
+class EmbeddingActor(HeartbeatActor):
+    """Embeds shards of one table and writes them to storage itself, so that no vector crosses Ray's network."""
+
+    def __init__(
+        self,
+        teacher: TeacherSection,
+        corpus: ArtifactStore,
+        table: ArtifactStore,
+        identity: TableIdentity,
+        tokens_per_batch: int,
+    ) -> None:
+        use_assigned_gpus()
+        use_assigned_threads()
+        self._teacher = teacher
+        self._corpus = Corpus.open(corpus.path)
+        self._table = EmbeddingTable(table.path, identity)
+        self._tokens_per_batch = tokens_per_batch
+
+    @cached_property
+    def _encoder(self) -> Embedder:
+        # Not in the constructor: loading can hang too, and an actor has no heartbeat before its constructor returns.
+        return kind_of(self._teacher).open_embedder()
+
+    def embed(self, shard: int) -> int:
+        """Embed one shard and return its number of rows."""
+        return embed_shard(self._encoder, self._corpus, self._table, shard, self._tokens_per_batch)
+
+
+def embed_shards(request: EmbeddingRequest) -> None:
+    """Embed the missing shards of a table with a pool of actors, and restart actors that hang.
+
+    Raises:
+        StoppedEarlyError: A stop was requested while no actor had started. An embedding pass that runs is completed.
+        TeacherServerError: An actor failed, or crashed repeatedly.
+        ClusterTooSmallError: The cluster cannot run the actors, or lost a node and got no other.
+        NodeLabelError: No node has the labels of `teachers.node_labels`.
+        TeacherOutputError: The teacher outputs a vector that is zero or not finite.
+    """
+    teacher, section, table, reporter = request.teacher, request.section, request.table, request.reporter
+    nodes = alive()
+    usable = nodes_with(nodes, section.node_labels, "teachers.node_labels")
+    each = embedding_actor_resources(section, usable)
+    count = min(len(request.missing), section.embedding_workers or max(1, count_fitting(usable, each)))
+    refuse_impossible([request_embedding_actors(section, count, each)], nodes)
+    actor_class = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
+    corpus = open_store(request.corpus.directory)
+    actors = [
+        actor_class.options(
+            name=f"embedding-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.node_labels
+        ).remote(teacher, corpus, table.store, table.identity, section.tokens_per_batch)
+        for number in range(count)
+    ]
+    watchdog = ResourceWatchdog(
+        [request_embedding_actors(section, 1, each)], lambda text: reporter.emit(LogMessage(text, warning=True))
+    )
+    heartbeats, stop_after = [actor.beat.remote() for actor in actors], time.monotonic() + STOPPED_WAIT_S
+    pool, done = ActorPool(actors), 0
+    for shard in request.missing:
+        pool.submit(lambda actor, shard: actor.embed.options(name=f"embed shard {shard}").remote(shard), shard)
+    try:
+        with monitor_heartbeats(section, reporter) as monitor:
+            for number, actor in enumerate(actors):
+                monitor.add(f"embedding actor {number} of teacher {teacher.backbone}", actor)
+            while pool.has_next():
+                if (
+                    reporter.stop_requested()
+                    and time.monotonic() > stop_after
+                    and not ray.wait(heartbeats, timeout=0)[0]
+                ):
+                    raise StoppedEarlyError(
+                        f"stopped while teacher {teacher.backbone} waited for resources; start the run again"
+                    )
+                watchdog.check()
+                try:
+                    done += pool.get_next_unordered(timeout=_POLL_S)
+                except TimeoutError:
+                    continue
+                request.on_rows(done)
+    except RayTaskError as failed:
+        raise cause_of(teacher, failed) from failed
+    except RayActorError as lost:
+        raise TeacherServerError(
+            f"teacher {teacher.backbone}: an embedding actor crashed repeatedly; last error: "
+            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.embedding_workers; "
+            "complete shards are kept"
+        ) from lost
+    finally:
+        for actor in actors:
+            ray.kill(actor)

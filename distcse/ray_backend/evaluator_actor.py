@@ -1,0 +1,111 @@
+"""Dev scores in a separate actor during training: it has its own copy of the student and receives the weights to score.
+
+Ray Train's validation function does not fit: it reads checkpoints from Ray Train's storage and returns the score to the
+driver. Here checkpoints are in the run's folder, and the workers need the score for early stopping and their checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayTaskError
+
+from distcse.device import default_device
+from distcse.errors import DistcseError, ProcessLostError, WorkFailedError
+from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.distillation_task import DistillationTask
+from distcse.experiments.distillation.resources import EVALUATOR_ALTERNATIVE, evaluator_requests
+from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.event_channel import unique_name
+from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
+from distcse.ray_backend.teacher_servers import RemoteTeacherClient, monitor_heartbeats
+from distcse.trainer.checkpoints import ModelState
+
+
+class EvaluatorActor(HeartbeatActor):
+    """Ray actor that computes dev scores, with the teachers' servers of rank 0."""
+
+    def __init__(self, spec: TrainSpec, servers: Mapping[int, Any]) -> None:
+        use_assigned_gpus()
+        use_assigned_threads()
+        self._spec, self._servers = spec, servers
+
+    @cached_property
+    def _task(self) -> DistillationTask:
+        # Not in the constructor: heartbeats start after it, so a hang in loading would not be noticed.
+        clients = [RemoteTeacherClient(server, lambda _: None) for server in self._servers.values()]
+        task = DistillationTask(self._spec, BatchLoader(self._spec, 0, 1), clients)
+        task.model.to(default_device()).eval()
+        return task
+
+    def score(self, weights: Mapping[str, NDArray[Any]]) -> float:
+        """Return the dev score of the student with these weights."""
+        self._task.model.load_state_dict({name: torch.from_numpy(np.array(weight)) for name, weight in weights.items()})
+        return self._task.evaluate()
+
+
+class RemoteEvaluator:
+    """Rank 0's `AsyncEvaluator`: starts an `EvaluatorActor` for the first score; the actor ends with the worker.
+
+    Inside its context, an unresponsive actor is restarted and its score computed again.
+
+    Args:
+        spec: The run.
+        servers: The worker's server of each teacher, by the teacher's number.
+        reporter: Receives a warning when the actor is unresponsive.
+    """
+
+    def __init__(self, spec: TrainSpec, servers: Mapping[int, Any], reporter: Reporter) -> None:
+        self._spec, self._servers = spec, servers
+        self._monitor = monitor_heartbeats(spec.recipe.teachers, reporter)
+        self._actor: Any = None
+        self._pending: Any = None
+
+    def __enter__(self) -> RemoteEvaluator:
+        self._monitor.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._monitor.__exit__(*raised)
+
+    def begin(self, state: ModelState) -> None:
+        if self._actor is None:
+            (request,) = evaluator_requests(self._spec.recipe)
+            self._actor = (
+                ray.remote(**RESTARTABLE)(EvaluatorActor)
+                .options(
+                    name=f"dev-scores-{unique_name(self._spec.run.name)}",
+                    num_cpus=request.each["CPU"],
+                    num_gpus=request.each["GPU"],
+                    label_selector=request.labels,
+                )
+                .remote(self._spec, self._servers)
+            )
+            self._monitor.add("the dev-score evaluator", self._actor)
+        weights = {name: weight.numpy() for name, weight in state.weights.items()}
+        self._pending = self._actor.score.options(name="dev score").remote(weights)
+
+    def is_ready(self) -> bool:
+        return bool(ray.wait([self._pending], timeout=0)[0])
+
+    def take(self) -> float:
+        try:
+            return float(ray.get(self._pending))
+        except RayTaskError as failed:
+            if isinstance(failed.cause, DistcseError):
+                raise failed.cause from failed
+            raise WorkFailedError(
+                f"the dev score failed: {str(failed).strip().splitlines()[-1]}; {EVALUATOR_ALTERNATIVE}"
+            ) from failed
+        except RayActorError as lost:
+            reason = str(lost).strip().splitlines()[0]
+            raise ProcessLostError(
+                f"the dev-score evaluator crashed repeatedly: {reason}; {EVALUATOR_ALTERNATIVE}"
+            ) from lost

@@ -1,0 +1,249 @@
+"""Training on Ray Train: runs `fit` in a `TorchTrainer`'s workers and monitors them from the driver.
+
+Ray Train's controller process imports this module before it requests workers, so modules that only workers need are imported
+in functions.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+from distcse.errors import DistcseError, EncoderError, ProcessLostError, RunError, StoppedEarlyError, WorkersLostError
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.distillation.resources import requests_of_run, resources_per_worker
+from distcse.gc_paused import gc_paused
+from distcse.placement.resources import Resources, count_fitting, format_resources
+from distcse.ray_backend.cluster import worker_environment
+from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_worker, reporter_of
+from distcse.ray_backend.network import use_interface_of
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, responsive_nodes
+from distcse.ray_backend.versions import (
+    is_lost_event_actor,
+    silence_train_reports,
+    start_autoscaling_coordinator,
+    torch_backend,
+    without_datasets_callback,
+)
+from distcse.recipe import Recipe
+
+with gc_paused():  # of PyTorch
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+if TYPE_CHECKING:
+    from distcse.experiments.distillation.batch_loader import TrainSpec
+    from distcse.trainer.trainer import TrainResult
+
+_WAIT_WARNING_S = 60.0
+"""Seconds without a started worker after which the run warns."""
+
+
+def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
+    """Run `fit` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
+
+    Args:
+        spec: The run.
+        servers: The actor that holds the teachers' servers.
+        reporter: Receives rank 0's events in this process; its stop request is passed on to the workers.
+
+    Raises:
+        WorkersLostError: Workers failed more often than training.max_failures allows.
+        ClusterTooSmallError: A lost node was not replaced in time.
+        ProcessLostError: The event channel or Ray Train's controller was lost.
+        StoppedEarlyError: The run was asked to stop while no worker trained.
+    """
+    training, resources = spec.recipe.training, resources_per_worker(spec.recipe, alive())
+    if training.min_workers is None:
+        return _train(spec, servers, reporter, training.workers, resources, training.max_failures)
+    failures = 0
+    while True:
+        workers = _workers_now(spec.recipe, resources)
+        if workers < training.workers:
+            reporter.emit(
+                LogMessage(
+                    f"training with {workers} of {training.workers} workers: the cluster has no room for more",
+                    warning=True,
+                )
+            )
+        try:
+            return _train(spec, servers, reporter, workers, resources, max_failures=0)
+        except WorkersLostError as lost:  # see `_explain_failure`; the loss of another process is a ProcessLostError
+            failures += 1
+            if failures > training.max_failures:
+                raise
+            reporter.emit(
+                LogMessage(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint", warning=True)
+            )
+
+
+def _train(
+    spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
+) -> TrainResult:
+    start_autoscaling_coordinator()
+    channel = EventChannel(spec.run.name)
+    trainer = _Trainer(
+        _train_loop,
+        train_loop_config={"spec": spec, "servers": servers, "events": channel.actor},
+        # NCCL refuses two workers on one GPU.
+        torch_config=_NodeNetworkTorchConfig(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=bool(resources.get("GPU")),
+            resources_per_worker=dict(resources),
+            label_selector=spec.recipe.training.node_labels,
+        ),
+        run_config=RunConfig(
+            # A new name for each start: `fit` resumes from our checkpoints, so Ray Train must not.
+            name=f"train-{time.time_ns()}",
+            storage_path=str(spec.run / "ray"),
+            failure_config=FailureConfig(max_failures=max_failures),
+            worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
+        ),
+    )
+    # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+    running = thread.submit(trainer.fit)
+    watchdog = ResourceWatchdog(
+        requests_of_run(spec.recipe, resources, workers),
+        lambda warning: reporter.emit(LogMessage(warning, warning=True)),
+    )
+    warn_at, has_warned = time.monotonic() + _WAIT_WARNING_S, False
+    try:
+        while not running.done():
+            channel.relay(reporter)
+            if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
+                raise StoppedEarlyError(
+                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {spec.run}"
+                )
+            watchdog.check()
+            if not has_warned and time.monotonic() > warn_at:
+                has_warned = True
+                if not channel.has_started:
+                    needed = f"{workers} workers of {format_resources(resources)} each"
+                    warning = f"no worker has started for {_WAIT_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
+                    reporter.emit(LogMessage(warning, warning=True))
+            time.sleep(0.2)
+        channel.relay(reporter)
+        returned = running.result().return_value
+    except ray.train.TrainingFailedError as failed:
+        raise _explain_failure(failed) from failed
+    except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
+        raise _explain_actor_loss(lost, spec) from lost
+    finally:
+        thread.shutdown(
+            wait=False
+        )  # so that a second Ctrl-C does not wait for the trainer, which ends with the cluster
+        channel.close()
+    if isinstance(returned, DistcseError):
+        raise returned
+    result: TrainResult = returned
+    return result
+
+
+def _workers_now(recipe: Recipe, resources: Resources) -> int:
+    """Return the largest permitted number of workers that the responding nodes have room for, or the smallest permitted.
+
+    Ray Train's elastic worker groups are not used: they choose numbers that do not divide the batch, and count lost nodes.
+    """
+    training = recipe.training
+    room = count_fitting(responsive_nodes(training.node_labels), resources)
+    return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
+
+
+class _Trainer(TorchTrainer):  # type: ignore[misc]
+    """`TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return without_datasets_callback(super()._create_default_callbacks())
+
+
+class _NodeNetworkBackend(torch_backend()):  # type: ignore[misc]
+    """Opens the process group on the network interface of the nodes' Ray addresses."""
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        worker_group.execute(_use_node_network)
+        super().on_start(worker_group, backend_config)
+
+
+class _NodeNetworkTorchConfig(TorchConfig):  # type: ignore[misc]
+    @property
+    def backend_cls(self) -> type[_NodeNetworkBackend]:
+        return _NodeNetworkBackend
+
+
+def _use_node_network() -> None:
+    use_interface_of(ray.util.get_node_ip_address())
+
+
+def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
+    """Train on one worker (Ray Train's `train_loop_per_worker`). Errors that a restart would repeat are returned."""
+    rank = ray.train.get_context().get_world_rank()
+    if not announce_worker(config["events"], rank):
+        # Returned, not raised: Ray Train would restart the workers.
+        return ProcessLostError("the driver ended before its workers started; resume with --resume")
+    result = _train_on_rank(rank, config)
+    announce_end(config["events"], rank)
+    return result
+
+
+def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
+    with gc_paused():
+        from distcse.experiments.distillation.distillation_task import fit
+        from distcse.ray_backend.assigned_resources import use_assigned_threads
+        from distcse.ray_backend.evaluator_actor import RemoteEvaluator
+        from distcse.ray_backend.metrics import QueueMetrics
+        from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
+        from distcse.trainer.distributed import on_all_ranks
+
+    silence_train_reports()
+    use_assigned_threads()
+    spec: TrainSpec = config["spec"]
+    try:
+        servers = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
+    except DistcseError as error:
+        return error
+    clients = [
+        RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
+        for number, server in servers.items()
+    ]
+    reporter = reporter_of(config["events"])
+    is_async = spec.recipe.evaluation.async_eval is not None
+    context = RemoteEvaluator(spec, servers, reporter) if is_async else nullcontext()
+    try:
+        with context as evaluator:
+            return fit(spec, clients, reporter, ray.train.report, evaluator)
+    except (EncoderError, RunError) as error:
+        # All workers raise it at the same step. A restart would repeat it, so it is returned, not raised.
+        return error
+
+
+def _explain_failure(failed: ray.train.TrainingFailedError) -> DistcseError:
+    """Extract the user's error from Ray Train's error, or make a `WorkersLostError` from the first worker's message."""
+    failures = list(getattr(failed, "worker_failures", {}).values())
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, DistcseError):
+                return cause
+            cause = getattr(cause, "cause", None) or cause.__cause__
+    lines = str(failures[0] if failures else failed).strip().splitlines()
+    return WorkersLostError(
+        f"training failed: {lines[-1] if lines else failed}; the last checkpoint is kept, resume from it with --resume"
+    )
+
+
+def _explain_actor_loss(lost: RayActorError, spec: TrainSpec) -> RunError:
+    """Describe in one line the loss of an actor that a run has only once and does not restart."""
+    message = str(lost).strip()
+    actor = "event channel" if is_lost_event_actor(message) else "Ray Train controller"
+    reason = message.splitlines()[-1].partition(". ")[0].rstrip(".")  # 500 characters of advice from Ray follow
+    return ProcessLostError(
+        f"the run lost its {actor}: {reason}. The last checkpoint is kept; resume from it: --resume {spec.run}"
+    )

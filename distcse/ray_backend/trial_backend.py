@@ -1,0 +1,78 @@
+"""The backend that trains a sweep's trials with shared teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from distcse.data import Corpus
+from distcse.errors import RunRecordError
+from distcse.events import Reporter
+from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.distillation_task import fit
+from distcse.experiments.mutual.group import Group
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.placement.resources import Resources
+from distcse.ray_backend.metrics import QueueMetrics, metered
+from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
+from distcse.storage import to_uri
+from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
+from distcse.trainer.trainer import TrainResult
+
+
+class TrialBackend:
+    """Trains trials with embedding tables and teacher servers that all trials share.
+
+    Args:
+        servers: Servers of the teachers whose tables the trials do not read themselves; None if they read all.
+        in_own_process: Whether to train in the trial's process rather than in Ray Train workers.
+    """
+
+    cluster = None
+    is_for_trials = True
+
+    def __init__(self, servers: Any, in_own_process: bool) -> None:
+        self._servers = servers
+        self._in_own_process = in_own_process
+
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        return metered(reporter, run)
+
+    def embed(self, request: EmbeddingRequest) -> None:
+        """Raise an error: the sweep embeds the corpus before its trials.
+
+        Raises:
+            RunRecordError: Shards of the table were removed during the sweep.
+        """
+        shards, folder = ", ".join(map(str, request.missing)), to_uri(request.table.directory)
+        raise RunRecordError(f"shards {shards} of {folder} were removed during the sweep; run --resume")
+
+    def train(
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
+        """Train the student with the shared teachers."""
+        if not self._in_own_process:
+            from distcse.ray_backend.train_workers import (
+                fit_on_ray,  # Ray Train, which trials in one process do not need
+            )
+
+            return fit_on_ray(spec, self._servers, reporter)
+        section = spec.recipe.teachers
+        servers = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
+        sources = [
+            LocalTeacherClient(serving(teacher, table))
+            if table is not None
+            else RemoteTeacherClient(servers[number], QueueMetrics(spec.run.name, number, worker=0).track)
+            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
+        ]
+        return fit(spec, sources, reporter)
+
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+    ) -> AbstractContextManager[list[Group]]:
+        """Raise an error: the groups of a mutual distillation's trial run in the trial's process, with `LocalBackend`."""
+        raise NotImplementedError

@@ -1,0 +1,168 @@
+"""Everything that depends on Ray's version: the supported versions, private names, and environment variables of its internals.
+
+Each private name says why the public API is not enough. `tests/unit/test_ray_versions.py` finds names that a new version moved.
+Nothing is imported before it is used: `cluster` sets the variables of `BEFORE_IMPORT` before Ray is imported. Tried with Ray
+2.60.0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+OLDEST, FIRST_UNSUPPORTED = (2, 60), (2, 62)
+"""Supported versions: from `OLDEST` up to, and without, `FIRST_UNSUPPORTED`; as in pyproject.toml."""
+
+BEFORE_IMPORT = {
+    "RAY_AUTH_MODE": "token",
+    # Binds every port to the loopback address, as on macOS, because the cluster has only this machine. `ray.init` has
+    # `dashboard_host` for the dashboard's port, and no argument for the others.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
+
+LOCAL_CLUSTER = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray Train polls reports of dev scores at this interval; with the default of 2 s, each report would take 2 s. `RunConfig`
+    # has no such setting.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Outside of clouds there is no preemption, and the watcher only logs errors.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Variables of a local cluster's processes."""
+
+SEES_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Variables with which Ray does not hide GPUs from a task that reserves none. `num_gpus=0` always hides them."""
+
+TUNE = {
+    # Ray Tune's default TensorBoard, CSV and JSON loggers would repeat the trials' trackers and records. `RunConfig`
+    # adds callbacks and cannot remove these.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # The caller handles Ctrl-C.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # Seconds between snapshots of Ray Tune's state: a killed driver loses at most this much of it. `CheckpointConfig` is about
+    # the trials' checkpoints only.
+    "TUNE_GLOBAL_CHECKPOINT_S": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_MAX_PENDING_TRIALS_PG": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+"""Variables of a sweep's driver."""
+
+TUNE_TRIAL = {
+    # How long Ray Tune waits for this trial to end before it reuses the actor; its default of 2 s is too short.
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",
+}
+"""Variables that a trial sets in its actor."""
+
+
+def silence_sigterm_warning() -> None:
+    """Filter out Ray's warning that it cannot set a SIGTERM handler on a thread, which `cluster` intends.
+
+    Private: the name of the logger and the text. `ray.init(logging_level=ERROR)` would also hide other warnings.
+    """
+    logging.getLogger("ray._private.worker").addFilter(_is_not_sigterm_warning)
+
+
+def _is_not_sigterm_warning(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+def start_autoscaling_coordinator() -> None:
+    """Start the actor that Ray Train's controller waits for, and would request two seconds after its own start.
+
+    Private: the function. No public API starts this actor; the controller starts it itself.
+    """
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,
+    )
+
+    get_or_create_autoscaling_coordinator()
+
+
+def without_datasets_callback(callbacks: Sequence[Any]) -> list[Any]:
+    """Remove the callback that shards Ray datasets, whose process costs a second, from a trainer's default callbacks.
+
+    Private: the callback's class, and `TorchTrainer._create_default_callbacks`, which calls this. `RunConfig(callbacks=…)` adds
+    callbacks and cannot remove this one; `TorchTrainer(datasets=None)` keeps it.
+    """
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+
+    return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
+
+
+def torch_backend() -> type[Any]:
+    """Return the class that opens the process group of `TorchTrainer`'s workers, to set the network interface before.
+
+    Private: the class. `TorchConfig` has no field for the interface, and `worker_runtime_env` has one value for all nodes,
+    whose interfaces can have different names. The train loop is too late: the group is open by then.
+    """
+    from ray.train.torch.config import _TorchBackend
+
+    backend: type[Any] = _TorchBackend
+    return backend
+
+
+def silence_train_reports() -> None:
+    """Raise the level of the logger with which Ray Train logs every `ray.train.report` at INFO.
+
+    Private: the module, and its logger, which is named after the file. `LoggingConfig` and `RAY_TRAIN_…` variables set no level
+    for it.
+    """
+    import ray.train.v2._internal.execution.context as context
+
+    context.logger.setLevel(logging.WARNING)
+
+
+def prefer_node(node: str, spills_if_full: bool) -> Any:
+    """Return a scheduling strategy that prefers a node.
+
+    Private: `_spill_on_unavailable`. With the public `soft=True` alone, an actor waits for a node that is alive and full; a node
+    of a run can stay full of workers until its end.
+
+    Args:
+        node: Id of the node.
+        spills_if_full: Whether the actor starts on another node if this one lacks resources.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=spills_if_full)
+
+
+def set_callbacks(tuner: Any, callbacks: Sequence[Any]) -> None:
+    """Set the callbacks of a restored `Tuner`.
+
+    Private: `Tuner._local_tuner._run_config`. `Tuner.restore` takes no callbacks and uses the pickled ones, which are those of
+    the process that ended.
+    """
+    tuner._local_tuner._run_config.callbacks = list(callbacks)
+
+
+def ping(actor: Any) -> Any:
+    """Call a method that every actor has, and return the reference of its answer.
+
+    Private: `__ray_ready__`, which Ray's guides use and no API page lists. `ray.util.state.get_actor` needs the dashboard, and
+    reports a lost actor only after seconds.
+    """
+    return actor.__ray_ready__.remote()
+
+
+def current_cluster_file() -> Path:
+    """Return the path of the file with the address of the last cluster that `ray start` started on this machine.
+
+    Private: the file. `ray.init(address="auto")` reads it and joins that cluster, also if only its address is wanted.
+    """
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+
+
+def is_lost_event_actor(message: str) -> bool:
+    """Return whether the message of a `RayActorError` is about an `EventActor`.
+
+    Private: the format of the message. The error has no attribute with the name or class of the actor.
+    """
+    return "class_name: EventActor" in message

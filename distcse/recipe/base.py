@@ -1,0 +1,133 @@
+"""What the recipes of all kinds of run have in common, and the registry by which a document's kind is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from pydantic import model_validator
+
+from distcse.recipe.models import ModelsSection, encoders_with_switch
+from distcse.recipe.section import Section
+
+if TYPE_CHECKING:
+    from distcse.recipe.loggers import LoggersSection
+    from distcse.recipe.schema import CorpusSection, StorageSection
+    from distcse.recipe.teachers import TeacherSection
+    from distcse.recipe.training import LoopSection
+
+
+@dataclass(frozen=True)
+class RecipeInputs:
+    """The models and texts that a recipe names."""
+
+    backbones: Sequence[tuple[str, bool]] = ()
+    """Pretrained models that are trained or part of the objective, each with its `trust_remote_code`."""
+    teachers: Sequence[TeacherSection] = ()
+    """Teachers of every kind."""
+    corpus: CorpusSection | None = None
+    """The sentences to train on."""
+    pairs: str | list[str] | None = None
+    """Files of sentence pairs to train on."""
+    labelled: str | None = None
+    """Folder of the labelled sets."""
+
+
+class BaseRecipe(Section):
+    """The settings of one run. Each kind of run has a subclass with its keys, registered with `register_recipe`.
+
+    A subclass has at least the keys `name`, `seed`, `storage` and `loggers`. One that loads encoders has `models` too.
+    """
+
+    title: ClassVar[str]
+    """Title of such a document in errors, schemas and the reference: `recipe of …`."""
+    schema_name: ClassVar[str]
+    """Name of its schema, for `distcse recipe schema NAME`."""
+    summary: ClassVar[str] = ""
+    """What such a run does, in Markdown, for the reference."""
+    identifying_key: ClassVar[str]
+    """Top-level key that every document of this kind has and no document of another kind."""
+    loop_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the sections that configure a training loop."""
+    resumable_keys: ClassVar[tuple[str, ...]] = ("storage.cache", "loggers")
+    """Keys that a resumed run may change, because they do not change what is learned. List indices are left out."""
+    searchable_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that a sweep may search."""
+
+    if TYPE_CHECKING:  # at runtime, pydantic would put inherited keys before those of the subclass
+        name: str
+        seed: int
+        models: ModelsSection = ModelsSection()
+        storage: StorageSection
+        loggers: LoggersSection
+
+    @classmethod
+    def subject(cls) -> str:
+        """Return what follows the word `recipe` in the title, such as ` of mutual distillation`; nothing for a student's."""
+        return cls.title.partition("recipe")[2]
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether the run needs a Ray cluster."""
+        return False
+
+    @property
+    def dev_score(self) -> str:
+        """Name of the score that selects checkpoints; `none` if the run computes no such score."""
+        return "none"
+
+    @property
+    def loop_sections(self) -> list[LoopSection]:
+        """The sections that configure a training loop."""
+        return [getattr(self, key) for key in self.loop_keys]
+
+    @property
+    def inputs(self) -> RecipeInputs:
+        """The models and texts that the recipe names."""
+        return RecipeInputs()
+
+    @property
+    def model_folders(self) -> list[str]:
+        """Folders of a finished run's models, relative to the run's folder."""
+        return ["model"]
+
+    def refuse_changes(self, changed: Sequence[str]) -> None:
+        """Raise `FrozenKeyError` if a resumed run of this recipe may not change these keys, although they are resumable.
+
+        Args:
+            changed: Keys whose value differs from that of the interrupted run.
+        """
+
+    @model_validator(mode="after")
+    def _switch_reaches_encoders(self) -> Self:
+        """Set `is_fast` of all encoder sections, so that it travels to every process that loads a model."""
+        if "models" in type(self).model_fields:
+            self.__dict__.update(encoders_with_switch(self, self.models.fast != "off"))
+        return self
+
+    def with_absolute_paths(self) -> Self:
+        """Return a copy with paths resolved against the current directory, because a Ray worker has another one."""
+        return self.model_copy(update={"storage": self.storage.with_absolute_paths()})
+
+
+R = TypeVar("R", bound=BaseRecipe)
+
+_RECIPE_CLASSES: list[type[BaseRecipe]] = []
+
+
+def register_recipe(kind: type[R]) -> type[R]:
+    """Register a kind of recipe; a class decorator. A document that has no kind's identifying key is of the first kind."""
+    _RECIPE_CLASSES.append(kind)
+    return kind
+
+
+def recipe_classes() -> list[type[BaseRecipe]]:
+    """Return the registered kinds of recipes."""
+    return list(_RECIPE_CLASSES)
+
+
+def recipe_class(document: Mapping[str, Any]) -> type[BaseRecipe]:
+    """Return the kind of recipe that a document is."""
+    first, *others = _RECIPE_CLASSES
+    return next((kind for kind in others if kind.identifying_key in document), first)

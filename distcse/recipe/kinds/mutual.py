@@ -1,0 +1,346 @@
+"""Recipe of Trans-Encoder's self- and mutual distillation. Defaults are its common setting (paper, Table 16)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distcse.errors import FrozenKeyError
+from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
+from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.loggers import LoggersSection
+from distcse.recipe.models import ModelsSection
+from distcse.recipe.paths import absolute, absolute_folder, absolute_paths
+from distcse.recipe.schema import CorpusSection, Measure, StorageSection
+from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
+from distcse.recipe.training import LoopSection
+
+
+class BandSection(Section):
+    """Band of neighbors whose cosine lies in [low, high)."""
+
+    low: Annotated[float, Field(ge=-1, le=1)]
+    """Lowest cosine of the band."""
+    high: Annotated[float, Field(ge=-1, le=2)]
+    """Upper bound of the cosine, exclusive."""
+    share: Weight = 1.0
+    """Share of the mined pairs, relative to the other shares."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low is {self.low} and high {self.high}; no pair lies between them")
+        return self
+
+
+class MiningSection(Section):
+    """Pairs mined from raw text, without any test set."""
+
+    corpus: CorpusSection
+    """Unlabelled text to mine."""
+    pairs: Annotated[int, Field(ge=2)] = 10_000
+    """Number of pairs to mine."""
+    num_neighbors: Annotated[int, Field(ge=1)] = 20
+    """Nearest neighbors considered per sentence, by the first group's initial bi-encoder and by BM25."""
+    bands: list[BandSection] = Field(
+        default_factory=lambda: [
+            BandSection(low=0.9, high=2.0),
+            BandSection(low=0.7, high=0.9),
+            BandSection(low=0.5, high=0.7),
+        ]
+    )
+    """Cosine bands that neighbors are drawn from."""
+    bm25_share: Weight = 1.0
+    """Share of pairs found by BM25: similar in words, whatever their cosine."""
+    random_share: Weight = 1.0
+    """Share of pairs drawn at random, which are rarely similar."""
+
+    @model_validator(mode="after")
+    def _takes_something(self) -> Self:
+        if not (sum(band.share for band in self.bands) + self.bm25_share + self.random_share):
+            raise ValueError("all shares are 0; give a band, bm25_share or random_share one above 0")
+        return self
+
+
+class PairsSection(Section):
+    """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
+
+    path: str | list[str] | None = None
+    """File or list of files with two columns of sentences: .tsv, .tsv.gz, .jsonl, .jsonl.gz or .parquet."""
+    columns: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: ["sentence1", "sentence2"]
+    )
+    """Names of the two columns."""
+    task: Name | None = None
+    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`. This is transductive,
+    and reports mark it."""
+    mine: MiningSection | None = None
+    """Mine pairs from raw text."""
+    limit: Annotated[int, Field(ge=2)] | None = None
+    """Use N distinct pairs, drawn by the seed; null uses all."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [key for key in ("path", "task", "mine") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"gives {' and '.join(given) or 'no source'}; pairs have one: path, task or mine")
+        return self
+
+
+class GroupSection(TrainedSection):
+    """One pre-trained language model: its initial bi-encoder and the resources of its actors."""
+
+    name: Name
+    """Name of the group in folders, tables and messages."""
+    cross_backbone: str | None = None
+    """Initial model of the cross-encoder; null is `backbone`. The paper uses the language model that the bi-encoder came
+    from."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of this group's scores in the labels (with `combine: mean`)."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Training workers, each with a scoring actor."""
+    cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
+    """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among the workers of all groups."""
+    node_labels: Labels | None = None
+    """Node labels that workers and their scorers require; null allows any node."""
+    gpus_per_worker: Gpus | None = None
+    """GPUs per worker, shared with its scorer; null assigns one where the cluster has enough for all groups."""
+
+    @model_validator(mode="after")
+    def _layers_are_named(self) -> Self:
+        if self.layers == "auto":
+            raise ValueError(
+                "layers: auto is for a student, which has teachers to agree with; name the layers, such as [0, 2, 4]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_shared_evenly(self) -> Self:
+        gpus = self.gpus_per_worker or 0.0
+        if gpus > 2 and gpus % 2:
+            raise ValueError(
+                f"gpus_per_worker is {gpus:g}, of which a worker and its scorer get {gpus / 2:g} each, and Ray gives no process "
+                f"a fraction above 1; write {gpus - 1:g} or {gpus + 1:g}"
+            )
+        return self
+
+
+class BiSection(LoopSection):
+    """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
+
+    batch_size: Annotated[int, Field(ge=2)] = 128
+    """Pairs per step over all workers of a group."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
+    """Passes over the pairs: 10 for STS, 15 for binary tasks."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+
+
+class CrossSection(LoopSection):
+    """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
+
+    batch_size: Annotated[int, Field(ge=2)] = 32
+    """Pairs per step over all workers of a group."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
+    """Passes over the pairs: 1 for STS, 3 for binary tasks."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    max_length: Annotated[int, Field(ge=8, le=8192)] = 64
+    """Maximum tokens per pair, in training, in labelling and in the saved model."""
+    both_orders: bool = True
+    """Train on each pair in both orders. Labels are computed in one order."""
+
+
+class MutualSection(Section):
+    """Distillation cycles, and how the groups' scores are combined into labels."""
+
+    cycles: Annotated[int, Field(ge=1)] = 3
+    """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
+    initialization: Literal["refresh", "sequential"] = "refresh"
+    """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase."""
+    combine: Literal["mean", "median", "trimmed_mean"] = "mean"
+    """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
+    """Share of scores that the trimmed mean drops at each end, at least one with three groups."""
+    precision: Precision = "auto"
+    """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
+    groups have fast bf16 units, else fp32."""
+    clamp: bool = False
+    """Clip cosine labels to [0, 1]; the paper's code does not."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop after this many cycles in which no group had a new best dev score; null runs all cycles."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """What happens when a group cannot continue: `stop` ends the run, `drop` continues without the group and reports it."""
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    """Restarts of a group from its last checkpoint after losing a worker or a scorer."""
+
+
+class MutualEvaluationSection(Section):
+    """Evaluation during mutual distillation and at its end."""
+
+    data: str | None = None
+    """Folder of labelled sets, in the layout of all recipes."""
+    dev: str = "stsb"
+    """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`); the name of a set
+    in `data` (`pairs/NAME/dev`); a file of labelled pairs (Spearman correlation with its column `score`, or area under the
+    ROC curve with its column `label`); or `none`, which takes the last one."""
+    dev_is_test: bool = False
+    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
+    eval_steps: Annotated[int, Field(ge=1)] = 200
+    """Steps of an epoch between two dev scores. Each dev score also writes a checkpoint, as does the end of an epoch."""
+    precision: Precision = "auto"
+    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
+    else fp32; the report names it."""
+    final_suites: list[Measure] | None = None
+    """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles; null is `sts`
+    where `data` is set."""
+
+
+@register_recipe
+class MutualRecipe(BaseRecipe):
+    """One run of self-distillation (one group) or mutual distillation (several)."""
+
+    title: ClassVar[str] = "recipe of mutual distillation"
+    schema_name: ClassVar[str] = "mutual"
+    summary: ClassVar[str] = (
+        "A document with `groups`: several language models (or one) teach each other. "
+        "[How it works](../methods/trans-encoder.md)."
+    )
+    identifying_key: ClassVar[str] = "groups"
+    loop_keys: ClassVar[tuple[str, ...]] = ("bi", "cross")
+    resumable_keys: ClassVar[tuple[str, ...]] = (
+        "ray",
+        "groups.cpus_per_worker",
+        "groups.gpus_per_worker",
+        "groups.node_labels",
+        "bi.engine",
+        "bi.zero_stage",
+        "bi.deepspeed",
+        "bi.log_every",
+        "cross.engine",
+        "cross.zero_stage",
+        "cross.deepspeed",
+        "cross.log_every",
+        "mutual.on_failure",
+        "mutual.max_failures",
+        "evaluation.final_suites",
+        "storage.cache",
+        "loggers",
+    )
+    searchable_keys: ClassVar[tuple[str, ...]] = ("groups", "bi", "cross", "mutual")
+
+    name: Name = "mutual"
+    """Name of the run directory."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 2021
+    """Seed of sampling, dropout and newly initialised weights."""
+    pairs: PairsSection
+    """Sentence pairs to label."""
+    groups: Annotated[list[GroupSection], Field(min_length=1)]
+    """The language models."""
+    bi: BiSection = BiSection()
+    """Training of bi-encoders (cross → bi)."""
+    cross: CrossSection = CrossSection()
+    """Training of cross-encoders (bi → cross)."""
+    mutual: MutualSection = MutualSection()
+    """Cycles and labels."""
+    models: ModelsSection = ModelsSection()
+    """How all models are computed."""
+    evaluation: MutualEvaluationSection = MutualEvaluationSection()
+    """Dev scores and final evaluation."""
+    storage: StorageSection = StorageSection()
+    """Where runs and caches are stored."""
+    loggers: LoggersSection = LoggersSection()
+    """Experiment trackers."""
+    ray: bool = True
+    """Run the groups in parallel as Ray actors; false runs them one after another in the calling process."""
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.ray
+
+    @property
+    def dev_score(self) -> str:
+        return self.evaluation.dev
+
+    @property
+    def inputs(self) -> RecipeInputs:
+        backbones = [
+            (name, group.trust_remote_code)
+            for group in self.groups
+            for name in (group.backbone, group.cross_backbone)
+            if name
+        ]
+        mine = self.pairs.mine
+        corpus = None if mine is None else mine.corpus
+        return RecipeInputs(backbones, corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data)
+
+    @property
+    def model_folders(self) -> list[str]:
+        return [f"models/{group.name}/{kind}" for group in self.groups for kind in ("bi", "cross")]
+
+    def refuse_changes(self, changed: Sequence[str]) -> None:
+        if "ray" in changed and any(group.workers > 1 for group in self.groups):
+            raise FrozenKeyError(
+                "ray cannot change in a resumed run with a group of several workers: without Ray one worker does their work, "
+                "with other dropout; start a new run, or remove the override"
+            )
+
+    def with_absolute_paths(self) -> Self:
+        mine, dev = self.pairs.mine, self.evaluation.dev
+        if mine is not None:
+            mine = mine.model_copy(update={"corpus": mine.corpus.with_absolute_paths()})
+        is_file = os.sep in dev or "." in dev
+        evaluation = {"data": absolute(self.evaluation.data), "dev": absolute(dev) if is_file else dev}
+        groups = [
+            group.model_copy(
+                update={
+                    "backbone": absolute_folder(group.backbone),
+                    "cross_backbone": absolute_folder(group.cross_backbone),
+                }
+            )
+            for group in self.groups
+        ]
+        return self.model_copy(
+            update={
+                "pairs": self.pairs.model_copy(update={"path": absolute_paths(self.pairs.path), "mine": mine}),
+                "groups": groups,
+                "evaluation": self.evaluation.model_copy(update=evaluation),
+                "storage": self.storage.with_absolute_paths(),
+            }
+        )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        names = [group.name for group in self.groups]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two groups are called {repeated}; each needs a different name")
+        for group in self.groups:
+            for kind, section in (("bi", self.bi), ("cross", self.cross)):
+                if section.batch_size % group.workers:
+                    raise ValueError(
+                        f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
+                        f"{section.batch_size}"
+                    )
+        if self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation and self.evaluation.data is None:
+            raise ValueError(
+                "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
+            )
+        dev = self.evaluation.dev
+        named = dev != "none" and not any(sign in dev for sign in "./")
+        wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
+        if self.evaluation.data is None and (reason := next((text for text in wants_data if text), None)):
+            raise ValueError(f"{reason}, but evaluation.data is not set; write evaluation.data: FOLDER")
+        if self.evaluation.dev == "none" and self.mutual.patience is not None:
+            raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
+        return self

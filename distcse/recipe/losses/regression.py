@@ -1,0 +1,72 @@
+"""Settings of vector regression."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from distcse.recipe.losses.loss_section import ClassAndArguments, LossCost, LossSection, Needs, register_loss
+from distcse.recipe.section import Weight
+
+if TYPE_CHECKING:
+    from distcse.recipe.objective import ObjectiveSection
+    from distcse.recipe.schema import Recipe
+
+
+@register_loss(
+    "regression",
+    "Vector regression term, in addition to list terms or instead of them; needs teachers with tables.",
+    order=5,
+)
+class RegressionSection(LossSection):
+    """Regression of the student's vectors on the teachers' vectors (Stella and Jasper; LEAF)."""
+
+    fixed_in_training = ("teachers",)
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    form: Literal["cosine", "mse"] = "cosine"
+    """`cosine` is 1 - cos; `mse` is the squared distance, which also fits the norm."""
+    teachers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Indices of the teachers whose vectors, weighted by alpha, are concatenated into the target; null takes all. A single
+    teacher of the student's width is used unchanged; any other target is projected to the student's width."""
+
+    def term(self, objective: ObjectiveSection) -> ClassAndArguments:
+        return "distcse.losses.regression:Regression", {"form": self.form}
+
+    @property
+    def needs(self) -> Needs:
+        return {"vectors": ""}
+
+    def vector_teachers(self, count: int) -> list[int]:
+        return list(range(count)) if self.teachers is None else self.teachers
+
+    @property
+    def cost(self) -> LossCost:
+        return LossCost(operations=15, vector_passes=12)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        teachers, chosen = recipe.teachers.encoders, self.teachers
+        if chosen is not None and (not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= len(teachers)):
+            raise ValueError(
+                f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {len(teachers) - 1}, each once"
+            )
+        joined = [teachers[number] for number in self.vector_teachers(len(teachers))]
+        if len(joined) > 1 and any(teacher.alpha_by_domain for teacher in joined):
+            raise ValueError(
+                "objective.regression joins teachers by their alphas, the same in all rows; take alpha_by_domain away, or name "
+                "one teacher: objective.regression.teachers: [0]"
+            )
+        if silent := [
+            name for teacher in joined for name, weight in (teacher.alpha_by_domain or {}).items() if not weight
+        ]:
+            raise ValueError(
+                f"objective.regression learns a teacher's vectors in all rows, and its alpha_by_domain is 0 in {silent[0]}: "
+                "weights by domain are of lists; name another teacher in objective.regression.teachers"
+            )
+        if recipe.student.projection != "none":
+            raise ValueError(
+                "objective.regression moves the vectors that are used, and nothing may stand between; "
+                "write student.projection: none"
+            )

@@ -1,0 +1,140 @@
+"""Recipe sections of the teachers, and of the actors that host them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from distcse.recipe.custom import ClassPath, CustomKwarg
+from distcse.recipe.encoders import EncoderSection
+from distcse.recipe.section import FrozenPrecision, Gpus, Labels, Section
+
+
+class EndpointSection(Section):
+    """An OpenAI-compatible embeddings endpoint."""
+
+    url: str
+    """Base URL, such as http://host:8080/v1; requests go to its `/embeddings`. The teacher's `backbone` is the model name
+    there."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the API key, if the endpoint needs one. Recipes never contain the key."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Sentences per request."""
+    connections: Annotated[int, Field(ge=1)] = 4
+    """Concurrent requests."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds to wait for a response."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """Retries after a lost connection or a status such as 429 or 503. The delay starts at 0.5 s, times 2 for each retry."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_base_without_secrets(cls, url: str) -> str:
+        """Check the URL. An error about a secret does not repeat the value: messages end in logs."""
+        scheme, _, rest = url.rpartition("://")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError(
+                "url holds a user's name or password; take it out, and give the key in api_key_env's variable"
+            )
+        base = url.rstrip("/").removesuffix("/embeddings")
+        if scheme not in ("http", "https"):
+            raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")
+        if base != url:
+            raise ValueError(f"{url!r} ends in what distcse adds; write {base}")
+        return url
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_variable(cls, name: str) -> str:
+        """Check the variable's name. The error does not repeat the value, which may be the key itself."""
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            raise ValueError(
+                "api_key_env is no name of an environment variable (capitals, digits, _); the key itself belongs in no recipe"
+            )
+        return name
+
+
+_IGNORED_KEYS = {"class_path": ("max_length", "prompt"), "endpoint": ("max_length", "precision")}
+"""By the key that selects a kind of teacher which is no model: keys of `TeacherSection` that do not apply to it."""
+
+
+class TeacherSection(EncoderSection):
+    """One frozen teacher: a bi-encoder or a cross-encoder (read from its folder), an endpoint, or a custom class."""
+
+    endpoint: EndpointSection | None = None
+    """HTTP endpoint that computes the embeddings; null loads the model."""
+    class_path: ClassPath | None = None
+    """`module:Class` of a custom teacher ([how to write one](../how-to/extend.md)); `backbone` is then its name."""
+    kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
+    """Keyword arguments of `class_path`'s constructor."""
+
+    alpha: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are the paper's α = 1/3 and 1 − α (RankCSE
+    §4.4, the unnumbered formula)."""
+    alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Weight in lists by the row's domain (`corpus.domain`), such as {legal: 3, news: 0}; other domains use `alpha`."""
+    similarity: Literal["cosine", "rank"] = "cosine"
+    """Similarity in the lists: cosine, or rank-space similarity (RankEncoder Eq. 4) over `num_references` sentences."""
+    num_references: Annotated[int, Field(ge=2)] = 100_000
+    """Corpus sentences that a rank-space teacher ranks: the same for every seed, and all of a smaller corpus."""
+    rank_method: Literal["sort", "histogram"] = "sort"
+    """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster for tens of
+    thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000)."""
+    precision: FrozenPrecision = "auto"
+    """Precision of the frozen forward pass and, on a GPU, of the weights, which halves their memory below fp32. fp16 changes
+    cosines by up to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way. `auto` is bf16 where
+    all devices that may host this teacher have fast bf16 units, else fp32."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        selected = [key for key in _IGNORED_KEYS if getattr(self, key) is not None]
+        if len(selected) > 1:
+            raise ValueError(f"{selected[0]} and {selected[1]} are two kinds of teacher; keep one of them")
+        if self.kwargs and self.class_path is None:
+            raise ValueError("kwargs are for a custom teacher; write class_path: module:Class, or remove them")
+        for kind in selected:
+            plain = {name: field.default for name, field in type(self).model_fields.items()}
+            if self.precision == "fp32":  # the resolved precision of these kinds
+                plain["precision"] = "fp32"
+            if ignored := [name for name in _IGNORED_KEYS[kind] if getattr(self, name) != plain[name]]:
+                raise ValueError(
+                    f"{ignored[0]} applies to a model that is loaded here, and this teacher's {kind} ignores it; remove it"
+                )
+        return self
+
+
+class TeachersSection(Section):
+    """The frozen teachers and the actors that host them."""
+
+    encoders: list[TeacherSection] = Field(default_factory=list)
+    """The teachers; without any, terms that need teachers must be null."""
+    mode: Literal["auto", "table", "live"] = "auto"
+    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
+    wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
+    embedding_workers: Annotated[int, Field(ge=1)] | None = None
+    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
+    gpus_per_actor: Gpus | None = None
+    """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
+    one GPU to an embedding actor where there are GPUs, and none to a server, which runs during training."""
+    node_labels: Labels | None = None
+    """Node labels that embedding actors and servers require; null allows any node."""
+    num_servers: Annotated[int, Field(ge=1)] = 1
+    """List servers per teacher; workers are distributed evenly over them."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Seconds without a heartbeat before a server, an embedding actor or the dev-score process counts as hung and is killed
+    and restarted. Heartbeats are sent during work, however long a list or a shard takes."""
+    prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Steps whose lists are sent as one object; the next block is always prefetched."""
+    shard_rows: Annotated[int, Field(ge=1)] = 4096
+    """Rows per table shard, which is the most work lost when an embedding actor is killed."""
+    rank_noise_group: Annotated[int, Field(ge=2)] | None = None
+    """Shuffle groups of this many neighbors in each list's order, again in every step (DistillCSE's Group-P); null adds no
+    noise."""
+    disagreement_scale: Annotated[float, Field(gt=0)] | None = None
+    """In ListNet and ListMLE, weigh each sentence pair by exp(-spread / disagreement_scale). The spread is the standard
+    deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
+    Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
+    tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
+    """Tokens per forward pass of a frozen model."""

@@ -1,0 +1,169 @@
+"""`ArtifactStore`: a location in which a run keeps files and folders, on a disk or in object storage.
+
+All computation works on local files below `ArtifactStore.path`. In a bucket, that path is the location's local *mirror*: files
+are written to the mirror, then uploaded, and downloaded where they are missing. In a folder, uploads and downloads do nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from distcse.storage.atomic_files import atomic_folder, atomic_write
+from distcse.storage.checksums import dump_checked_json, load_checked_json
+
+
+@dataclass(frozen=True)
+class ArtifactStore(ABC):
+    """A location: `store / "model"` is a location below it, and `str(store)` its address.
+
+    Methods with a name act on one file of the location. The others act on the location as a folder, which is stored as a unit:
+    readers see all of its files, with verified checksums, or none.
+    """
+
+    path: Path
+    """The local folder: the location itself, or its mirror on this machine."""
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(self.path / name)
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return self.path.name
+
+    @property
+    def parent(self) -> Self:
+        """The location that contains this one."""
+        return type(self)(self.path.parent)
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """The address, for messages and records: a path, `s3://…` or `gs://…`."""
+
+    @property
+    @abstractmethod
+    def is_remote(self) -> bool:
+        """Whether the location is in object storage."""
+
+    # One file
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[Path]:
+        """Yield a temporary file to write; on success, it becomes the file `name`, and is stored.
+
+        Folders between the location and the file are created. If writing fails, the file remains as it was.
+
+        Raises:
+            StorageError: The disk or the object storage refuses the file.
+        """
+        self._create_parents(name)
+        with atomic_write(self.path / name) as temporary:
+            yield temporary
+        self.upload(name)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file as `write` does."""
+        with self.write(name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file with its own checksum as `write` does."""
+        self.write_text(name, dump_checked_json(content))
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Fetch a file that `write_json` wrote, and read it; None if it does not exist.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is not valid JSON, or its checksum differs.
+        """
+        return load_checked_json(self.path / name) if self.fetch(name) else None
+
+    @abstractmethod
+    def upload(self, name: str) -> None:
+        """Store a local file that was written without `write`.
+
+        Raises:
+            ObjectStorageError: The storage refuses the file.
+        """
+
+    @abstractmethod
+    def fetch(self, name: str) -> bool:
+        """Make a stored file available as a local one, and return whether it exists.
+
+        Raises:
+            ObjectStorageError: The storage refuses the request.
+        """
+
+    @abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Return a stored file's content, without changing a local mirror; None if it does not exist."""
+
+    # The location as a folder
+
+    def write_folder(self, is_complete: Callable[[], bool] | None = None) -> AbstractContextManager[Path]:
+        """Yield a temporary folder to fill, which then becomes the local folder (see `atomic_folder`). `publish` stores it."""
+        return atomic_folder(self.path, is_complete)
+
+    @abstractmethod
+    def publish(self, files: Mapping[str, Path] | None = None) -> None:
+        """Store the local folder as a unit, and wait until it is stored.
+
+        Args:
+            files: Its files by name, if they are in other places. Default: all files in it.
+
+        Raises:
+            ObjectStorageError: The storage refuses the upload. What was stored before is intact.
+        """
+
+    @abstractmethod
+    def fetch_folder(self, into: Path | None = None) -> bool:
+        """Make the stored folder available locally, and return whether it exists.
+
+        Processes of one machine download one after the other.
+
+        Args:
+            into: Target folder of a download. Default: the mirror, from which other files are removed.
+
+        Raises:
+            ObjectStorageError: The storage refuses the download.
+            RunRecordError: The stored folder is damaged.
+        """
+
+    @abstractmethod
+    def has_folder(self) -> bool:
+        """Return whether the folder is stored, without downloading it."""
+
+    @abstractmethod
+    def delete_folder(self) -> None:
+        """Delete the folder that `publish` stored, and its local files."""
+
+    @abstractmethod
+    def delete_all(self) -> None:
+        """Delete everything below the location, records before the files that they reference, and all local files."""
+
+    @abstractmethod
+    def list_names(self) -> set[str]:
+        """List the names in the location. A listing of object storage may be outdated."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Check that the location can be used: write a small file, read it and delete it.
+
+        Raises:
+            OSError: A folder refuses the file.
+            ObjectStorageError: The storage refuses a request, or returns other content.
+        """
+
+    @abstractmethod
+    def _create_parents(self, name: str) -> None:
+        """Create the local folders between the location and a file."""

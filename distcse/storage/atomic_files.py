@@ -1,0 +1,136 @@
+"""Write files and folders of this machine atomically, so that a crash never leaves a partial one.
+
+The order is always: write under a temporary name in the same folder, fsync, rename, fsync the folder. A rename within a
+folder is atomic, so readers see the old content or the new one. Without the first fsync, a power failure could keep the rename
+and lose the content. Without the second, it could lose the rename, although the run relied on it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from distcse.errors import StorageWriteError
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Convert an error of the code that writes to a path into a `StorageWriteError`.
+
+    Args:
+        path: File or folder that is written; the message names it.
+
+    Raises:
+        StorageWriteError: The storage is full, read-only or failing.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        message = " ".join(str(error).split())
+        # numpy's errors have no errno: they state how much of an array was written, not why it failed.
+        reason = (error.strerror or f"{message}; is the disk full?") if isinstance(error, OSError) else message
+        raise StorageWriteError(
+            f"{path} cannot be written: {reason}; its previous content is intact. Free some space or use other storage, then "
+            "continue (a run: --resume)"
+        ) from error
+
+
+@contextmanager
+def atomic_write(file: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file to write; on success, flush it to the disk and rename it to `file`.
+
+    If writing fails, the file remains as it was. Of several concurrent writers the last one wins.
+
+    Raises:
+        StorageWriteError: The disk is full, read-only or failing.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
+    try:
+        with storage_errors(file):
+            yield temporary
+            _fsync(temporary)
+            os.replace(temporary, file)
+            _fsync(file.parent)
+    finally:
+        with suppress(OSError):  # a failing disk has already raised above
+            temporary.unlink(missing_ok=True)
+
+
+def write_text_atomic(file: Path, text: str) -> None:
+    """Write a text file of this machine atomically.
+
+    Raises:
+        StorageWriteError: The disk is full, read-only or failing.
+    """
+    with atomic_write(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_folder(target: Path, is_complete: Callable[[], bool] | None = None) -> Iterator[Path]:
+    """Yield a temporary folder to fill; on success, flush its files to the disk and rename it to `target`.
+
+    If writing fails, the target remains as it was.
+
+    Args:
+        target: Final path of the folder. Missing parent folders are created.
+        is_complete: Whether an existing target is complete. A complete one is kept and the new folder discarded, because other
+            processes may have opened its files. Default: an existing target is replaced.
+
+    Raises:
+        StorageWriteError: The disk is full, read-only or failing.
+    """
+    # A random name, because containers that share storage often all have process id 1.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    try:
+        with storage_errors(target):
+            temporary.mkdir(parents=True)
+            yield temporary
+            for path in temporary.rglob("*"):
+                _fsync(path)
+            _fsync(temporary)
+            _move(temporary, target, is_complete)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move(temporary: Path, target: Path, is_complete: Callable[[], bool] | None) -> None:
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        if not os.path.lexists(target):
+            raise
+        if is_complete is not None and is_complete():
+            return
+        # A rename cannot replace a folder that has files, so the old one is renamed first. After a kill between the two renames,
+        # the resumed run writes the folder again.
+        old = temporary.with_name(f"{temporary.name}.old")
+        os.replace(target, old)
+        try:
+            os.replace(temporary, target)
+        except OSError:
+            os.replace(old, target)
+            raise
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.unlink(missing_ok=True)
+    _fsync(target.parent)
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # some network file systems support fsync for files only
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,243 @@
+"""An `ArtifactStore` in object storage, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, with a mirror on each machine.
+
+A file is one object. A folder is stored as a unit: all of its files, or none.
+
+    <folder>/record.json           names, sizes and checksums of the files, and the name of the content; with a checksum
+             <content>/<file>      the files, in a folder named by their joint checksum
+
+Only the upload of one object is atomic. Files are therefore never overwritten, because other content has another name. The
+record is uploaded after all files; old content is deleted after that. A download finds a record, and either exactly its files or
+none of them. A folder exists if its record exists. Listings, which may be outdated, serve only for cleaning up and recovery.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distcse.errors import ObjectStorageError, RunRecordError
+from distcse.storage import objects
+from distcse.storage.artifact_store import ArtifactStore
+from distcse.storage.atomic_files import atomic_write, storage_errors
+from distcse.storage.checksums import Digest, checksum, dump_checked_json, load_checked_json_bytes, text_checksum
+from distcse.storage.locations import mirror_root, resolve_path, to_uri
+
+_RECORD = "record.json"
+_MAX_PARALLEL = 8
+_MAX_COPY_BYTES = 5 * 2**30
+"""Largest object that the storage copies in one request."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The content of a stored folder."""
+
+    content: str
+    files: dict[str, tuple[int, str]]
+    """Size and checksum by name."""
+
+    @classmethod
+    def of(cls, files: Mapping[str, Path]) -> _Record:
+        entries = {name: (file.stat().st_size, checksum(file)) for name, file in files.items()}
+        return cls(text_checksum(json.dumps(sorted(entries.items())))[:12], entries)
+
+
+class _ObjectGoneError(Exception):
+    """An object that a record names does not exist."""
+
+
+class BucketStore(ArtifactStore):
+    """A prefix in a bucket. `path` is its mirror on this machine; pickled as its address, as each machine has its own mirror."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _at, (self.uri,)
+
+    @property
+    def uri(self) -> str:
+        return to_uri(self.path)
+
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    def upload(self, name: str) -> None:
+        objects.write(f"{self.uri}/{name}", self.path / name)
+
+    def fetch(self, name: str) -> bool:
+        content = self.read(name)
+        if content is None:
+            return False
+        self._create_parents(name)
+        with atomic_write(self.path / name) as temporary:
+            temporary.write_bytes(content)
+        return True
+
+    def read(self, name: str) -> bytes | None:
+        return objects.read(f"{self.uri}/{name}")
+
+    def publish(self, files: Mapping[str, Path] | None = None) -> None:
+        sources = files or {file.relative_to(self.path).as_posix(): file for file in self._local_files()}
+        new, old = _Record.of(sources), self._stored_record()
+        if new != old:
+            _run_parallel(sources, lambda name: self._store(name, sources[name], new, old))
+            objects.write(f"{self.uri}/{_RECORD}", dump_checked_json(asdict(new)).encode())
+            if old is not None and old.content != new.content:
+                self._delete_files(old)
+        self._write_note(new)
+
+    def fetch_folder(self, into: Path | None = None) -> bool:
+        record = self._stored_record()
+        while record is not None:
+            with self._locked():
+                if self._is_current(into or self.path, record):
+                    return True
+                try:
+                    self._download_missing(into or self.path, record)
+                except _ObjectGoneError:
+                    new = self._stored_record()
+                    if new == record:
+                        raise RunRecordError(f"{self} lacks files that its {_RECORD} names; delete it") from None
+                    record = new  # another process replaced or deleted the folder in the meantime
+                    continue
+                if into is None:
+                    for file in self._local_files():
+                        if file.relative_to(self.path).as_posix() not in record.files:
+                            file.unlink()
+                self._write_note(record)
+                return True
+        return False
+
+    def has_folder(self) -> bool:
+        return self._stored_record() is not None
+
+    def delete_folder(self) -> None:
+        if (record := self._stored_record()) is not None:
+            objects.delete(f"{self.uri}/{_RECORD}")
+            self._delete_files(record)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def delete_all(self) -> None:
+        for stored in sorted(objects.list_uris(self.uri), key=lambda name: (name.count("/"), name)):
+            objects.delete(stored)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def list_names(self) -> set[str]:
+        prefix = f"{self.uri}/"
+        return {name.removeprefix(prefix).partition("/")[0] for name in objects.list_uris(self.uri)}
+
+    def probe(self) -> None:
+        probe_uri = f"{self.uri}/.distcse-probe-{secrets.token_hex(6)}"
+        objects.write(probe_uri, b"distcse")
+        stored = objects.read(probe_uri)
+        objects.delete(probe_uri)
+        if stored != b"distcse":
+            raise ObjectStorageError(f"{self}: the storage returned other content than was written; use other storage")
+
+    def _create_parents(self, name: str) -> None:
+        with storage_errors(self.path / name):
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    def _stored_record(self) -> _Record | None:
+        """Read the folder's record; None if the folder is not stored.
+
+        Raises:
+            RunRecordError: The record is damaged.
+            ObjectStorageError: The storage refuses the request.
+        """
+        content = self.read(_RECORD)
+        if content is None:
+            return None
+        try:
+            fields = load_checked_json_bytes(content)
+            files = {name: (size, digest_hex) for name, (size, digest_hex) in fields["files"].items()}
+            return _Record(fields["content"], files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunRecordError(f"{self}/{_RECORD} is damaged ({error}); delete {self}") from None
+
+    def _local_files(self) -> list[Path]:
+        """List all files of the mirror, without temporary ones."""
+        return sorted(file for file in self.path.rglob("*") if file.is_file() and not file.name.startswith("."))
+
+    def _file_uri(self, record: _Record, name: str) -> str:
+        return f"{self.uri}/{record.content}/{name}"
+
+    def _store(self, name: str, file: Path, new: _Record, old: _Record | None) -> None:
+        same = old is not None and old.files.get(name) == new.files[name] and new.files[name][0] <= _MAX_COPY_BYTES
+        if not (old and same and objects.copy(self._file_uri(old, name), self._file_uri(new, name))):
+            objects.write(self._file_uri(new, name), file)
+
+    def _delete_files(self, record: _Record) -> None:
+        _run_parallel(record.files, lambda name: objects.delete(self._file_uri(record, name)))
+
+    def _download_missing(self, into: Path, record: _Record) -> None:
+        with storage_errors(into):
+            for name in record.files:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, (size, digest_hex) in record.files.items():
+            file = into / name
+            if not (file.is_file() and file.stat().st_size == size and checksum(file) == digest_hex):
+                _download(self._file_uri(record, name), file, digest_hex)
+
+    def _is_current(self, into: Path, record: _Record) -> bool:
+        """Whether a mirror has a record's files, by the mirror's note and the file sizes."""
+        try:
+            noted = self._note_path().read_text(encoding="utf-8") == record.content
+            return noted and all((into / name).stat().st_size == size for name, (size, _) in record.files.items())
+        except OSError:
+            return False
+
+    def _write_note(self, record: _Record) -> None:
+        """Note that the mirror's files have the checksums of a record."""
+        notes = self._note_path()
+        with storage_errors(notes):
+            notes.parent.mkdir(parents=True, exist_ok=True)
+            notes.write_text(record.content, encoding="utf-8")
+
+    def _note_path(self) -> Path:
+        return mirror_root() / ".known" / text_checksum(str(self.path))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = mirror_root() / ".locks" / text_checksum(str(self.path))
+        with storage_errors(lock):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            lock_file = open(lock, "w")  # noqa: SIM115 - closed below, and its lock with it
+        with lock_file:
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
+            yield
+
+
+def _at(uri: str) -> BucketStore:
+    return BucketStore(resolve_path(uri))
+
+
+def _download(stored: str, file: Path, digest_hex: str) -> None:
+    digest = Digest()
+    with atomic_write(file) as temporary, open(temporary, "wb") as out:
+        for chunk in _read_chunks(stored):
+            digest.update(chunk)
+            out.write(chunk)
+        if digest.hexdigest() != digest_hex:
+            raise RunRecordError(
+                f"{stored} is damaged: its checksum differs from the record's; delete the folder that contains it"
+            )
+
+
+def _read_chunks(stored: str) -> Iterator[bytes]:
+    try:
+        yield from objects.read_chunks(stored)
+    except FileNotFoundError:  # not an error of the disk, which `atomic_write` would report
+        raise _ObjectGoneError from None
+
+
+def _run_parallel(names: Mapping[str, object], work: Callable[[str], None]) -> None:
+    with ThreadPoolExecutor(max_workers=_MAX_PARALLEL) as pool:
+        list(pool.map(work, names))

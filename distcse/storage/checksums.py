@@ -1,0 +1,120 @@
+"""Checksums of files, texts and small records: 32 hexadecimal digits of BLAKE2b."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_KEY = "blake2b"
+_LINE = re.compile(r"# blake2b ([0-9a-f]{32}) of the lines above\n\Z")
+
+
+class Digest:
+    """A checksum that is computed while the content is streamed."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def update(self, content: bytes) -> None:
+        """Add content."""
+        self._digest.update(content)
+
+    def hexdigest(self) -> str:
+        """Return the checksum of the content so far."""
+        return self._digest.hexdigest()
+
+
+def checksum(file: Path) -> str:
+    """Compute the checksum of a file's content."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def bytes_checksum(content: bytes, size_bytes: int = 16) -> str:
+    """Compute the checksum of bytes.
+
+    Args:
+        content: The bytes.
+        size_bytes: Size of the checksum, which has two digits per byte.
+    """
+    return hashlib.blake2b(content, digest_size=size_bytes).hexdigest()
+
+
+def sha256(parts: Iterable[bytes]) -> str:
+    """Compute the SHA-256 of concatenated bytes: 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def text_checksum(text: str) -> str:
+    """Compute the checksum of a text, equal to that of a file with this text."""
+    return bytes_checksum(text.encode())
+
+
+def add_checksum_line(text: str) -> str:
+    """Append a line, a comment in YAML, with the checksum of the text."""
+    return f"{text}# blake2b {text_checksum(text)} of the lines above\n"
+
+
+def without_checksum_line(text: str) -> str | None:
+    """Remove the checksum line; None if there is none, or the text was changed."""
+    found = _LINE.search(text)
+    if found is None or text_checksum(text[: found.start()]) != found[1]:
+        return None
+    return text[: found.start()]
+
+
+def dump_checked_json(content: Mapping[str, Any]) -> str:
+    """Serialize an object to JSON with its own checksum, so that `load_checked_json` detects changed values."""
+    parsed = json.loads(json.dumps(content))
+    return json.dumps({**parsed, _KEY: _json_checksum(parsed)}, indent=1)
+
+
+def load_checked_json(file: Path) -> dict[str, Any]:
+    """Read a file that `dump_checked_json` produced.
+
+    Raises:
+        OSError: The file does not exist or cannot be read.
+        ValueError: It is not valid JSON, or its checksum differs.
+    """
+    return load_checked_json_bytes(file.read_bytes())
+
+
+def load_checked_json_bytes(stored: bytes) -> dict[str, Any]:
+    """Parse the output of `dump_checked_json`.
+
+    Raises:
+        ValueError: It is not valid JSON, or its checksum differs.
+    """
+    content = json.loads(stored)
+    if not isinstance(content, dict) or content.pop(_KEY, None) != _json_checksum(content):
+        raise ValueError("its checksum differs")
+    return content
+
+
+def load_checked_label(label: Path, file: Path) -> dict[str, Any] | None:
+    """Read a label, JSON with the checksum of a file as `blake2b`, and verify the file.
+
+    Returns:
+        The label; None if label or file is missing or incomplete, or the file's checksum differs.
+    """
+    try:
+        content = json.loads(label.read_bytes())
+        return dict(content) if content[_KEY] == checksum(file) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def dump_label(file: Path, **fields: Any) -> str:
+    """Return the label of a file: JSON of some fields and of the file's checksum, for `load_checked_label`."""
+    return json.dumps({**fields, _KEY: checksum(file)})
+
+
+def _json_checksum(content: Mapping[str, Any]) -> str:
+    return text_checksum(json.dumps(content, sort_keys=True))

@@ -1,0 +1,86 @@
+"""Addresses in object storage, and where this machine mirrors them.
+
+<mirror root>/<scheme>/<server>/<bucket>/<key>    of <scheme>://<bucket>/<key>
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from distcse.errors import StorageAddressError
+from distcse.storage.checksums import text_checksum
+
+_URI = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])((?:/[^/?#\r\n\t]+)*)/*")
+_ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("CLOUD_STORAGE_EMULATOR_ENDPOINT",)}
+_NO_ENDPOINT = "cloud"
+_PARTS_OF_BUCKET = 3
+"""Folders of a bucket's mirror below the mirror root: scheme, server and bucket."""
+
+
+def is_uri(text: str) -> bool:
+    """Whether a name is an address such as `s3://…` rather than a path."""
+    return "://" in text
+
+
+def resolve_path(name: str | Path) -> Path:
+    """Return a path as it is, or the path of an address's mirror on this machine.
+
+    Args:
+        name: A path, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
+
+    Raises:
+        StorageAddressError: The address has another scheme, or parts that belong in the environment.
+    """
+    text = str(name)
+    if not is_uri(text):
+        return Path(name)
+    scheme, bucket, key = split_uri(text)
+    return Path(mirror_root(), scheme, _endpoint_key(scheme), bucket, *key.split("/"))
+
+
+def split_uri(text: str) -> tuple[str, str, str]:
+    """Split an address into scheme, bucket and key.
+
+    Raises:
+        StorageAddressError: It is not an address of object storage.
+    """
+    match = _URI.fullmatch(text)
+    if match is None or {".", ".."} & set(match[3].split("/")):
+        # The message doesn't repeat the address, which may contain credentials.
+        raise StorageAddressError(
+            "the address of object storage is malformed; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, and set credentials "
+            "and endpoint in the environment (AWS_…, GOOGLE_…)"
+        )
+    return match[1], match[2], match[3].removeprefix("/")
+
+
+def is_mirror(path: Path) -> bool:
+    """Return whether a path is in a bucket's mirror, so that messages may name a mirror and users copy it."""
+    root = mirror_root()
+    return path.is_relative_to(root) and len(path.parts) >= len(root.parts) + _PARTS_OF_BUCKET
+
+
+def to_uri(path: Path) -> str:
+    """Return the address of a mirror's path, or a path as it is, for messages and records."""
+    if not is_mirror(path):
+        return str(path)
+    scheme, _, bucket, *key = path.relative_to(mirror_root()).parts
+    return "/".join([f"{scheme}://{bucket}", *key])
+
+
+def mirror_root() -> Path:
+    """Return the folder of this machine's mirrors."""
+    return Path(os.environ.get("DISTCSE_MIRROR") or "~/.cache/distcse/mirror").expanduser().absolute()
+
+
+def find_endpoint(scheme: str) -> str | None:
+    """Return the server that the environment sets instead of the cloud's; None if it sets none."""
+    return next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), None)
+
+
+def _endpoint_key(scheme: str) -> str:
+    """Name an endpoint's folder of mirrors, because two servers may have buckets of one name."""
+    endpoint = find_endpoint(scheme)
+    return _NO_ENDPOINT if endpoint is None else text_checksum(endpoint)[:12]

@@ -1,0 +1,24 @@
+"""Open the `ArtifactStore` of a path or an address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.storage.artifact_store import ArtifactStore
+from distcse.storage.bucket_store import BucketStore
+from distcse.storage.folder_store import FolderStore
+from distcse.storage.locations import is_mirror, resolve_path
+
+
+def open_store(location: str | Path) -> ArtifactStore:
+    """Return the store at a location, which need not exist.
+
+    Args:
+        location: An address (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`), or a path. A path in a bucket's mirror on this machine
+            is a location of that bucket.
+
+    Raises:
+        StorageAddressError: The address has another scheme, or parts that belong in the environment.
+    """
+    path = resolve_path(location)
+    return BucketStore(path) if is_mirror(path) else FolderStore(path)

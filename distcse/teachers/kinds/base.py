@@ -1,0 +1,125 @@
+"""Base class of the kinds of teachers: every question that the rest of distcse asks about one of a recipe's teachers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+from distcse.checks import Check
+from distcse.data import Corpus
+from distcse.models import model_fingerprint, resolve_model
+from distcse.recipe import TeacherSection
+from distcse.recipe.section import decided
+from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
+
+Serving = Literal["table", "rank space", "live"]
+"""How a teacher's lists are computed: cosines of its table, rank-space similarities of its table, or its forward passes."""
+
+
+class TeacherKind(ABC):
+    """One teacher of a recipe. A subclass is a kind of teacher, registered with `register_kind`.
+
+    The defaults are those of a teacher that outputs vectors and is not a model folder.
+
+    Args:
+        section: The teacher's section of the recipe.
+    """
+
+    name: ClassVar[str]
+    """The kind's name in the tables of an evaluation."""
+    is_model: ClassVar[bool] = False
+    """Whether `backbone` names a model to load here: it has a config.json, a tokenizer and a precision."""
+    has_vectors: ClassVar[bool] = True
+    """Whether it outputs one vector per sentence, so that it can have a table. If not, it scores pairs, always live."""
+    bottleneck: ClassVar[str] = "the teacher"
+    """What determines the time of an embedding pass of a teacher that is no model, for a plan."""
+    uses_gpu: ClassVar[bool] = True
+    """Whether it can compute on a GPU of the process that hosts it."""
+
+    def __init__(self, section: TeacherSection) -> None:
+        self.section = section
+
+    @classmethod
+    def matches(cls, section: TeacherSection) -> bool:
+        """Return whether a section of the recipe selects this kind. Models need no rule: `kind_of` looks at their folder."""
+        return False
+
+    @abstractmethod
+    def source_fingerprint(self) -> str:
+        """Hash what determines the teacher's answers, apart from the section's settings that are part of a table's key."""
+
+    @abstractmethod
+    def open_embedder(self) -> Embedder:
+        """Create what outputs the vectors, on the default device of this process.
+
+        Pass `precision` to its `encode`.
+
+        Raises:
+            UnsuitableTeacherError: The kind has no vectors.
+            DistcseError: The teacher cannot be loaded.
+        """
+
+    @property
+    def source(self) -> str:
+        """Where the answers come from: a model's name, a URL, a class."""
+        return self.section.backbone
+
+    @property
+    def precision(self) -> str:
+        """Precision of the forward pass; fp32 for a teacher that is no model. Raises `ValueError` while it is `auto`."""
+        return decided(self.section.precision) if self.is_model else "fp32"
+
+    def serving(self, mode: str) -> Serving:
+        """Return how its lists are computed under `teachers.mode`. `auto` uses a table: a corpus's vectors never change."""
+        if mode == "live" or not self.has_vectors:
+            return "live"
+        return "rank space" if self.section.similarity == "rank" else "table"
+
+    def uses_table(self, mode: str) -> bool:
+        """Return whether its lists are computed from an embedding table under `teachers.mode`."""
+        return self.serving(mode) != "live"
+
+    def check_settings(self) -> None:
+        """Check the settings that a recipe cannot check without a look at the model.
+
+        Raises:
+            UnsuitableTeacherError: The section asks for something that this kind cannot do.
+        """
+        return
+
+    def open_live(self, corpus: Corpus, tokens_per_batch: int) -> Teacher:
+        """Create a teacher that computes every list on request, without a table.
+
+        Args:
+            corpus: The corpus whose row ids will be requested.
+            tokens_per_batch: Maximum number of tokens in a forward pass.
+
+        Raises:
+            UnsuitableTeacherError: The section asks for something that this kind cannot do.
+            DistcseError: The teacher cannot be loaded.
+        """
+        self.check_settings()
+        return LiveTeacher(self.open_embedder(), corpus, self.precision, tokens_per_batch)
+
+    def check_source(self) -> list[Check]:
+        """Check, for the doctor, that the source is there. Models are checked together with the student's."""
+        return []
+
+    @property
+    def location(self) -> str:
+        """Where a teacher that is no model computes, for a plan."""
+        return f"computed by {self.source}"
+
+    def describe_pass(self, rows: int) -> str:
+        """Describe, for a plan, an embedding pass of `rows` sentences whose time depends on more than a model's size."""
+        return f"{rows:,} sentences are embedded by {self.source}; time not estimated"
+
+
+class ModelKind(TeacherKind):
+    """A teacher whose `backbone` is a model folder, a hub id or a model inside a package."""
+
+    is_model = True
+
+    def source_fingerprint(self) -> str:
+        """Hash the model's files."""
+        return model_fingerprint(resolve_model(self.section.backbone, self.section.trust_remote_code))

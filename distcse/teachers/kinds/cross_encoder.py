@@ -1,0 +1,86 @@
+"""Cross-encoder as a teacher. It reads both sentences of a pair together, so every list is scored on request."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.data import Corpus
+from distcse.device import default_device
+from distcse.errors import TeacherOutputError, UnsuitableTeacherError
+from distcse.models import CrossEncoder
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.teachers.kinds.base import ModelKind
+from distcse.teachers.teacher import Embedder, Teacher
+
+
+class CrossEncoderKind(ModelKind):
+    """A cross-encoder's model folder."""
+
+    name = "cross-encoder"
+    has_vectors = False
+
+    def open_embedder(self) -> Embedder:
+        """Raise `UnsuitableTeacherError`: a cross-encoder has no vectors."""
+        raise UnsuitableTeacherError(
+            f"teacher {self.section.backbone} is a cross-encoder, which has no vectors; use a teacher that has"
+        )
+
+    def check_settings(self) -> None:
+        """Refuse rank space, which needs vectors, and a prompt.
+
+        Raises:
+            UnsuitableTeacherError: `similarity: rank` or a prompt is set.
+        """
+        if self.section.similarity == "rank":
+            raise UnsuitableTeacherError(
+                f"teacher {self.section.backbone} is a cross-encoder, which has no vectors for a rank space; write similarity: "
+                "cosine"
+            )
+        if self.section.prompt:
+            raise UnsuitableTeacherError(
+                f"teacher {self.section.backbone} is a cross-encoder, which reads pairs without a prompt; remove prompt"
+            )
+
+    def open_live(self, corpus: Corpus, tokens_per_batch: int) -> Teacher:
+        self.check_settings()
+        section = self.section
+        scorer = CrossEncoder.load(section.backbone, section.max_length, section.trust_remote_code, section.is_fast)
+        use_mkldnn_linear(scorer.to(default_device()).eval(), self.precision)
+        return PairTeacher(scorer, corpus, self.precision, tokens_per_batch)
+
+
+class PairTeacher:
+    """Serves a cross-encoder's similarity probabilities; a step scores R·C pairs."""
+
+    def __init__(self, scorer: CrossEncoder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
+        self._scorer = scorer
+        self._corpus = corpus
+        self._precision = precision
+        self._tokens_per_batch = tokens_per_batch
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """Score the pairs of each row's sentence (first) and each column's sentence.
+
+        Args:
+            columns: (B, C) row ids of B steps' global batches.
+            rows: Slice of a batch that selects the R rows.
+
+        Returns:
+            (B, R, C) float32 probabilities in [0, 1].
+
+        Raises:
+            TeacherOutputError: A score is NaN or infinite.
+        """
+        lists = []
+        for batch in columns:
+            texts = self._corpus.texts(batch)
+            pairs = [(query, other) for query in texts[rows] for other in texts]
+            scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch, precision=self._precision)
+            if not np.isfinite(scores).all():
+                first, other = pairs[int(np.flatnonzero(~np.isfinite(scores))[0])]
+                raise TeacherOutputError(
+                    f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is not finite; try precision: fp32"
+                )
+            lists.append(scores.reshape(-1, len(texts)))
+        return np.stack(lists).astype(np.float32)

@@ -1,0 +1,106 @@
+"""The interface of a sweep's backend: where its trials run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from distcse.data import Corpus
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend
+from distcse.placement.cluster import Cluster
+from distcse.recipe import Sweep, TeachersSection
+from distcse.teachers.table import EmbeddingTable
+from distcse.tuning.space import Space
+from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial_resources import TrialResources
+
+
+class StoppedError(Exception):
+    """The caller requested a stop. Running trials stay unfinished, and a resumed sweep continues them."""
+
+
+class SweepBackend(Protocol):
+    """Embeds and serves the teachers once for all trials, and runs the trials."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster to join for the sweep."""
+        ...
+
+    @property
+    def run_backend(self) -> Backend:
+        """The backend that embeds the corpus."""
+        ...
+
+    def serve_trials(
+        self,
+        section: TeachersSection,
+        corpus: Corpus,
+        tables: Sequence[EmbeddingTable | None],
+        in_own_process: bool,
+        reporter: Reporter,
+    ) -> AbstractContextManager[Backend]:
+        """Start the teachers' servers that all trials share; they end with the block.
+
+        Args:
+            section: The teachers.
+            corpus: The sentences.
+            tables: Each teacher's table, or None for a live teacher.
+            in_own_process: Whether trials train in their own process, which reads the tables itself.
+            reporter: Receives warnings of unresponsive servers.
+
+        Returns:
+            The context manager of the backend that trains the trials.
+        """
+        ...
+
+    def search(
+        self,
+        context: TrialContext,
+        space: Space,
+        sweep: Sweep,
+        folder: Path,
+        resources: TrialResources,
+        reporter: Reporter,
+    ) -> None:
+        """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
+
+        Args:
+            context: What all trials share.
+            space: The parameters to search.
+            sweep: The algorithm, the scheduler and the limits.
+            folder: Folder of the search's state.
+            resources: Resources of a trial, and how many trials run at once.
+            reporter: Receives updates of trials; can request a stop.
+
+        Raises:
+            StoppedError: `reporter` requested a stop.
+        """
+        ...
+
+    def train_all(
+        self,
+        context: TrialContext,
+        points: Sequence[dict[str, Any]],
+        sweep: Sweep,
+        folder: Path,
+        resources: TrialResources,
+        reporter: Reporter,
+    ) -> None:
+        """Train the recipe with each set of values, without a scheduler and without a limit of hours.
+
+        Args:
+            context: What all trials share.
+            points: Values by recipe path, one entry per trial.
+            sweep: The limit of failures.
+            folder: Folder of the state, as for `search`.
+            resources: As for `search`.
+            reporter: As for `search`.
+
+        Raises:
+            StoppedError: `reporter` requested a stop.
+        """
+        ...

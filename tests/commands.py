@@ -1,0 +1,27 @@
+"""Commands in processes, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+TRAIN = [sys.executable, "-m", "distcse.train"]
+
+
+def user_environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
+
+
+def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command([*TRAIN, *map(str, arguments)])
+
+
+def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=user_environment(**environment), cwd=ROOT, check=False
+    )

@@ -1,0 +1,276 @@
+"""Processes of a run are killed or stop responding, on one node and on several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
+from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
+from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.placement.resources import ResourceRequest
+from distcse.ray_backend import embedding_actors, nodes, train_workers
+from distcse.ray_backend.backend import RayBackend
+from distcse.ray_backend.nodes import ResourceWatchdog
+from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers, served
+from distcse.recipe import Recipe, with_values
+from distcse.runs.directory import RunDirectory
+from distcse.teachers.serving import serving
+from tests.backends import run
+from tests.failures import fails_with
+from tests.jobs import embed_tables, make_recipe
+from tests.kills import CpuHolder, Nodes, kill_actor, processes_of
+from tests.soak import ROWS, Soak
+from tests.weights import assert_equal_weights, assert_same_learning, weights_of
+from tests.wikipedia import wiki_sentences
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Soak]:
+    folder = tmp_path_factory.mktemp("soak")
+    with Nodes(folder) as cluster_nodes:
+        yield Soak(folder, cluster_nodes, wiki_sentences(data, ROWS))
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(10, "node"), (11, "driver")])
+def test_a_disturbed_run_reaches_the_same_weights(soak: Soak, seed: int, kind: str) -> None:
+    played = soak.play(seed, kind)
+    assert played.survived and played.restarts == 1, played.line
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> Recipe:
+    return make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm")],
+        sentences,
+        "teachers.embedding_workers=1",
+        "teachers.heartbeat_timeout_s=3",
+    )
+
+
+def stop(kind: str) -> None:
+    """Send SIGSTOP to this cluster's only process of an actor class."""
+    (process,) = processes_of(psutil.Process(), kind)
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(recipe: Recipe) -> None:
+    """Both are stopped during their work: one has begun a table, the other has received a request."""
+    events: list[Event] = []
+    stopped: list[str] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StageProgress) and event.done and not event.finished and not stopped:
+            stopped.append("EmbeddingActor")
+            stop("EmbeddingActor")
+
+    teachers, (teacher,) = recipe.teachers, recipe.teachers.encoders
+    corpus = read_corpus(recipe, Reporter())
+    (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, RayBackend(), Reporter(listen))
+    assert stopped and table is not None and table.missing_shards() == []
+    columns = np.arange(64).reshape(2, 32)
+    expected = serving(teacher, table).similarities(columns, slice(None))
+    with served(teachers, corpus, [table], Reporter(events.append)) as servers:
+        client = RemoteTeacherClient(co_located_servers(servers, teachers, "run", 0)[0], lambda answer: None)
+        before = client.request(columns, slice(None)).result(60)
+        np.testing.assert_allclose(before, expected, atol=1e-6)
+        stop("TeacherServer")
+        np.testing.assert_array_equal(client.request(columns, slice(None)).result(120), before)
+    warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    for name in ("embedding actor 0 of", "server 0 of"):
+        warning = next(text for text in warnings if text.startswith(name))
+        assert teacher.backbone in warning and "3 s (teachers.heartbeat_timeout_s)" in warning
+
+
+def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(recipe: Recipe) -> None:
+    """Killed before and after the stop request: the first run ends with a checkpoint, and resumes to the same weights."""
+    overrides = (
+        "training.log_every=1",
+        "training.epochs=20",
+        "evaluation.eval_steps=100",
+        "evaluation.final_suites=[]",
+    )
+    undisturbed = run(with_values(recipe, _values(*overrides)), Reporter())
+    steps: list[int] = []
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, StepReport):
+            steps.append(event.step)
+            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
+                killed.append(event.step)
+
+    one_worker = ("training.workers=1", "training.cpus_per_worker=1")
+    first = run(with_values(recipe, _values(*overrides, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
+    assert (
+        len(killed) == 2 and first.train_result.interrupted and first.train_result.state.step < first.train_result.steps
+    )
+    directory, resumed = RunDirectory.reopen(first.directory.path, [])
+    assert isinstance(resumed, Recipe)
+    second = run(resumed, Reporter(kill), directory)
+    assert second.train_result.state.finished and steps[-1] == second.train_result.steps
+    assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
+
+
+def _values(*overrides: str) -> dict[str, Any]:
+    return {key: yaml.safe_load(value) for key, _, value in (override.partition("=") for override in overrides)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("EventActor", ("event channel", "The actor is dead because it was killed by `ray.kill`")),
+        ("TrainController", ("Ray Train controller", "The actor is dead because its worker process has died")),
+    ],
+)
+def test_the_loss_of_a_necessary_actor_ends_the_run_with_one_line(
+    recipe: Recipe, kind: str, named: tuple[str, ...]
+) -> None:
+    """The event actor, killed so that Ray does not restart it, and Ray Train's controller, which Ray never restarts."""
+    import ray
+    from ray.util.state import list_actors
+
+    embed_tables(recipe)
+    killed: list[str] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, StepReport) and not killed:
+            if kind == "EventActor":
+                (event_actor,) = (
+                    actor for actor in list_actors(filters=[("class_name", "=", kind), ("state", "=", "ALIVE")])
+                )
+                ray.kill(ray.get_actor(event_actor.name))
+            else:
+                assert kill_actor(kind)
+            killed.append(kind)
+
+    overrides = (
+        "training.workers=1",
+        "training.cpus_per_worker=1",
+        "training.log_every=1",
+        "training.epochs=8",
+        "training.max_failures=0",
+    )
+    with fails_with(ProcessLostError, *named, "--resume /") as raised:
+        run(with_values(recipe, _values(*overrides)), Reporter(kill))
+    assert "\n" not in str(raised.value)
+    deadline = time.monotonic() + 60
+    while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
+        assert time.monotonic() < deadline, "workers without a driver are still running"
+        time.sleep(0.5)
+
+
+def test_requests_of_lost_nodes_are_named(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "MAX_WAIT_S", 0.3)
+    monkeypatch.setattr(nodes, "_CHECK_INTERVAL_S", 0.1)
+    warnings: list[str] = []
+    fitting = [request("training.workers=2", 2, {"CPU": 2.0}), request("3 servers", 3, {})]
+    watchdog = ResourceWatchdog(fitting, warnings.append)
+    for _ in range(5):
+        watchdog.check()
+        time.sleep(0.11)
+    assert not warnings
+    too_many = [*fitting, request("2 live servers", 2, {"CPU": 2.0, "GPU": 0.0})]
+    _check_repeatedly(ResourceWatchdog(too_many, warnings.append))  # without a lost node, requests are not checked
+    assert not warnings
+    before = [*nodes.alive(), nodes.Node("gone", {"CPU": 4.0}, {})]
+    lost = ResourceWatchdog(too_many, warnings.append, before)
+    with fails_with(ClusterTooSmallError, "1 of 2 live servers (2 CPUs each) for 0.3 s"):
+        _check_repeatedly(lost)
+    labelled_request = request("training.workers=2", 2, {"CPU": 1.0}, {"role": "gone"})
+    labelled = ResourceWatchdog([labelled_request], warnings.append, before)
+    with fails_with(ClusterTooSmallError, "2 of training.workers=2 (1 CPU each) on a node with role=gone"):
+        _check_repeatedly(labelled)
+    assert len(warnings) == 2 and all("0.3 s" in warning for warning in warnings)
+
+
+def request(
+    description: str, number: int, each: dict[str, float], labels: dict[str, str] | None = None
+) -> ResourceRequest:
+    return ResourceRequest(description, number, each, labels, "number_key", {})
+
+
+def _check_repeatedly(watchdog: ResourceWatchdog) -> None:
+    for _ in range(50):
+        watchdog.check()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeRecipe:
+    return lambda *overrides: make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm"), tiny("roberta")],
+        sentences,
+        "training.dropout_rng_streams=2",
+        "training.cpus_per_worker=1",
+        "evaluation.final_suites=[]",
+        *overrides,
+    )
+
+
+def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_result(
+    recipe_with: MakeRecipe,
+) -> None:
+    import ray
+
+    uninterrupted = run(recipe_with("training.workers=0", "training.epochs=2"), Reporter())
+    to_kill = ["RayTrainWorker", "TeacherServer"]
+    stopped: list[int] = []
+    warnings: list[str] = []
+
+    def disturb(event: Event) -> None:
+        # An evaluator that has scored has sent heartbeats. It is stopped before its worker is killed, which would end it.
+        if isinstance(event, DevScore) and not stopped and kill_actor("EvaluatorActor", signal.SIGSTOP):
+            stopped.append(event.step)
+        if isinstance(event, LogMessage) and "the dev-score evaluator" in event.text:
+            warnings.append(event.text)
+        if isinstance(event, StepReport) and event.step >= 16 and warnings and to_kill and kill_actor(to_kill[0]):
+            to_kill.pop(0)
+
+    overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
+    disturbed = run(
+        recipe_with(*overrides, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
+    )
+    assert not to_kill and stopped
+    assert any(" 3 s" in text for text in warnings)
+    assert disturbed.train_result.state.finished
+    assert_same_learning(weights_of(uninterrupted.directory.path), weights_of(disturbed.directory.path))
+    expected, scores = uninterrupted.train_result.state.scores, disturbed.train_result.state.scores
+    assert [step for step, _ in scores] == [step for step, _ in expected]
+    assert [score for _, score in scores] == pytest.approx([score for _, score in expected], abs=0.1)
+    assert ray.is_initialized()
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_resources(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First while it waits for an embedding actor, then for a training worker; another actor has all CPUs for ever."""
+    import ray
+
+    for module in (embedding_actors, train_workers):
+        monkeypatch.setattr(module, "STOPPED_WAIT_S", 1.0)
+    holder = ray.remote(CpuHolder).options(num_cpus=6).remote()
+    ray.get(holder.is_ready.remote())
+    try:
+        for named in ("teacher", "--resume"):
+            with fails_with(StoppedEarlyError, named):
+                run(recipe_with("training.workers=1"), Reporter(stop_requested=lambda: True))
+            run(recipe_with("training.workers=0", "training.max_steps=1"), Reporter())  # embeds the corpus locally
+    finally:
+        ray.kill(holder)

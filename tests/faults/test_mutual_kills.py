@@ -1,0 +1,212 @@
+"""Mutual distillation on a Ray cluster while actors and drivers are killed, stopped or wait for resources."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from distcse.errors import WorkersLostError
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
+from distcse.recipe import MutualRecipe
+from distcse.report.history import read_run
+from distcse.runs.directory import RunDirectory
+from tests.backends import run_mutual
+from tests.conftest import ROOT
+from tests.failures import fails_with
+from tests.kills import CpuHolder, kill_actor
+from tests.pairs import assert_same_labels, make_mutual_recipe
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+MakeRecipe = Callable[..., MutualRecipe]
+LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.eval_steps=20", "mutual.cycles=1")
+SHORT = ("cross.epochs=4", "bi.epochs=4")
+ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *overrides)
+
+
+def test_parallel_groups_with_killed_actors_have_the_labels_of_an_uninterrupted_run(
+    recipe_with: MakeRecipe, cluster: None
+) -> None:
+    """Ray restarts a killed event channel, without a restart of the group."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
+    killed: list[str] = []
+    lost: list[str] = []
+
+    def kill(event: Event) -> None:
+        if not isinstance(event, GroupEvent):
+            return
+        if isinstance(event.event, LogMessage) and event.event.text.startswith("lost a worker"):
+            lost.append(event.event.text)
+        if isinstance(event.event, StepReport) and not killed and kill_actor("EventActor"):
+            killed.append("event channel")
+        elif isinstance(event.event, StepReport) and event.event.step >= 30 and killed == ["event channel"]:
+            assert not lost and kill_actor("TrainingActor")
+            killed.append("trainer")
+        is_scoring = (
+            isinstance(event.event, GroupActivity)
+            and event.event.activity == "scoring"
+            and event.event.phase != "start"
+        )
+        if is_scoring and killed == ["event channel", "trainer"] and kill_actor("ScoringActor"):
+            killed.append("scorer")
+
+    disturbed = run_mutual(recipe_with(*ON_RAY), Reporter(kill))
+    assert killed == ["event channel", "trainer", "scorer"] and len(lost) == 2
+    assert_same_labels(uninterrupted.directory.path, disturbed.directory.path)
+    cycles = read_run(disturbed.directory.path).cycles
+    assert cycles is not None
+    for kind in ("cross", "bi"):
+        bert, roberta = (
+            next(
+                span
+                for span in cycles.spans
+                if (span.group, span.phase, span.activity) == (name, f"cycle-1-{kind}", "training")
+            )
+            for name in ("bert", "roberta")
+        )
+        assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
+
+
+def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
+    recipe_with(*ON_RAY)
+    arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
+    run = _run_until(arguments, "cycle-1-cross", signal.SIGTERM)
+    assert _run_until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
+    directory, recipe = RunDirectory.reopen(run, ["ray=false"])
+    assert isinstance(recipe, MutualRecipe)
+    resumed = run_mutual(recipe, Reporter(), directory)
+    assert resumed.best and not resumed.interrupted
+    assert_same_labels(uninterrupted.directory.path, resumed.directory.path)
+
+
+def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
+    """Start `distcse.train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distcse.train", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "NO_COLOR": "1"},
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    run = None
+    for line in process.stderr:
+        if "run directory" in line:
+            run = Path(line.split()[-1])
+        if run is not None and f"{phase} training" in line:
+            _wait_for_steps(run, phase)
+            break
+    process.send_signal(stop)
+    _, errors = process.communicate(timeout=120)
+    assert run is not None and process.returncode == (130 if stop == signal.SIGTERM else -stop), errors
+    return run
+
+
+def _wait_for_steps(run: Path, phase: str) -> None:
+    """Wait until a group has taken a step of a phase."""
+    for _ in range(600):
+        phases: dict[str, str] = {}
+        for line in (run / "events.jsonl").read_text().splitlines():
+            event: Mapping[str, str] = json.loads(line)
+            if event["event"] == "GroupActivity":
+                phases[event["group"]] = event["phase"]
+            if event["event"] == "StepReport" and phases.get(event["group"]) == phase:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no step of {phase}")
+
+
+@pytest.mark.parametrize("other", ["waits for resources", "has a hanging scorer"])
+def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
+    recipe_with: MakeRecipe, cluster: None, other: str
+) -> None:
+    """The other group would never finish: no CPU becomes free, and no worker is restarted in time."""
+    import ray
+
+    waiting: list[str] = []
+    lost: list[str] = []
+    holder = ray.remote(CpuHolder).options(num_cpus=5 if other == "waits for resources" else 0).remote()
+    ray.get(holder.is_ready.remote())
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage) and "lost" in event.event.text:
+            lost.append(event.event.text)
+        if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
+            return
+        activity, hangs = event.event, other == "has a hanging scorer"
+        if hangs and (event.group, activity.phase, activity.activity) == ("roberta", "cycle-1-cross", "scoring"):
+            assert kill_actor("ScoringActor", signal.SIGSTOP, "roberta")
+        if activity.activity == "waiting" and activity.phase_index == (2 if hangs else 1):
+            waiting.append(event.group)
+
+    try:
+        stopped = run_mutual(recipe_with(*SHORT, *ON_RAY), Reporter(on_event, lambda: bool(waiting)))
+    finally:
+        ray.kill(holder)
+    assert stopped.interrupted and not stopped.best and not lost
+
+
+def test_a_group_that_fails_too_often_ends_the_run_or_is_dropped(recipe_with: MakeRecipe, cluster: None) -> None:
+    def kill(event: Event) -> None:
+        if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
+            kill_actor("TrainingActor")
+
+    overrides = (*SHORT, *ON_RAY, "mutual.max_failures=0")
+    with fails_with(WorkersLostError, "group ", " 1 times", "cycle-1-cross", "--resume"):
+        run_mutual(recipe_with(*overrides), Reporter(kill))
+    dropped = run_mutual(recipe_with(*overrides, "mutual.on_failure=drop"), Reporter(_once(kill)))
+    assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
+
+
+def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
+    done: list[Event] = []
+
+    def once(event: Event) -> None:
+        if not done and isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
+            done.append(event)
+            kill(event)
+
+    return once
+
+
+def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(recipe_with: MakeRecipe, cluster: None) -> None:
+    """A killed worker makes the other fail in its next collective operation, which must not count as the user's error."""
+    events: list[Event] = []
+
+    def kill(event: Event) -> None:
+        events.append(event)
+        if (
+            isinstance(event, GroupEvent)
+            and event.group == "bert"
+            and isinstance(event.event, StepReport)
+            and not killed
+        ):
+            killed.append(kill_actor("TrainingActor", named=r"^trainer-.*bert.*-1$"))
+
+    killed: list[bool] = []
+    no_dropout = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
+    one = run_mutual(recipe_with(*no_dropout), Reporter())
+    deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
+    two = run_mutual(recipe_with(*no_dropout, *ON_RAY, *deepspeed), Reporter(kill))
+    lost = [
+        event.event.text for event in events if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage)
+    ]
+    assert killed == [True] and len(lost) == 1 and "lost a worker in cycle-1-cross" in lost[0]
+    assert_same_labels(one.directory.path, two.directory.path, tolerance=5e-3)

@@ -1,0 +1,173 @@
+"""Concurrent processes: two runs that need the same table; a running run that another process resumes or evaluates."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.workers  # noqa: F401  (preloads the imports of the fork server)
+from distcse import train
+from distcse.errors import ModelNotFoundError, RunInUseError
+from distcse.events import Event, Reporter, ignore
+from distcse.measuring import measure
+from distcse.recipe import Recipe, with_values
+from distcse.runs.directory import RunDirectory
+from tests.backends import run
+from tests.failures import fails_with
+from tests.jobs import make_recipe
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+Start = Callable[..., BaseProcess]
+LINES = [f"Sentence {number} of many, about the number {number * 7919 % 10007}." for number in range(2400)]
+SHARD = 40
+
+
+@pytest.fixture
+def recipe_with(tmp_path: Path, tiny: Callable[..., Path]) -> MakeRecipe:
+    return lambda *overrides: make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm")],
+        LINES,
+        "evaluation.final_suites=[]",
+        "training.log_every=1",
+        *overrides,
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start runs in separate processes; with a folder, resume the run in it."""
+    started: list[BaseProcess] = []
+
+    def begin(recipe: Recipe, folder: Path | None = None) -> BaseProcess:
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=(recipe, folder))
+        process.start()
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def _run(recipe: Recipe, folder: Path | None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    run(recipe, Reporter(), None if folder is None else RunDirectory(folder))
+
+
+def events(runs: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of a kind that the only run in a folder has written so far."""
+    found = []
+    for file in runs.glob("*/events.jsonl"):
+        for line in file.read_text().splitlines():
+            with suppress(ValueError):  # an incomplete line
+                found.append(json.loads(line))
+    return [event for event in found if event["event"] == kind]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def with_runs_in(recipe: Recipe, runs: Path) -> Recipe:
+    return with_values(recipe, {"storage.runs": str(runs)})
+
+
+def holder_messages(runs: Path, pid: int) -> list[dict[str, Any]]:
+    """Return the log messages that name the process which holds the lease."""
+    return [event for event in events(runs, "LogMessage") if f"process {pid} on" in event["text"]]
+
+
+def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_killed(
+    recipe_with: MakeRecipe, start: Start, tmp_path: Path
+) -> None:
+    """The second run waits for the first, and embeds the rest when the first is killed. A third run reuses the table."""
+    recipe = recipe_with(f"teachers.shard_rows={SHARD}", "training.max_steps=3", "evaluation.eval_steps=3")
+    first, second = (with_runs_in(recipe, tmp_path / name) for name in ("first", "second"))
+
+    def embedded(runs: Path) -> int:
+        return max(
+            (event["done"] for event in events(runs, "StageProgress") if event["name"] == "teacher 0"), default=0
+        )
+
+    killed = start(first)
+    wait_for(lambda: embedded(tmp_path / "first") >= 3 * SHARD)
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGSTOP)  # inside a shard, until the second run waits
+    waiter = start(second)
+    wait_for(lambda: holder_messages(tmp_path / "second", killed.pid))
+    assert holder_messages(tmp_path / "second", killed.pid)[-1] == events(tmp_path / "second", "LogMessage")[-1]
+    killed.kill()
+    killed.join()
+    complete = {label: label.stat().st_mtime_ns for label in tmp_path.glob("cache/tables/*/shard-*.json")}
+    waiter.join(300)
+    assert waiter.exitcode == 0
+    assert embedded(tmp_path / "second") == len(LINES) - len(complete) * SHARD
+    assert {label: label.stat().st_mtime_ns for label in complete} == complete
+    third = run(with_runs_in(recipe, tmp_path / "third"), Reporter())
+    assert embedded(tmp_path / "third") == 0
+    (other,) = (tmp_path / "second").glob("*")
+    assert_equal_weights(weights_of(third.directory.path), weights_of(other))
+
+
+def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
+    recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
+    uninterrupted = run(with_runs_in(recipe, tmp_path / "uninterrupted"), Reporter())
+    process = start(recipe)
+    runs = tmp_path / "runs"
+    wait_for(lambda: [event for event in events(runs, "StepReport") if event["step"] > 25])
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    (folder,) = runs.iterdir()
+    for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
+        assert train.main(command) == 1
+        error = capsys.readouterr().err
+        assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
+        assert error.count("\n") == 1
+    with fails_with(ModelNotFoundError, str(folder)):  # it has no model before its end
+        measure({"student": str(folder)}, labelled, ["pairs"])
+    process.kill()
+    process.join()
+    assert train.main(["--resume", str(folder), "--quiet"]) == 0
+    assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
+
+
+def test_the_model_of_an_interrupted_run_is_evaluated_while_the_run_continues(
+    recipe_with: MakeRecipe, start: Start, labelled: Path
+) -> None:
+    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
+    steps: list[Event] = []
+    interrupted_run = run(recipe, Reporter(steps.append, lambda: len(steps) > 20))
+    assert interrupted_run.train_result.interrupted
+    folder = interrupted_run.directory.path
+
+    def figure() -> float:
+        measured = measure({"student": str(folder)}, labelled, ["sts"], listen=ignore)
+        return measured.score("sts", "STS-B", "all", "student")
+
+    before = figure()
+    resumed = start(recipe, folder)
+    wait_for(lambda: [event for event in events(folder.parent, "StepReport") if event["step"] > 30])
+    assert figure() == before
+    resumed.join(300)
+    assert resumed.exitcode == 0

@@ -1,0 +1,618 @@
+"""Paths and object storage, on a real server behind a gate that refuses requests at every point."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ray import cloudpickle
+from safetensors.torch import save_file
+
+from distcse import train
+from distcse.errors import (
+    CheckpointError,
+    EmbeddingTableError,
+    InvalidValueError,
+    ModelNotFoundError,
+    ObjectStorageError,
+    ResumeMismatchError,
+    RunRecordError,
+    RunTakenOverError,
+    StorageAddressError,
+    StorageWriteError,
+)
+from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.health.storage import check_location
+from distcse.models import Encoder
+from distcse.ray_backend.teacher_servers import _live_teacher, _table_teacher
+from distcse.recipe import MutualRecipe, Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease, has_local_changes
+from distcse.runs.reference_run import ReferenceRun
+from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state
+from distcse.tuning.trial import TrialContext
+from tests.backends import run
+from tests.failures import fails_with
+from tests.jobs import make_recipe
+from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gate(server: Server) -> Iterator[Gate]:
+    with gated(server) as gate:
+        yield gate
+
+
+@pytest.fixture
+def bucket(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Return an unused address behind the gate, with this machine's mirrors in the test's folder."""
+    gate.open()
+    for name, value in environment(gate.port, tmp_path / "mirror").items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{text_checksum(request.node.nodeid)[:8]}"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that simulates another machine by moving the mirrors."""
+    return lambda name: monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / name))
+
+
+def key_of(path: str) -> str:
+    return path.removeprefix(f"s3://{BUCKET}/")
+
+
+def fill(store: ArtifactStore, **content: str) -> ArtifactStore:
+    shutil.rmtree(store.path, ignore_errors=True)
+    for name, text in content.items():
+        file = store.path / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return store
+
+
+def content_of(store: ArtifactStore) -> dict[str, str]:
+    files = [file for file in store.path.rglob("*") if file.is_file()]
+    return {file.relative_to(store.path).as_posix(): file.read_text() for file in files}
+
+
+# Paths and addresses
+
+
+def test_a_name_resolves_to_a_folder_or_an_addresss_mirror(bucket: str, tmp_path: Path) -> None:
+    local = open_store("runs/x")
+    assert not local.is_remote and str(local.path) == "runs/x" == str(local) == to_uri(Path("runs/x"))
+    remote = open_store("s3://bucket/runs/x/")
+    assert remote.is_remote and str(remote) == to_uri(remote.path) == "s3://bucket/runs/x"
+    assert remote.path.is_relative_to(tmp_path / "mirror")
+    assert remote == open_store(remote.path) == open_store(str(remote.path))
+    for derived in (remote / "a" / "b", remote.parent, open_store(remote.path.with_name("y"))):
+        assert derived.is_remote
+    assert str(remote / "a") == "s3://bucket/runs/x/a" and str(open_store("gs://bucket/k")) == "gs://bucket/k"
+    assert str(open_store("s3://bucket")) == "s3://bucket"
+    assert not open_store(tmp_path / "mirror" / "s3").is_remote
+
+
+def test_equal_buckets_of_two_servers_have_separate_mirrors(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_store("s3://bucket/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:9000")
+    assert open_store("s3://bucket/x") != first
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["http://host/x", "s3://", "s3://bucket/../other", "s3://KEY:SECRET@bucket/x", "s3://bucket/x?secret_key=SECRET"],
+)
+def test_malformed_addresses_are_refused_and_not_repeated(
+    name: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    with fails_with(InvalidValueError, "storage.runs", "s3://BUCKET/PREFIX") as refused:
+        make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, f"storage.runs={name}")
+    assert "SECRET" not in str(refused.value)
+    with fails_with(StorageAddressError, "s3://BUCKET/PREFIX") as refused:
+        resolve_path(name)
+    assert "SECRET" not in str(refused.value)
+
+
+# Files and folders
+
+
+def test_files_are_uploaded_and_downloaded(bucket: str, machine: Callable[[str], None], server: Server) -> None:
+    run = open_store(f"{bucket}/run")
+    assert not run.fetch("recipe.yaml") and run.read("recipe.yaml") is None
+    run.write_text("recipe.yaml", "one")
+    assert server.read(f"{key_of(run.uri)}/recipe.yaml") == b"one"
+    machine("other")
+    run = open_store(f"{bucket}/run")
+    assert run.fetch("recipe.yaml") and (run.path / "recipe.yaml").read_text() == "one"
+    assert run.list_names() == {"recipe.yaml"}
+    run.write_text("recipe.yaml", "")
+    assert run.read("recipe.yaml") == b""
+
+
+def test_a_store_is_pickled_as_its_address(bucket: str, machine: Callable[[str], None], tmp_path: Path) -> None:
+    packed = pickle.dumps(open_store(bucket) / "run")
+    machine("other")
+    unpacked = pickle.loads(packed)
+    assert unpacked == open_store(bucket) / "run" and str(unpacked) == f"{bucket}/run"
+    assert unpacked.path.is_relative_to(tmp_path / "other")
+    assert unpacked.name == "run" and unpacked.parent == open_store(bucket)
+
+
+def test_json_files_have_their_own_checksum(bucket: str, tmp_path: Path) -> None:
+    for store in (open_store(bucket), open_store(tmp_path)):
+        assert store.read_json("layers/x.json") is None
+        store.write_json("layers/x.json", {"a": 1})
+        assert store.read_json("layers/x.json") == {"a": 1}
+        store.write_text("layers/x.json", '{"a": 2}')
+        with pytest.raises(ValueError, match="checksum"):
+            store.read_json("layers/x.json")
+
+
+def test_a_file_in_a_deleted_folder_is_not_written(tmp_path: Path) -> None:
+    with fails_with(StorageWriteError, str(tmp_path / "run")):
+        open_store(tmp_path / "run").write_text("recipe.yaml", "one")
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_are_uploaded_and_downloaded_as_a_unit(
+    bucket: str, machine: Callable[[str], None], server: Server
+) -> None:
+    model = fill(open_store(f"{bucket}/model"), config="1", weights="w", sub__deep="d")
+    assert not model.has_folder() and not model.fetch_folder()
+    model.publish()
+    machine("other")
+    remote = open_store(f"{bucket}/model")
+    assert remote.has_folder() and not remote.path.exists()
+    assert remote.fetch_folder() and content_of(remote) == {"config": "1", "weights": "w", "sub/deep": "d"}
+    fill(remote, config="2", weights="w")
+    remote.publish()
+    # Objects that the new record doesn't name are deleted.
+    assert len([key for key in server.stored() if key.startswith(key_of(bucket))]) == 3
+    machine("mirror")
+    assert model.fetch_folder() and content_of(model) == {"config": "2", "weights": "w"}
+    model.delete_folder()
+    assert not model.has_folder() and not model.path.exists()
+    assert not [key for key in server.stored() if key.startswith(key_of(bucket))]
+
+
+def test_unchanged_files_are_not_uploaded_again(bucket: str, gate: Gate) -> None:
+    model = fill(open_store(f"{bucket}/model"), config="1", weights="w" * 1000)
+    model.publish()
+    gate.changes.clear()
+    model.publish()
+    assert gate.changes == []
+    (model.path / "card").write_text("new")
+    model.publish()
+    uploads = [change for change in gate.changes if change.startswith("PUT") and not change.endswith("/")]
+    assert len(uploads) == 4  # card and record; config and weights are copied within the storage
+
+
+def test_nothing_is_copied_in_a_shared_folder(tmp_path: Path) -> None:
+    folder = fill(open_store(tmp_path / "x"), a="1")
+    folder.publish()
+    assert folder.fetch_folder() and folder.has_folder() and content_of(folder) == {"a": "1"}
+    assert not folder.fetch("b") and folder.list_names() == {"a"}
+    folder.delete_folder()
+    assert not folder.path.exists()
+
+
+def test_damaged_objects_are_an_error(bucket: str, machine: Callable[[str], None], server: Server) -> None:
+    fill(open_store(f"{bucket}/x"), a="1").publish()
+    (data,) = [key for key in server.stored() if key.startswith(key_of(bucket)) and key.endswith("/a")]
+    machine("other")
+    server.write(data, b"2")
+    with fails_with(RunRecordError, f"{data.rpartition('/')[2]}", bucket):
+        open_store(f"{bucket}/x").fetch_folder()
+    server.delete(data)
+    with fails_with(RunRecordError, f"{bucket}/x", "record.json"):
+        open_store(f"{bucket}/x").fetch_folder()
+    server.write(f"{key_of(bucket)}/x/record.json", b"{}")
+    with fails_with(RunRecordError, f"{bucket}/x/record.json"):
+        open_store(f"{bucket}/x").fetch_folder()
+
+
+def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:
+    first, second = fill(open_store(f"{bucket}/first")), fill(open_store(f"{bucket}/second"))
+    for store, width in ((first, 2), (second, 3)):
+        (store.path / "model").mkdir(parents=True)
+        save_file({"w": torch.zeros(width)}, store.path / "model" / "model.safetensors")
+    reference = ReferenceRun(first.path, Recipe.model_construct(), {}, [])
+    with fails_with(ResumeMismatchError, f"{bucket}/first and {bucket}/second"):
+        reference.compare(second.path)
+    (second.path / "model" / "model.safetensors").write_bytes(b"")
+    with fails_with(RunRecordError, f"{bucket}/second/model/model.safetensors"):
+        reference.compare(second.path)
+    with fails_with(CheckpointError, f"checkpoint {bucket}/first/checkpoints/step-000001 "):
+        load_model_state((first / "checkpoints" / "step-000001").path)
+    table = EmbeddingTable.locate(open_store(bucket).path, TableIdentity("m", "c", 4, "mean", 16, "", "fp32", 4))
+    with fails_with(EmbeddingTableError, f"table {bucket}/tables/", "shard 0"):
+        table.vectors([0])
+    (table.directory / "shard-00000.npy").write_bytes(b"")
+    with fails_with(EmbeddingTableError, f"{bucket}/tables/", "shard-00000.npy cannot be read"):
+        table.vectors([0])
+
+
+def test_a_model_is_saved_to_and_loaded_from_object_storage(
+    bucket: str, machine: Callable[[str], None], tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    encoder.save(f"{bucket}/model")
+    machine("other")
+    loaded = Encoder.load(f"{bucket}/model").state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in encoder.state_dict().items())
+    assert train.main(["--resume", "s3://KEY:SECRET@bucket/x"]) == 1
+    shown = capsys.readouterr().err
+    assert f"[{StorageAddressError.code}]" in shown and "SECRET" not in shown
+
+
+def test_the_doctor_tests_object_storage(bucket: str, gate: Gate) -> None:
+    checks = check_location("storage.runs", resolve_path(f"{bucket}/runs"))
+    assert [check.name for check in checks] == ["storage.runs", "DISTCSE_MIRROR"]
+    assert checks[0].line.endswith(f"{bucket}/runs: written, read and deleted")
+    gate.refuse_from(0)
+    (refused,) = check_location("storage.runs", resolve_path(f"{bucket}/runs"))
+    assert refused.verdict == "fail" and BUCKET in refused.found
+
+
+def test_a_damaged_mirror_is_repaired(bucket: str) -> None:
+    folder = fill(open_store(f"{bucket}/x"), a="111", b="222")
+    folder.publish()
+    (folder.path / "a").unlink()
+    (folder.path / "b").write_text("22")
+    assert folder.fetch_folder() and content_of(folder) == {"a": "111", "b": "222"}
+
+
+# Every point at which a writer may fail
+
+
+def fail_at_every_point(gate: Gate, work: Callable[[], None], check: Callable[[bool], None]) -> int:
+    """Repeat some work with the storage refusing after 0, 1, 2, … changes, until it succeeds; check after each attempt.
+
+    Args:
+        gate: The gate before the storage.
+        work: Uploads something.
+        check: Called with whether the work succeeded.
+
+    Returns:
+        The number of changes of the work.
+    """
+    for number in range(200):
+        gate.refuse_from(number)
+        try:
+            work()
+        except ObjectStorageError:
+            gate.open()
+            check(False)
+        else:
+            gate.open()
+            check(True)
+            return number
+    raise AssertionError("the work never succeeded")
+
+
+def test_a_reader_sees_the_old_folder_or_the_new_one(
+    bucket: str, gate: Gate, machine: Callable[[str], None], tmp_path: Path
+) -> None:
+    old, new = {"config": "1", "weights": "old"}, {"config": "1", "weights": "new", "card": "c"}
+    number = 0
+
+    def replace() -> None:
+        machine("writer")
+        nonlocal number
+        number += 1
+        gate_refuses, gate.refuses = gate.refuses, lambda method, path: None
+        fill(open_store(f"{bucket}/{number}/model"), **old).publish()
+        gate.refuses = gate_refuses
+        gate.changes.clear()
+        fill(open_store(f"{bucket}/{number}/model"), **new).publish()
+
+    def check_reader(succeeded: bool) -> None:
+        machine(f"reader{number}")
+        folder = open_store(f"{bucket}/{number}/model")
+        assert folder.fetch_folder()
+        assert content_of(folder) == new or (not succeeded and content_of(folder) == old)
+
+    assert fail_at_every_point(gate, replace, check_reader) >= 4
+
+
+def test_a_reader_sees_all_of_a_new_or_deleted_folder_or_none(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    content = {"a": "1", "b": "2"}
+
+    def check_reader(succeeded: bool) -> None:
+        machine("reader")
+        folder = open_store(f"{bucket}/x")
+        assert folder.fetch_folder() == (folder.path.exists() and content_of(folder) == content)
+        shutil.rmtree(folder.path, ignore_errors=True)
+        machine("writer")
+
+    machine("writer")
+    points = fail_at_every_point(gate, lambda: fill(open_store(f"{bucket}/x"), **content).publish(), check_reader)
+    assert points == 3
+    fail_at_every_point(gate, lambda: open_store(f"{bucket}/x").delete_folder(), check_reader)
+    assert not open_store(f"{bucket}/x").has_folder()
+    fill(open_store(f"{bucket}/x"), **content).publish()
+    fail_at_every_point(gate, lambda: open_store(f"{bucket}").delete_all(), check_reader)
+    assert not open_store(bucket).list_names() - {"x"}
+
+
+def make_state(step: int) -> ModelState:
+    return ModelState({"w": torch.full((3,), float(step))}, {}, step)
+
+
+def make_position(step: int, best: int = 0) -> TrainerState:
+    return TrainerState(step, [(s, 50.0 if s == best else 10.0) for s in range(0, step + 1, 10)])
+
+
+def test_a_reader_sees_the_old_checkpoint_or_the_new_one(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    seen_steps: list[int] = []
+    number = 0
+
+    def save() -> None:
+        nonlocal number
+        number += 1
+        machine("writer")
+        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
+        refuses, gate.refuses = gate.refuses, lambda method, path: None
+        checkpoints.save(make_state(0), make_position(0))
+        checkpoints.save(make_state(10), make_position(10))
+        gate.refuses = refuses
+        gate.changes.clear()
+        checkpoints.save(make_state(20), make_position(20, best=20))
+
+    def check_reader(succeeded: bool) -> None:
+        machine(f"reader{number}")
+        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
+        found = checkpoints.restore()
+        best = checkpoints.best()
+        assert found is not None and best is not None
+        assert float(found[1].weights["w"][0]) == found[0].step and found[0].step in (10, 20)
+        assert best.name in ("step-000000", "step-000020")
+        seen_steps.append(found[0].step)
+
+    assert fail_at_every_point(gate, save, check_reader) >= 5
+    assert seen_steps[0] == 10 and seen_steps[-1] == 20 and seen_steps == sorted(seen_steps)
+
+
+def test_a_table_has_all_of_a_shard_or_none(bucket: str, gate: Gate, machine: Callable[[str], None]) -> None:
+    identity = TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4)
+    vectors = torch.eye(4).numpy()
+    cache = f"{bucket}/cache"
+    EmbeddingTable.locate(resolve_path(cache), identity).write_shard(0, vectors)
+
+    def embed() -> None:
+        machine("builder")
+        EmbeddingTable.locate(resolve_path(cache), identity).write_shard(1, vectors)
+
+    def check_reader(succeeded: bool) -> None:
+        machine("server")
+        table = EmbeddingTable.locate(resolve_path(cache), identity)
+        if missing := table.missing_shards():
+            assert missing == [1] and not succeeded
+        else:
+            assert succeeded or gate.changes
+            assert table.vectors([5]).tolist() == [[0, 1, 0, 0]]
+        assert table.vectors([2]).tolist() == [[0, 0, 1, 0]]
+
+    assert fail_at_every_point(gate, embed, check_reader) >= 4  # table.json, two files and the record
+
+
+def test_a_shard_that_was_not_stored_is_not_embedded_again(bucket: str, gate: Gate) -> None:
+    identity = TableIdentity("m", "c", 4, "mean", 16, "", "fp32", shard_rows=4)
+    table = EmbeddingTable.locate(resolve_path(f"{bucket}/cache"), identity)
+    gate.refuse_from(0)
+    with fails_with(ObjectStorageError, f"{bucket}/cache"):
+        table.write_shard(0, torch.eye(4).numpy())
+    gate.open()
+    assert table.missing_shards() == [] and open_store(table.directory / "shard-00000").has_folder()
+
+
+# Runs
+
+
+@pytest.fixture
+def recipe(bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Recipe:
+    overrides = (
+        f"storage.runs={bucket}/runs",
+        f"storage.cache={bucket}/cache",
+        "training.max_steps=12",
+        "evaluation.final_suites=[]",
+    )
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
+
+
+def test_messages_to_other_machines_contain_no_path_of_a_mirror(
+    bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    storage = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache")
+    overrides = ("objective.regression={}", "student.projection=none", "training.neighbor_batching={per_anchor: 1}")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *storage, *overrides)
+    prepared = PreparedCorpus.prepare(recipe, Reporter())
+    (table,) = prepared.tables(LocalBackend(), Reporter())
+    run_path = RunDirectory.create(recipe).path
+    spec = prepared.spec(run_path, [table], Reporter(), Lease.acquire(run_path))
+    assert table is not None and spec.lease is not None and spec.neighbors is not None
+    assert spec.targets is not None and spec.targets.projection is not None
+    teacher, corpus = recipe.teachers.encoders[0], open_store(prepared.corpus.directory)
+    for sent in (
+        spec,
+        table,
+        _table_teacher(teacher, table),
+        _live_teacher(teacher, corpus, 64),
+        GroupContext(MutualRecipe.model_construct(), 0, spec.run, spec.lease),
+        TrialContext(recipe, spec.run / "trials"),
+    ):
+        assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)
+
+
+def test_a_run_continues_on_another_machine_and_ends_with_the_same_weights(
+    recipe: Recipe, machine: Callable[[str], None], server: Server, tmp_path: Path
+) -> None:
+    on_disk = recipe.model_copy(
+        update={
+            "storage": recipe.storage.model_copy(update={"runs": str(tmp_path / "r"), "cache": str(tmp_path / "c")})
+        }
+    )
+    expected = run(on_disk, Reporter()).directory.model / "model.safetensors"
+    events: list[Event] = []
+    stopped = run(recipe, Reporter(events.append, lambda: any(isinstance(event, StepReport) for event in events)))
+    assert stopped.train_result.interrupted and 0 < stopped.train_result.state.step < 12
+    address = to_uri(stopped.directory.path)
+    machine("other")
+    directory, reopened = RunDirectory.reopen(resolve_path(address), [])
+    result = run(reopened, Reporter(), directory)
+    assert not result.train_result.interrupted
+    machine("third")
+    encoder = Encoder.load(f"{address}/model")
+    loaded = Encoder.load(expected.parent).state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in encoder.state_dict().items())
+    with fails_with(ModelNotFoundError, f"{address}/model"):
+        Encoder.load(address)
+    with fails_with(ModelNotFoundError, f"{address}/nothing"):
+        Encoder.load(f"{address}/nothing")
+    stored = server.objects()
+    assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
+    events_json = server.read(f"{key_of(address)}/events.jsonl").decode()
+    assert events_json.count('"event": "CheckpointSaved"') == 4 and events_json.count("run directory s3://") == 2
+
+
+def test_a_run_without_storage_ends_and_continues_from_its_local_checkpoint(
+    recipe: Recipe, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    def refuse_after_step_6(event: object) -> None:
+        if getattr(event, "step", None) == 6 and type(event).__name__ == "DevScore":
+            gate.refuses = lambda method, path: (0, "")
+
+    with fails_with(ObjectStorageError, recipe.storage.runs, "http://127.0.0.1", "--resume") as lost:
+        run(recipe, Reporter(refuse_after_step_6))
+    assert "Sentinel" not in str(lost.value)
+    gate.open()
+    (name,) = open_store(recipe.storage.runs).list_names()
+    address = f"{recipe.storage.runs}/{name}"
+    assert CheckpointStore(resolve_path(address)).latest() == resolve_path(address) / "checkpoints" / "step-000000"
+    assert (resolve_path(address) / "checkpoints" / "step-000006").is_dir()
+    notes: list[str] = []
+    directory, reopened = RunDirectory.reopen(resolve_path(address), [])
+    result = run(
+        reopened, Reporter(lambda event: notes.append(event.text) if isinstance(event, LogMessage) else None), directory
+    )
+    assert any("step-000006" in note for note in notes)
+    assert result.train_result.state.finished
+
+
+def test_the_local_checkpoint_of_a_run_that_was_taken_over_is_ignored(
+    bucket: str, machine: Callable[[str], None]
+) -> None:
+    run_path = resolve_path(f"{bucket}/run")
+    run_path.mkdir(parents=True)
+    lease = Lease.acquire(run_path)
+    CheckpointStore(run_path, lease).save(make_state(0), make_position(0))
+    assert has_local_changes(run_path)
+    machine("other")
+    remote = resolve_path(f"{bucket}/run")
+    assert not has_local_changes(remote)
+    remote.mkdir(parents=True)
+    later = Lease.acquire(remote)
+    CheckpointStore(remote, later).save(make_state(10), make_position(10))
+    machine("mirror")
+    assert not has_local_changes(run_path)
+    with fails_with(RunTakenOverError, f"{bucket}/run"):
+        CheckpointStore(run_path, lease).save(make_state(20), make_position(20))
+    found = CheckpointStore(run_path).restore()
+    assert found is not None and found[0].step == 10
+
+
+# Google Cloud
+
+
+def test_google_cloud_storage_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Callable[[str], None]
+) -> None:
+    with emulating_google(tmp_path / "log") as port:
+        monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", f"http://127.0.0.1:{port}")
+        machine("writer")
+        address = f"gs://{BUCKET}/model"
+        fill(open_store(address), config="1", weights="old").publish()
+        fill(open_store(address), config="1", weights="new").publish()
+        machine("reader")
+        assert open_store(address).fetch_folder() and content_of(open_store(address)) == {
+            "config": "1",
+            "weights": "new",
+        }
+        parent = open_store(f"gs://{BUCKET}")
+        parent.write_text("model.yaml", "x")
+        assert parent.read("model.yaml") == b"x" and parent.read("model.other") is None
+        assert open_store(f"gs://{BUCKET}").list_names() == {"model", "model.yaml"}
+        open_store(address).delete_folder()
+        assert not open_store(address).has_folder()
+        with fails_with(ObjectStorageError, "bucket elsewhere", "http://127.0.0.1"):
+            open_store("gs://elsewhere/x").probe()
+
+
+# Refused requests
+
+
+def test_each_refusal_is_one_line_without_credentials(
+    bucket: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def probe_fails(address: str, *named: str) -> None:
+        with fails_with(ObjectStorageError, *named) as refused:
+            open_store(address).probe()
+        assert "\n" not in str(refused.value) and "Sentinel" not in str(refused.value)
+
+    probe_fails("s3://elsewhere/x", "bucket elsewhere", "http://127.0.0.1")
+    gate.refuse_from(0, 403, "AccessDenied")
+    probe_fails(bucket, "get, put, delete and list", BUCKET)
+    gate.refuse_from(0, 403, "InvalidAccessKeyId")
+    probe_fails(bucket, "INVALID_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    gate.refuse_from(0, 403, "AccessDenied")
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    probe_fails(bucket, "http://127.0.0.1", "export AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        probe_fails(bucket, endpoint, "network")
+
+
+def test_temporary_refusals_are_retried(bucket: str, gate: Gate) -> None:
+    refusals_left = [1]
+
+    def refuses(method: str, path: str) -> tuple[int, str] | None:
+        if method == "PUT" and refusals_left:
+            refusals_left.pop()
+            return 503, "SlowDown"
+        return None
+
+    gate.refuses = refuses
+    store = open_store(bucket)
+    store.write_text("x", "one")
+    assert not refusals_left and store.read("x") == b"one"
+
+
+def test_a_run_that_cannot_be_stored_is_refused_when_it_starts(recipe: Recipe, gate: Gate) -> None:
+    gate.refuse_from(0)
+    with fails_with(ObjectStorageError, BUCKET):
+        run(recipe, Reporter())

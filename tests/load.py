@@ -1,0 +1,312 @@
+"""Load tests of teacher servers: trials that request lists as fast as possible, their latencies, queues and memory.
+
+Tables of random vectors are written, served and requested by the classes of a run: one request for each block of steps, one block
+ahead. A trial does nothing with its lists.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from distcse.data import BatchSampler, Corpus
+from distcse.events import Reporter
+from distcse.losses import mix_lists
+from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
+from distcse.storage import write_text_atomic
+from distcse.teachers.embedding import table_of
+from distcse.teachers.ensemble import TeacherEnsemble
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher_weights import TeacherWeights
+from tests.memory import MIB, MemorySeries, MemoryWatch
+
+TOLERANCE = 1e-6
+"""Largest difference between a served list and the cosines of the table: rounding of sums in another order."""
+LEAK_SHARE, LEAK_BYTES = 0.01, 2 * MIB
+"""Memory is constant if the second half gains less than this share of its answers' bytes, or less than these bytes."""
+_RAY_PROCESSES = ("raylet", "gcs_server")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sizes of a load test."""
+
+    rows: int = 1_000_000
+    width: int = 384
+    teachers: int = 4
+    servers: int = 1
+    """Servers of each teacher."""
+    trials: int = 8
+    requests: int = 10_000
+    """Smallest total number; every trial sends the same number of requests to every teacher."""
+    batch: int = 64
+    block_steps: int = 32
+    seconds: float = 1800.0
+    """Time limit of the trials."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of one trial."""
+        return self.block_steps * -(-self.requests // (self.trials * self.teachers))
+
+    @property
+    def section(self) -> TeachersSection:
+        """The recipe section of the teachers; nothing is embedded, because their tables are complete."""
+        unused = EndpointSection(url="http://127.0.0.1:9/v1")
+        encoders = [TeacherSection(backbone=f"load-{n}", endpoint=unused, alpha=n + 1) for n in range(self.teachers)]
+        return TeachersSection(encoders=encoders, num_servers=self.servers, prefetch_steps=self.block_steps)
+
+
+@dataclass(frozen=True)
+class TrialLoad:
+    """Requests of one trial, and the answers."""
+
+    times: NDArray[np.float64]
+    """(2, T, requests) Times of requests and answers, on the machine's monotonic clock."""
+    largest_difference: float
+    """Largest difference between a mixed list and that of the table's cosines."""
+    compared: int
+    """Number of compared lists."""
+    wait_s: float
+    """Seconds of waiting for lists."""
+
+
+class RequestTimes:
+    """Times of a trial's requests to one teacher, and of the answers."""
+
+    def __init__(self) -> None:
+        self.times: list[list[float]] = []
+
+    def track(self, answer: Future[NDArray[np.float32]]) -> None:
+        """Record the time of a request now, and that of its answer later."""
+        pair = [time.monotonic()]
+        self.times.append(pair)
+        answer.add_done_callback(lambda _: pair.append(time.monotonic()))
+
+
+class Trial:
+    """A training worker without a student: it requests lists of row ids in its own order, and mixes them.
+
+    Args:
+        load: Sizes of the test.
+        corpus: Folder of the prepared corpus.
+        tables: The teachers' tables.
+        servers: The teachers' `Servers`.
+        number: Number of the trial.
+    """
+
+    def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
+        from distcse.ray_backend.assigned_resources import use_assigned_threads
+        from distcse.ray_backend.teacher_servers import co_located_servers
+
+        use_assigned_threads()
+        self._load, self._tables, self._number = load, tables, number
+        self._name = f"load-{number}"
+        self._mine = co_located_servers(servers, load.section, self._name, 0)
+        self._corpus = Corpus.open(corpus)
+
+    def ready(self) -> None:
+        """Return once the process has started."""
+
+    def run(self) -> TrialLoad:
+        """Request the lists of all steps."""
+        from distcse.ray_backend.metrics import QueueMetrics
+        from distcse.ray_backend.teacher_servers import RemoteTeacherClient
+
+        load = self._load
+        times = [RequestTimes() for _ in self._mine]
+        queues = [QueueMetrics(self._name, teacher, worker=0) for teacher in range(load.teachers)]
+
+        def track(teacher: int, answer: Future[NDArray[np.float32]]) -> None:
+            queues[teacher].track(answer)
+            times[teacher].track(answer)
+
+        sources = [RemoteTeacherClient(server, partial(track, number)) for number, server in self._mine.items()]
+        sampler = BatchSampler(load.rows, load.batch, seed=self._number)
+        weights = TeacherWeights(load.section.encoders, self._corpus).of
+        rows, steps, deadline = slice(0, load.batch), range(load.steps), time.monotonic() + load.seconds
+        ensemble = TeacherEnsemble(sources, weights, sampler.block, rows, steps, load.block_steps)
+        differences = []
+        for step in steps:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"trial {self._number} had {step} of {load.steps} steps after {load.seconds:.0f} s")
+            lists = ensemble.teacher_outputs(step).similarities
+            if step % load.block_steps == 0:
+                expected = mix_lists(self._cosines(sampler.batch(step)), weights(sampler.batch(step)))
+                assert lists is not None
+                differences.append(float((lists - expected).abs().max()))
+        measured = np.array([one.times for one in times]).transpose(2, 0, 1)
+        return TrialLoad(measured, max(differences), len(differences), ensemble.wait_s)
+
+    def _cosines(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Return the (T, R, R) cosines of the tables' vectors."""
+        # Opened each time, so that the tables' pages do not count as memory of the trial.
+        tables = [EmbeddingTable(table.directory, table.identity) for table in self._tables]
+        vectors = [torch.from_numpy(table.vectors(rows)) for table in tables]
+        return torch.stack([one @ one.T for one in vectors])
+
+
+def prepare(load: Load, cache: Path) -> tuple[Corpus, list[EmbeddingTable]]:
+    """Write a corpus of numbered sentences and its tables of random vectors, unless the cache has them."""
+    file = cache / f"{load.rows}.txt"
+    if not file.exists():
+        write_text_atomic(file, "".join(f"sentence {row}\n" for row in range(load.rows)))
+    corpus = Corpus.prepare(CorpusSection(path=str(file)), cache)
+    section = load.section
+    tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in section.encoders]
+    for number, table in enumerate(tables):
+        for shard in table.missing_shards():
+            generator = np.random.default_rng([number, shard])
+            table.write_shard(shard, generator.standard_normal((len(table.shard_range(shard)), load.width), np.float32))
+    return corpus, tables
+
+
+def run_load(load: Load, cache: Path) -> LoadResult:
+    """Run a load test on the Ray cluster of this process."""
+    import ray
+
+    from distcse.ray_backend.teacher_servers import served
+
+    corpus, tables = prepare(load, cache)
+    trials: list[Any] = []
+    try:
+        with served(load.section, corpus, tables, Reporter()) as servers:
+            actor = ray.remote(num_cpus=0)(Trial)
+            trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
+            ray.get([trial.ready.remote() for trial in trials])
+            actors = ray.get(servers.running.remote()) | {
+                f"trial {number}": trial for number, trial in enumerate(trials)
+            }
+            with MemoryWatch(_processes(actors), {"object store": _object_store_gauge()}) as memory:
+                started = time.monotonic()
+                asked: list[TrialLoad] = ray.get([trial.run.remote() for trial in trials])
+                seconds = time.monotonic() - started
+    finally:
+        for trial in trials:
+            ray.kill(trial)
+    return LoadResult(load, asked, seconds, memory.series)
+
+
+def _processes(actors: Mapping[str, Any]) -> dict[str, int]:
+    """Return process ids of servers, trials, this process, the raylet and the GCS server, by name."""
+    from ray.util.state import get_actor
+
+    ours = {name: get_actor(actor._actor_id.hex()).pid for name, actor in actors.items()}
+    rays = {child.name(): child.pid for child in psutil.Process().children() if child.name() in _RAY_PROCESSES}
+    return {**ours, "driver": os.getpid(), **rays}
+
+
+def _object_store_gauge() -> Callable[[], float]:
+    """Return a function that returns the bytes in the object store; the metrics endpoint is seconds late."""
+    import ray
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return lambda: float(get_memory_info_reply(state).store_stats.object_store_bytes_used)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Answers, latencies and memory of a load test."""
+
+    load: Load
+    trials: list[TrialLoad]
+    seconds: float
+    memory: dict[str, dict[str, MemorySeries]]
+
+    @property
+    def latencies(self) -> NDArray[np.float64]:
+        """Seconds from request to answer, of all requests."""
+        return np.concatenate([(trial.times[1] - trial.times[0]).ravel() for trial in self.trials])
+
+    @property
+    def deepest_of_a_trial(self) -> int:
+        """Largest number of unanswered requests of one trial to one teacher."""
+        return max(deepest(times) for trial in self.trials for times in trial.times.transpose(1, 0, 2))
+
+    @property
+    def deepest_of_a_teacher(self) -> int:
+        """Largest number of unanswered requests of all trials to one teacher."""
+        together = np.concatenate([trial.times for trial in self.trials], axis=2)
+        return max(deepest(times) for times in together.transpose(1, 0, 2))
+
+    @property
+    def answer_bytes(self) -> int:
+        """Bytes of the lists of one block."""
+        return self.load.block_steps * self.load.batch**2 * np.dtype(np.float32).itemsize
+
+    def allowed_growth(self, name: str) -> float:
+        """Return the bytes that a process or the object store may gain in the second half."""
+        servers = self.load.teachers * self.load.servers
+        among = servers if name.startswith("server") else self.load.trials if name.startswith("trial") else 1
+        passed = self.answer_bytes * len(self.latencies) / among
+        return max(LEAK_BYTES, LEAK_SHARE * passed / 2)
+
+    def grown(self) -> dict[str, float]:
+        """Return the growth in bytes of everything that exceeds its limit, by name and kind.
+
+        Not checked: shared pages, which belong to the object store, and Ray's GCS, which stores events of the last 100,000 tasks.
+        """
+        checked = {
+            f"{name}, {kind}": (series.growth(), self.allowed_growth(name))
+            for name, kinds in self.memory.items()
+            for kind, series in kinds.items()
+            if name != "gcs_server" and kind != "shared"
+        }
+        return {name: growth for name, (growth, allowed) in checked.items() if growth > allowed}
+
+    def problems(self) -> list[str]:
+        """Return a line for each promise that does not hold."""
+        bound = 2 * self.load.trials
+        largest = max(trial.largest_difference for trial in self.trials)
+        found = [f"{name} grew by {growth / MIB:.1f} MiB in the second half" for name, growth in self.grown().items()]
+        if largest > TOLERANCE:
+            found.append(f"a list differs by {largest:.1e} from the table's cosines (at most {TOLERANCE:.0e})")
+        if self.deepest_of_a_teacher > bound:
+            found.append(f"a teacher had {self.deepest_of_a_teacher} unanswered requests (at most {bound})")
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """Return all figures."""
+        latencies, waited = self.latencies, sum(trial.wait_s for trial in self.trials)
+        return {
+            "load": asdict(self.load),
+            "requests": len(latencies),
+            "answers MiB": round(len(latencies) * self.answer_bytes / MIB),
+            "seconds": round(self.seconds, 1),
+            "requests a second": round(len(latencies) / self.seconds, 1),
+            "latency ms": {
+                **{f"p{q}": round(1000 * float(np.percentile(latencies, q)), 1) for q in (50, 90, 99)},
+                "largest": round(1000 * float(latencies.max()), 1),
+            },
+            "waited share": round(waited / (self.seconds * self.load.trials), 3),
+            "most unanswered": {
+                "of a trial at a teacher": self.deepest_of_a_trial,
+                "at a teacher": self.deepest_of_a_teacher,
+            },
+            "lists compared": sum(trial.compared for trial in self.trials),
+            "largest difference": max(trial.largest_difference for trial in self.trials),
+            "problems": self.problems(),
+            "memory": {
+                name: {kind: series.report() for kind, series in kinds.items()} for name, kinds in self.memory.items()
+            },
+        }
+
+
+def deepest(times: NDArray[np.float64]) -> int:
+    """Return the largest number of requests in flight, from the (2, n) times of requests and answers."""
+    asked, answered = times
+    moments = np.concatenate([asked, answered])
+    changes = np.concatenate([np.ones(len(asked)), -np.ones(len(answered))])
+    return int(np.cumsum(changes[np.argsort(moments, kind="stable")]).max())

@@ -1,0 +1,83 @@
+"""CONTRIBUTING.md, "Add a kind of teacher": the page's file, put into the package, is a teacher to distil from."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.events import Event, Reporter, StageProgress, StepReport
+from distcse.health.sources import check_models
+from distcse.models import Encoder
+from distcse.plan import main as plan
+from distcse.recipe import Recipe, TeacherSection
+from distcse.teachers import kinds
+from distcse.teachers.kinds import kind_of, registry
+from tests.backends import run
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEACHER = "teachers.encoders=[{backbone: 'hashed-words:512'}]"
+
+
+@pytest.fixture(autouse=True)
+def hashed_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's file as a module of the package of kinds, for one test."""
+    [(name, code)] = re.findall(r'```python title="distcse/teachers/kinds/(\w+)\.py"\n(.*?)```', PAGE, re.S)
+    folder = tmp_path / "kinds"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(folder)])
+    monkeypatch.setattr(registry, "_KINDS", [*registry._KINDS])
+    importlib.import_module(f"distcse.teachers.kinds.{name}")
+    yield
+    del sys.modules[f"distcse.teachers.kinds.{name}"]
+    delattr(kinds, name)
+
+
+def test_a_run_distils_from_the_new_kind(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    recipe = recipe_with(TEACHER, "training.max_steps=2")
+    events: list[Event] = []
+    result = run(recipe, Reporter(events.append))
+    losses = [event.losses for event in events if isinstance(event, StepReport)]
+    assert all(np.isfinite(list(step.values())).all() and step["rank"] > 0 for step in losses) and losses
+    untrained = Encoder.from_section(recipe.student).encode(sentences[:4])
+    assert not np.array_equal(Encoder.load(result.directory.model).encode(sentences[:4]), untrained)
+    assert result.evaluation is not None
+    teacher = result.evaluation.models[-1]
+    assert (teacher.kind, teacher.source) == ("hashed words", "hashed-words:512")
+    again: list[Event] = []
+    run(recipe_with(TEACHER, "training.max_steps=2", "seed=1"), Reporter(again.append))
+    notes = [event.note for event in again if isinstance(event, StageProgress) and event.name == "teacher 0"]
+    assert notes[-1] == f"0 embedded, {len(sentences)} reused"
+
+
+@pytest.mark.parametrize("similarity", ["rank", "cosine"])
+def test_the_new_kind_serves_in_every_way(similarity: str, recipe_with: Callable[..., Recipe]) -> None:
+    mode = "table" if similarity == "rank" else "live"
+    teacher = f"teachers.encoders=[{{backbone: 'hashed-words:512', similarity: {similarity}}}]"
+    events: list[Event] = []
+    run(
+        recipe_with(teacher, f"teachers.mode={mode}", "training.max_steps=2", "evaluation.dev=none"),
+        Reporter(events.append),
+    )
+    assert any(isinstance(event, StepReport) for event in events)
+
+
+def test_doctor_and_plan_know_the_new_kind(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_with(TEACHER)
+    assert {check.verdict for check in check_models(recipe)} == {"ok"}
+    assert plan([str(tmp_path / "recipe.yaml"), TEACHER]) == 0
+    assert "384 sentences are embedded by hashed-words:512; time not estimated" in capsys.readouterr().out
+
+
+def test_a_table_is_keyed_by_the_new_kinds_fingerprint() -> None:
+    narrow, wide = (kind_of(TeacherSection(backbone=f"hashed-words:{width}")) for width in (64, 512))
+    assert narrow.source_fingerprint() != wide.source_fingerprint() and narrow.precision == "fp32"

@@ -1,0 +1,129 @@
+"""`ArtifactStore` in a folder, and the atomic writes and checksums below it. Object storage: tests/faults/test_storage.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from distcse.errors import StorageWriteError
+from distcse.storage import (
+    atomic_folder,
+    checksum,
+    dump_label,
+    load_checked_label,
+    open_store,
+    sha256,
+    text_checksum,
+)
+from tests.failures import fails_with
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def write_folder(target: Path, text: str) -> None:
+    with atomic_folder(target) as temporary:
+        (temporary / "deep").mkdir()
+        (temporary / "deep" / "file").write_text(text)
+
+
+def test_a_folder_is_replaced_and_nothing_else_remains(tmp_path: Path) -> None:
+    target = tmp_path / "missing" / "target"
+    for text in ("one", "two"):
+        write_folder(target, text)
+        assert (target / "deep" / "file").read_text() == text
+    assert names(target.parent) == ["target"] and names(target) == ["deep"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_what_is_not_a_folder_is_replaced(tmp_path: Path, kind: str) -> None:
+    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+    if kind == "link":
+        write_folder(elsewhere, "kept")
+    target.write_text("x") if kind == "file" else target.symlink_to(elsewhere)
+    write_folder(target, "one")
+    assert not target.is_symlink() and (target / "deep" / "file").read_text() == "one"
+    assert kind != "link" or (elsewhere / "deep" / "file").read_text() == "kept"
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_complete_folder_is_kept_and_an_incomplete_one_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write_folder(target, "first")
+    for is_complete, expected in ((True, "first"), (False, "second")):
+        with atomic_folder(target, lambda complete=is_complete: complete) as temporary:
+            (temporary / "deep").mkdir()
+            (temporary / "deep" / "file").write_text("second")
+        assert (target / "deep" / "file").read_text() == expected
+        assert names(tmp_path) == ["target"]
+
+
+def test_a_failure_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    write_folder(target, "old")
+    with fails_with(StorageWriteError, str(target)), atomic_folder(target) as temporary:
+        (temporary / "absent" / "file").write_text("new")
+    assert (target / "deep" / "file").read_text() == "old" and names(tmp_path) == ["target"]
+    replace = os.replace
+
+    def fail_at_the_second_rename(source: Path, to: Path) -> None:
+        if to == target and not target.exists() and not str(source).endswith(".old"):
+            raise OSError(5, "the disk fails")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", fail_at_the_second_rename)
+    with fails_with(StorageWriteError, "the disk fails"):
+        write_folder(target, "new")
+    assert (target / "deep" / "file").read_text() == "old" and names(tmp_path) == ["target"]
+
+
+def test_a_store_in_a_folder(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store == open_store(str(tmp_path)) == pickle.loads(pickle.dumps(store))
+    assert (store / "a").parent == store and (store / "a").name == "a" and str(store / "a") == f"{tmp_path}/a"
+    store.write_json("a/b.json", {"x": [1]})
+    assert store.read_json("a/b.json") == {"x": [1]} == (store / "a").read_json("b.json")
+    assert store.list_names() == {"a"} and store.fetch("a/b.json") and not store.fetch("a")
+    (tmp_path / "a" / "b.json").write_text((tmp_path / "a" / "b.json").read_text().replace("1", "2"))
+    with pytest.raises(ValueError, match="checksum"):
+        store.read_json("a/b.json")
+    assert store.read("a/none") is None and store.read("a/b.json/c") is None and store.read_json("none") is None
+    with (store / "m").write_folder() as temporary:
+        (temporary / "w").write_text("1")
+    assert (store / "m").has_folder() and (store / "m").fetch_folder()
+    store.probe()
+    (store / "m").delete_folder()
+    assert store.list_names() == {"a"}
+    store.delete_all()
+    assert not tmp_path.exists() and not store.list_names()
+
+
+def test_a_file_is_not_written_into_a_deleted_store(tmp_path: Path) -> None:
+    with fails_with(StorageWriteError, str(tmp_path / "run")):
+        open_store(tmp_path / "run").write_text("a/recipe.yaml", "one")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_label_names_the_checksum_of_its_file(tmp_path: Path) -> None:
+    file, label = tmp_path / "x.npy", tmp_path / "x.json"
+    file.write_text("content")
+    label.write_text(dump_label(file, rows=3))
+    assert checksum(file) == text_checksum("content")
+    assert load_checked_label(label, file) == {"rows": 3, "blake2b": checksum(file)}
+    file.write_text("other")
+    assert load_checked_label(label, file) is None
+    file.unlink()
+    assert load_checked_label(label, file) is None
+    for content in ("", "[]", "3", '{"rows": 3}'):
+        label.write_text(content)
+        assert load_checked_label(label, file) is None
+
+
+def test_checksums_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Existing runs, tables and checkpoints are verified by them."""
+    assert text_checksum("distcse") == "6b692010e6c9b24c05132b60c780cb6b"
+    assert sha256([b"dist", b"cse"]) == sha256([b"distcse"])

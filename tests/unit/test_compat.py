@@ -1,0 +1,181 @@
+"""Private names of torch, transformers and DeepSpeed: each exists, does what its wrapper says, and is used by no other module."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import distcse
+from distcse.compat import deepspeed as compat_deepspeed
+from distcse.compat.torch import (
+    assert_async,
+    foreach_norm,
+    fused_adamw_,
+    has_onednn_linear,
+    onednn_linear,
+    onednn_reorder,
+    onednn_supports,
+)
+from distcse.compat.transformers import (
+    LOAD_REPORT_LOGGER,
+    attention_implementation,
+    rotary_embedding,
+    without_load_report,
+)
+
+PRIVATE = re.compile(
+    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_lazy_init_hp|modeling_modernbert|torch\.ops\."
+)
+
+
+def test_no_other_module_uses_private_names() -> None:
+    package = Path(distcse.__file__).parent
+    files = [file for file in package.rglob("*.py") if "compat" not in file.parts and "ray_backend" not in file.parts]
+    found = {
+        f"{file.relative_to(package)}: {match[0]}" for file in files for match in PRIVATE.finditer(file.read_text())
+    }
+    assert len(files) > 100 and not found
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed"])
+def test_a_module_imports_only_its_own_library(library: str) -> None:
+    code = (
+        f"import sys, distcse.compat.{library}\n"
+        "print(*[name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert shown == (["torch"] if library == "torch" else [])
+
+
+def test_assert_async() -> None:
+    assert_async(torch.tensor(True), "")
+    with pytest.raises(RuntimeError, match="unequal rows"):
+        assert_async(torch.tensor(False), "unequal rows")
+
+
+def test_foreach_norm() -> None:
+    norms = foreach_norm([torch.tensor([3.0, 4.0]), torch.zeros(2, 2)])
+    assert torch.equal(torch.stack(norms), torch.tensor([5.0, 0.0]))
+
+
+def test_fused_adamw_counts_updates_once_and_divides_gradients() -> None:
+    torch.manual_seed(0)
+    weights, gradients = [torch.randn(3, 4), torch.randn(5)], [torch.randn(3, 4), torch.randn(5)]
+    expected = [weight.clone().requires_grad_() for weight in weights]
+    reference = torch.optim.AdamW(expected, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    for update in (1.0, 2.0):
+        for parameter, gradient in zip(expected, gradients, strict=True):
+            parameter.grad = gradient / 2
+        reference.step()
+        fused_adamw_(
+            weights,
+            [gradient.clone() for gradient in gradients],
+            *moments,
+            torch.tensor(update),
+            lr=0.1,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            epsilon=1e-8,
+            grad_divisor=torch.tensor(2.0),
+        )
+    for weight, parameter in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, parameter.detach())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+def test_onednn_linear() -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = torch.randn(2, 5, 8), torch.randn(3, 8), torch.randn(3)
+    assert has_onednn_linear()
+    reordered = onednn_reorder(weight)
+    for added in (bias, None):
+        torch.testing.assert_close(
+            onednn_linear(rows, reordered, added), torch.nn.functional.linear(rows, weight, added), atol=1e-5, rtol=0
+        )
+    names = [f"_is_mkldnn_{precision}_supported" for precision in ("bf16", "fp16")]
+    assert all(hasattr(torch.ops.mkldnn, name) for name in names)
+    assert isinstance(onednn_supports("bf16"), bool) and not onednn_supports("fp64")
+
+
+def test_attention_implementation(tiny: Callable[..., Path]) -> None:
+    from transformers import AutoModel
+
+    for name in ("eager", "sdpa"):
+        assert attention_implementation(AutoModel.from_pretrained(tiny(), attn_implementation=name).config) == name
+
+
+def test_rotary_embedding_at_position_0_changes_nothing() -> None:
+    query = torch.randn(1, 2, 3, 4)
+    cosines, sines = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
+    rotated = rotary_embedding()(query, query, cosines, sines)
+    assert all(torch.equal(part, query) for part in rotated)
+
+
+def test_without_load_report(
+    tiny: Callable[..., Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger(LOAD_REPORT_LOGGER)
+    logger.addHandler(handler)
+    try:
+        AutoModelForSequenceClassification.from_pretrained(tiny())
+        reported = len(records)
+        with without_load_report():
+            AutoModelForSequenceClassification.from_pretrained(tiny())
+    finally:
+        logger.removeHandler(handler)
+    assert reported > 0, "the head's missing weights are reported by another logger"
+    assert len(records) == reported
+
+
+def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with every ZeRO stage is in test_workers.py; this names what moved."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    assert hasattr(stage_1_and_2.DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state")
+    for module, name in (
+        (stage_1_and_2, "single_partition_of_fp32_groups"),
+        (stage3, "fp32_partitioned_groups_flat"),
+    ):
+        assert f"self.{name}" in Path(str(module.__file__)).read_text()
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", dict(deepspeed.ops.__compatible_ops__))
+    compat_deepspeed.require_no_compiler(deepspeed)
+    assert deepspeed.ops.__compatible_ops__ == {}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_state_is_created_for_all_partitions(stage: int) -> None:
+    class Optimizer:
+        def __init__(self) -> None:
+            self.single_partition_of_fp32_groups = [torch.ones(2), torch.ones(3)]
+            self.fp32_partitioned_groups_flat = [torch.ones(4)]
+            self.optimizer: Any = type("Inner", (), {"state": {}})()
+            self.lazily_created = 0
+
+        def _lazy_init_hp_params_optimizer_state(self) -> None:
+            self.lazily_created += 1
+
+    def state_of(flat: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": torch.zeros_like(flat)}
+
+    optimizer = Optimizer()
+    compat_deepspeed.create_optimizer_state(optimizer, stage, state_of)
+    sizes = [state["exp_avg"].numel() for state in optimizer.optimizer.state.values()]
+    assert (sizes, optimizer.lazily_created) == (([2, 3], 1) if stage < 3 else ([4], 0))

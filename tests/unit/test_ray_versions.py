@@ -1,0 +1,111 @@
+"""Every name of Ray on which `distcse.ray_backend.versions` depends still exists in the installed Ray, and works as expected."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+import ray
+from packaging.requirements import Requirement
+from ray import tune
+from ray.exceptions import ActorDiedError
+
+from distcse.ray_backend import versions
+from distcse.ray_backend.event_channel import EventActor
+
+
+def test_the_installed_ray_is_supported() -> None:
+    major, minor = (int(part) for part in version("ray").split(".")[:2])
+    assert versions.OLDEST <= (major, minor) < versions.FIRST_UNSUPPORTED
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    (required,) = (entry for entry in map(Requirement, requires("distcse") or []) if entry.name == "ray")
+    oldest, unsupported = (".".join(map(str, bound)) for bound in (versions.OLDEST, versions.FIRST_UNSUPPORTED))
+    assert str(required.specifier) == f"<{unsupported},>={oldest}"
+
+
+def test_the_coordinator_can_be_started_early() -> None:
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
+
+    assert not inspect.signature(module.get_or_create_autoscaling_coordinator).parameters
+
+
+def test_a_trainer_creates_the_callback_of_datasets_and_runs_without_it() -> None:
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+
+    trainer = TorchTrainer(lambda: None)
+    callbacks = trainer._create_default_callbacks()
+    assert sum(isinstance(callback, DatasetsCallback) for callback in callbacks) == 1
+    assert len(versions.without_datasets_callback(callbacks)) == len(callbacks) - 1
+
+
+def test_the_backend_of_torch_can_be_replaced() -> None:
+    from ray.train.torch import TorchConfig
+
+    backend = versions.torch_backend()
+    assert TorchConfig().backend_cls is backend
+    assert list(inspect.signature(backend.on_start).parameters)[1:] == ["worker_group", "backend_config"]
+
+
+def test_reports_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.train.v2._internal.execution.context as context
+
+    monkeypatch.setattr(context.logger, "level", logging.NOTSET)
+    versions.silence_train_reports()
+    assert context.logger.level == logging.WARNING
+    assert "logger.info" in inspect.getsource(context.TrainContext)
+
+
+def test_a_node_can_be_preferred() -> None:
+    node = "0a" * 28
+    assert versions.prefer_node(node, spills_if_full=True)._spill_on_unavailable is True
+    assert versions.prefer_node(node, spills_if_full=False).soft is True
+
+
+def test_the_callbacks_of_a_tuner_can_be_set() -> None:
+    callback = tune.Callback()
+    tuner = tune.Tuner(lambda config: None)
+    versions.set_callbacks(tuner, [callback])
+    assert tuner._local_tuner.get_run_config().callbacks == [callback]
+
+
+def test_the_warning_about_sigterm_is_silenced() -> None:
+    logger = logging.getLogger("ray._private.worker")
+    versions.silence_sigterm_warning()
+    try:
+        source = inspect.getsource(ray._private.worker)
+        assert "logger = logging.getLogger(__name__)" in source and "SIGTERM handler is not set" in source
+    finally:
+        logger.removeFilter(versions._is_not_sigterm_warning)
+
+
+def test_every_actor_answers() -> None:
+    assert "def __ray_ready__" in inspect.getsource(ray.actor)
+
+
+def test_the_file_of_the_current_cluster() -> None:
+    assert versions.current_cluster_file().name in inspect.getsource(ray._common.utils)
+
+
+def test_the_message_of_a_lost_actor_names_its_class() -> None:
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext
+
+    def message(class_name: str) -> str:
+        return str(ActorDiedError(ActorDiedErrorContext(class_name=class_name, actor_id=b"0" * 16)))
+
+    assert versions.is_lost_event_actor(message(EventActor.__name__))
+    assert not versions.is_lost_event_actor(message("TrainController"))
+
+
+def test_ray_reads_the_variables() -> None:
+    names = [*versions.BEFORE_IMPORT, *versions.LOCAL_CLUSTER, *versions.TUNE, *versions.TUNE_TRIAL]
+    folder = Path(ray.__file__).parent
+    files = [file for part in ("_private", "_common", "train", "tune", "air") for file in (folder / part).rglob("*.py")]
+    text = "".join(file.read_text(errors="ignore") for file in files)
+    library = (folder / "_raylet.so").read_bytes()  # reads its settings without the prefix RAY_
+    assert [name for name in names if name not in text and name.removeprefix("RAY_").encode() not in library] == []

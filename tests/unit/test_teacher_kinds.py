@@ -1,0 +1,166 @@
+"""The kinds of teachers: which section selects which, what each answers, and fingerprints that tables in a cache depend on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.data import Corpus
+from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
+from distcse.events import Reporter
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.plan import main as plan
+from distcse.recipe import EndpointSection, Recipe, TeacherSection
+from distcse.teachers.kinds import TeacherKind, kind_of
+from distcse.teachers.table import TableIdentity
+from distcse.teachers.teacher import LiveTeacher
+from tests.failures import fails_with
+from tests.models import make_cross_encoder
+
+ENDPOINT = EndpointSection(url="http://host:8080/v1")
+CLASS_PATH = "tests.unit.test_teacher_kinds:Constant"
+
+
+class Constant:
+    """A custom teacher whose vectors are all the same."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.fingerprint = "constant, version 1"
+        self.width = width
+
+    def encode(self, texts: list[str], **options: object) -> np.ndarray:
+        return np.ones((len(texts), self.width), dtype=np.float32)
+
+
+def make_folder(folder: Path, architecture: str) -> str:
+    """Write a folder with the files that identify a model; its weights cannot be loaded."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [architecture]}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "tokenizer.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.fixture
+def teachers(tmp_path: Path) -> dict[str, TeacherKind]:
+    """One teacher of each kind."""
+    bi, cross = (make_folder(tmp_path / name, f"Bert{name}") for name in ("Model", "ForSequenceClassification"))
+    sections = {
+        "bi-encoder": TeacherSection(backbone=bi, pooling="mean", max_length=64, precision="fp32"),
+        "cross-encoder": TeacherSection(backbone=cross, precision="fp32"),
+        "endpoint": TeacherSection(backbone="name", endpoint=ENDPOINT),
+        "template": TeacherSection(backbone="name", prompt="Q: {sentence}", endpoint=ENDPOINT),
+        "custom": TeacherSection(backbone="mine", class_path=CLASS_PATH, kwargs={"width": 8}),
+    }
+    return {name: kind_of(section) for name, section in sections.items()}
+
+
+def test_a_section_selects_its_kind(teachers: dict[str, TeacherKind]) -> None:
+    assert {name: kind.name for name, kind in teachers.items() if kind.name != name} == {"template": "endpoint"}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "fingerprint", "table"),
+    [
+        ("bi-encoder", "0db6c9771f813f8fbfdd804aa1830899", "44e0c7609377f2658f9941727a27f9fd"),
+        ("cross-encoder", "618a65eb1ddf19dcd9602aef4c1c75ca", None),
+        ("endpoint", "b2e280c4d7bc3fb202574bd2a62f3d66", "b1341b02cf7b591869c250f496509969"),
+        ("template", "a76786199245d717b4c0f3449caf2ea4", "daeb4592d932304b046c5b55e5cea3a1"),
+        ("custom", "37dd584f145c11c6d3153ecea9ac2997", "46520d4fdd02572dd9f91d3a9e6cb499"),
+    ],
+)
+def test_keys_of_tables_in_a_cache_stay(
+    teacher: str, fingerprint: str, table: str | None, teachers: dict[str, TeacherKind]
+) -> None:
+    """The values were computed before teachers had kinds: another value would embed every corpus again."""
+    kind = teachers[teacher]
+    assert kind.source_fingerprint() == fingerprint
+    section = kind.section
+    key = TableIdentity(
+        model=fingerprint,
+        corpus="corpus",
+        rows=384,
+        pooling=section.pooling,
+        max_length=section.max_length,
+        prompt=section.prompt,
+        precision=kind.precision,
+        shard_rows=4096,
+    ).key
+    assert table is None or key == table
+
+
+def test_how_lists_are_served(teachers: dict[str, TeacherKind]) -> None:
+    servings = {name: [kind.serving(mode) for mode in ("auto", "table", "live")] for name, kind in teachers.items()}
+    with_vectors = ["table", "table", "live"]
+    assert servings == {**dict.fromkeys(servings, with_vectors), "cross-encoder": ["live", "live", "live"]}
+    ranking = kind_of(teachers["custom"].section.model_copy(update={"similarity": "rank"}))
+    assert ranking.serving("auto") == "rank space" and ranking.uses_table("auto")
+
+
+def test_only_models_have_a_precision_and_only_endpoints_need_no_gpu(teachers: dict[str, TeacherKind]) -> None:
+    assert {name for name, kind in teachers.items() if kind.is_model} == {"bi-encoder", "cross-encoder"}
+    assert {name for name, kind in teachers.items() if not kind.uses_gpu} == {"endpoint", "template"}
+    for name, kind in teachers.items():
+        half = type(kind)(kind.section.model_copy(update={"precision": "bf16"}))
+        assert half.precision == ("bf16" if kind.is_model else "fp32"), name
+
+
+def test_a_model_that_is_not_here_is_taken_for_a_bi_encoder() -> None:
+    absent = TeacherSection(backbone="/nowhere")
+    assert kind_of(absent, only_local=True).name == "bi-encoder"
+    with fails_with(ModelNotFoundError, "/nowhere"):
+        kind_of(absent)
+
+
+def test_a_custom_teacher_computes_lists_live(
+    teachers: dict[str, TeacherKind], recipe_with: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    corpus = Corpus.prepare(recipe_with().corpus, tmp_path / "cache")
+    opened = teachers["custom"].open_live(corpus, 512)
+    assert isinstance(opened, LiveTeacher)
+    np.testing.assert_allclose(opened.similarities(np.array([[3, 1, 2]]), slice(0, 2)), np.ones((1, 2, 3)), rtol=1e-6)
+
+
+def test_a_cross_encoder_has_no_vectors(teachers: dict[str, TeacherKind]) -> None:
+    with fails_with(UnsuitableTeacherError, teachers["cross-encoder"].source, "no vectors"):
+        teachers["cross-encoder"].open_embedder()
+
+
+@pytest.mark.parametrize(("setting", "named"), [("similarity=rank", "rank space"), ("prompt='query: '", "prompt")])
+def test_settings_that_a_cross_encoder_lacks_are_refused_before_embedding(
+    setting: str, named: str, recipe_with: Callable[..., Recipe], tmp_path: Path, tiny: Callable[..., Path]
+) -> None:
+    cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
+    recipe = recipe_with(f"teachers.encoders.1.backbone={cross}", f"teachers.encoders.1.{setting}")
+    with fails_with(UnsuitableTeacherError, str(cross), named):
+        PreparedCorpus.prepare(recipe, Reporter())
+    assert not (tmp_path / "cache" / "tables").exists()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "mode", "described", "phase"),
+    [
+        (f"class_path: '{CLASS_PATH}'", "auto", f"computed by {CLASS_PATH}", f"are embedded by {CLASS_PATH}; time not"),
+        (f"class_path: '{CLASS_PATH}'", "live", f"computed by {CLASS_PATH}", "live: no table, runs during training"),
+        ("endpoint: {url: 'http://host:8080/v1'}", "auto", "behind an endpoint", "are sent over HTTP; time not"),
+    ],
+)
+def test_a_plan_says_where_a_teacher_computes(
+    teacher: str,
+    mode: str,
+    described: str,
+    phase: str,
+    recipe_with: Callable[..., Recipe],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe_with()
+    overrides = [f"teachers.encoders=[{{backbone: mine, {teacher}}}]", f"teachers.mode={mode}"]
+    assert plan([str(tmp_path / "recipe.yaml"), *overrides]) == 0
+    printed = capsys.readouterr().out
+    assert f"mine, {described}" in printed and phase in printed
+    assert ("HTTP" in printed or "endpoint" in printed) == ("endpoint" in teacher)
