@@ -12,8 +12,8 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
-# Two processes; tests that share a Ray cluster run in the same one (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Two processes take file after file in this order; those of one Ray cluster, which take longest, go to the same one (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 UNIT := tests/unit tests/oracle benchmarks/tests
 
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
@@ -39,10 +39,10 @@ quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student fro
 	$(BIN)/python -m distcse.train quickstart $(ARGS)
 
 test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and small runs on a local Ray cluster
-	$(PYTEST) $(UNIT) tests/cluster -m "cluster or not slow"
+	$(PYTEST) tests/cluster $(UNIT) -m "cluster or not slow"
 
 test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes and nodes, load, failing storage, hostile files, slow unit tests
-	$(PYTEST) $(UNIT) tests/faults -m "faults or slow"
+	$(PYTEST) tests/faults $(UNIT) -m "faults or slow"
 	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
 
 unit: $(VENV)/.dev ## set up, then run the tests that need no Ray cluster and are not marked slow

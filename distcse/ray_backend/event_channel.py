@@ -31,15 +31,21 @@ class EventActor:
         self._stop = False
         self._worker: Any = None
         self._finished = False
+        self._returned: Any = None
 
     def start(self, rank: int, worker: Any) -> None:
         """Record rank 0's worker actor; a restarted one calls this again."""
         if rank == 0:
             self._worker, self._finished = worker, False
 
-    def finish(self, rank: int) -> None:
-        """Record that rank 0 has finished, so that the end of its actor is no loss."""
-        self._finished = self._finished or rank == 0
+    def finish(self, rank: int, returned: Any) -> None:
+        """Record that rank 0 has finished, so that the end of its actor is no loss, and what its train loop returns."""
+        if rank == 0:
+            self._finished, self._returned = True, returned
+
+    def returned(self) -> Any:
+        """Return what rank 0's train loop returns; None if it has not finished, or if this actor has restarted since."""
+        return self._returned
 
     def emit(self, event: Event) -> bool:
         """Store an event, and return whether the run must stop."""
@@ -106,6 +112,10 @@ class EventChannel:
         for event in events:
             reporter.emit(event)
 
+    def returned(self) -> Any:
+        """Return what rank 0's train loop returned; None if the actor has lost it in a restart."""
+        return ray.get(self.actor.returned.remote(), timeout=_ANSWER_TIMEOUT_S)
+
     def close(self) -> None:
         """Kill the actor."""
         ray.kill(self.actor)
@@ -142,10 +152,16 @@ def announce_worker(actor: Any, rank: int) -> bool:
     return True
 
 
-def announce_end(actor: Any, rank: int) -> None:
-    """In a worker: report to the driver that it has finished, so that the end of its process is no loss."""
+def announce_end(actor: Any, rank: int, returned: Any) -> None:
+    """In a worker: report to the driver that it has finished, so that the end of its process is no loss.
+
+    Args:
+        actor: The channel's actor.
+        rank: The worker's rank.
+        returned: What its train loop returns.
+    """
     with suppress(RayActorError, GetTimeoutError):
-        ray.get(actor.finish.remote(rank), timeout=_ANSWER_TIMEOUT_S)
+        ray.get(actor.finish.remote(rank, returned), timeout=_ANSWER_TIMEOUT_S)
 
 
 def reporter_of(actor: Any) -> Reporter:

@@ -172,9 +172,9 @@ def served(
     for number in range(len(tables)) if teacher_indices is None else teacher_indices:
         teacher, table = section.encoders[number], tables[number]
         make = (
-            _table_teacher(teacher, table)
+            table_teacher(teacher, table)
             if table is not None
-            else _live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
+            else live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
         )
         factories[number] = make, server_resources(section, teacher)
     job = _run_token()
@@ -232,12 +232,14 @@ def _unexpected_error(teacher: TeacherSection, failed: RayTaskError) -> TeacherE
     return TeacherServerError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
 
 
-def _table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
+def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
+    """Return a function that opens a teacher's table in a server's process."""
     store, identity = table.store, table.identity
     return lambda: serving(teacher, EmbeddingTable(store.path, identity))
 
 
-def _live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int) -> Callable[[], Teacher]:
+def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int) -> Callable[[], Teacher]:
+    """Return a function that loads a teacher and opens the corpus in a server's process."""
     from distcse.teachers.kinds import open_live  # imported here, so that servers of tables do not import PyTorch
 
     return lambda: open_live(teacher, corpus.path, tokens_per_batch)

@@ -27,6 +27,7 @@ from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, responsive_nodes
 from distcse.ray_backend.versions import (
     is_lost_event_actor,
+    returned_value,
     silence_train_reports,
     start_autoscaling_coordinator,
     torch_backend,
@@ -131,7 +132,7 @@ def _train(
                     reporter.emit(LogMessage(warning, warning=True))
             time.sleep(0.2)
         channel.relay(reporter)
-        returned = running.result().return_value
+        returned = returned_value(running.result(), channel.returned)
     except ray.train.TrainingFailedError as failed:
         raise _explain_failure(failed) from failed
     except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
@@ -143,6 +144,10 @@ def _train(
         channel.close()
     if isinstance(returned, DistcseError):
         raise returned
+    if returned is None:
+        raise ProcessLostError(
+            f"the run lost its result, which a restarted event channel no longer has; resume it: --resume {spec.run}"
+        )
     result: TrainResult = returned
     return result
 
@@ -189,7 +194,7 @@ def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
         # Returned, not raised: Ray Train would restart the workers.
         return ProcessLostError("the driver ended before its workers started; resume with --resume")
     result = _train_on_rank(rank, config)
-    announce_end(config["events"], rank)
+    announce_end(config["events"], rank, result)
     return result
 
 

@@ -108,7 +108,7 @@ def _fit(
             allocator.release_memory()
 
     trainable = tune.with_resources(trial, resources.reserved)
-    listener = _Listener(context, reporter)
+    listener = TrialListener(context, reporter)
     if _can_restore(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
         set_callbacks(tuner, [listener])
@@ -172,7 +172,7 @@ def _config(
         metric=_NOW if sweep.schedule.kind == "pbt" else _METRIC,
         mode="max",
         search_alg=searcher,
-        scheduler=_scheduler(sweep, space),
+        scheduler=trial_scheduler(sweep, space),
         num_samples=samples,
         max_concurrent_trials=resources.concurrent,
         time_budget_s=None if hours is None else hours * 3600,
@@ -182,7 +182,8 @@ def _config(
     )
 
 
-def _scheduler(sweep: Sweep, space: Space | None) -> Any:
+def trial_scheduler(sweep: Sweep, space: Space | None) -> Any:
+    """Return Ray Tune's scheduler of a sweep's trials, or None without one."""
     schedule = sweep.schedule
     share = max(1, 100 * schedule.grace_period)
     if schedule.kind == "asha":
@@ -232,7 +233,7 @@ def tpe(space: Space, sweep: Sweep) -> Any:
     return OptunaSearch(space.distributions(), metric=_METRIC, mode="max", sampler=sampler)
 
 
-class _Listener(tune.Callback):  # type: ignore[misc]
+class TrialListener(tune.Callback):  # type: ignore[misc]
     """Ray Tune callback in the sweep's process: records how trials end, reports them, and passes stop requests on."""
 
     def __init__(self, context: TrialContext, reporter: Reporter) -> None:

@@ -2,18 +2,19 @@
 
 Each private name says why the public API is not enough. `tests/unit/test_ray_versions.py` finds names that a new version moved.
 Nothing is imported before it is used: `cluster` sets the variables of `BEFORE_IMPORT` before Ray is imported. Tried with Ray
-2.60.0.
+2.53.0 and 2.60.0. Older versions have no tokens, so that a local cluster's ports would be open to every user of the machine, and
+`ScalingConfig` has no `label_selector`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-OLDEST, FIRST_UNSUPPORTED = (2, 60), (2, 62)
+OLDEST, FIRST_UNSUPPORTED = (2, 53), (2, 62)
 """Supported versions: from `OLDEST` up to, and without, `FIRST_UNSUPPORTED`; as in pyproject.toml."""
 
 BEFORE_IMPORT = {
@@ -85,15 +86,26 @@ def start_autoscaling_coordinator() -> None:
     get_or_create_autoscaling_coordinator()
 
 
+def returned_value(result: Any, sent: Callable[[], Any]) -> Any:
+    """Return what rank 0's train loop returned: from Ray Train's `Result`, or before Ray 2.56 what the worker sent.
+
+    Args:
+        result: The result of `TorchTrainer.fit`.
+        sent: Reads the value that rank 0 sent over the event channel.
+    """
+    return result.return_value if hasattr(result, "return_value") else sent()
+
+
 def without_datasets_callback(callbacks: Sequence[Any]) -> list[Any]:
     """Remove the callback that shards Ray datasets, whose process costs a second, from a trainer's default callbacks.
 
     Private: the callback's class, and `TorchTrainer._create_default_callbacks`, which calls this. `RunConfig(callbacks=…)` adds
-    callbacks and cannot remove this one; `TorchTrainer(datasets=None)` keeps it.
+    callbacks and cannot remove this one; `TorchTrainer(datasets=None)` keeps it. Before Ray 2.54, the class has another name.
     """
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks import datasets
 
-    return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
+    name = "DatasetsCallback" if hasattr(datasets, "DatasetsCallback") else "DatasetsSetupCallback"
+    return [callback for callback in callbacks if not isinstance(callback, getattr(datasets, name))]
 
 
 def torch_backend() -> type[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class ReferenceRun:
             )
         record = recorded(path)
         _fetch_models(path, recipe)
-        if not _weight_files(path, recipe):
+        if not _weight_files(path, recipe.model_folders):
             raise RunDirectoryError(
                 f"{to_uri(path)} has no model to compare with, because the run did not finish; --resume {to_uri(path)} first"
             )
@@ -102,7 +102,8 @@ class ReferenceRun:
             ResumeMismatchError: The models have different weights or shapes.
             RunRecordError: A file of a model is damaged.
         """
-        first, second = _weights(self.path, self.recipe), _weights(run, self.recipe)
+        folders = self.recipe.model_folders
+        first, second = load_run_weights(self.path, folders), load_run_weights(run, folders)
         if shapes(first) != shapes(second):
             raise ResumeMismatchError(
                 f"{to_uri(self.path)} and {to_uri(run)} have models of different shapes; repeat the run with the same student"
@@ -131,15 +132,16 @@ def _fetch_models(run: Path, recipe: BaseRecipe) -> None:
         (store / folder).fetch_folder()
 
 
-def _weight_files(run: Path, recipe: BaseRecipe) -> list[Path]:
+def _weight_files(run: Path, folders: Sequence[str]) -> list[Path]:
     """Return the weight files of a run's model or models."""
-    files = [file for folder in recipe.model_folders for file in (run / folder).rglob("*.safetensors")]
+    files = [file for folder in folders for file in (run / folder).rglob("*.safetensors")]
     return sorted(file for file in files if file.parent.name != "distcse")  # distcse's files are no part of the model
 
 
-def _weights(run: Path, recipe: BaseRecipe) -> dict[str, Tensor]:
+def load_run_weights(run: Path, folders: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of a run's saved models, by file and name."""
     weights: dict[str, Tensor] = {}
-    for file in _weight_files(run, recipe):
+    for file in _weight_files(run, folders):
         folder = file.parent.relative_to(run).as_posix()
         try:
             weights.update({f"{folder}/{name}": tensor for name, tensor in load_file(file).items()})

@@ -45,10 +45,13 @@ def require_trial_loggers(loggers: Sequence[str]) -> None:
     if "wandb" in loggers and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
         import wandb
 
-        if not wandb.login(prompt=False, verify=False):
-            raise LoggerSetupError(
-                "loggers: wandb is not logged in to W&B; set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
-            )
+        fix = "set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline"
+        try:
+            is_logged_in = wandb.login(prompt=False)
+        except wandb.errors.AuthenticationError as error:
+            raise LoggerSetupError(f"loggers: wandb cannot log in to W&B ({error}); {fix}") from error
+        if not is_logged_in:
+            raise LoggerSetupError(f"loggers: wandb is not logged in to W&B; {fix}")
 
 
 def _require_package(name: str, key: str) -> None:

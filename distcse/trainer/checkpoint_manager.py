@@ -15,7 +15,7 @@ from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerStat
 from distcse.trainer.distributed import broadcast, on_rank_zero
 from distcse.trainer.engines import Engine
 from distcse.trainer.step_log import ADVICE
-from distcse.trainer.task import TrainingTask
+from distcse.trainer.task import EvaluatedTask
 
 ReportToTrain = Callable[[dict[str, float]], None]
 """Function that receives `step`, `dev_score` and `best_dev_score` after a dev score, such as `ray.train.report`."""
@@ -38,7 +38,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        task: TrainingTask,
+        task: EvaluatedTask,
         engine: Engine,
         checkpoints: CheckpointStore,
         emit: Callable[[Event], None],

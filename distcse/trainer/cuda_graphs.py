@@ -21,7 +21,7 @@ from torch import Tensor
 from distcse.errors import CUDAGraphError
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 from distcse.trainer.engines import Engine
-from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
+from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
 MAX_GRAPHS = 8
@@ -100,7 +100,13 @@ class CudaGraphStep:
         self._seen: set[Any] = set()
         self._recorded: dict[Any, tuple[list[Tensor], Callable[[], dict[str, Tensor]]]] = {}
 
-    def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float) -> dict[str, Tensor]:
+    def __call__(
+        self,
+        engine: Engine,
+        task: TrainingTask[ModelInputs, LossInputs, Output],
+        inputs: StepInputs[ModelInputs, LossInputs],
+        lr: float | Tensor,
+    ) -> dict[str, Tensor]:
         """Run or replay the step.
 
         Returns:
@@ -133,7 +139,11 @@ class CudaGraphStep:
         return {name: term.clone() for name, term in terms.items()}
 
     def _record(
-        self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: Tensor
+        self,
+        engine: Engine,
+        task: TrainingTask[ModelInputs, LossInputs, Output],
+        inputs: StepInputs[ModelInputs, LossInputs],
+        lr: Tensor,
     ) -> Callable[[], dict[str, Tensor]]:
         def take_step() -> dict[str, Tensor]:
             with rng_is_fixed():

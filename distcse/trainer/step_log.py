@@ -10,7 +10,7 @@ from torch import Tensor
 from distcse.errors import DivergedError
 from distcse.events import StepReport
 from distcse.trainer.distributed import all_reduce_sum
-from distcse.trainer.task import TrainingTask
+from distcse.trainer.task import EvaluatedTask
 
 ADVICE = (
     "; the last good checkpoint is kept. Lower training.lr, raise the temperatures, or use training.precision: fp32, then run "
@@ -21,7 +21,7 @@ ADVICE = (
 class StepLog:
     """Collects loss terms on the device and copies them to the CPU once per report, so that steps need no synchronization."""
 
-    def __init__(self, task: TrainingTask) -> None:
+    def __init__(self, task: EvaluatedTask) -> None:
         self._task = task
         self._terms: list[dict[str, Tensor]] = []
         self._resumed_at = time.perf_counter()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from distcse.trainer.engines.engine import Engine
 
+ModelInputs = TypeVar("ModelInputs")
+LossInputs = TypeVar("LossInputs")
+Output = TypeVar("Output", contravariant=True)
+
 _MAX_SHOWN_ROWS = 8
 
 
-class StepInputs(NamedTuple):
+class StepInputs(NamedTuple, Generic[ModelInputs, LossInputs]):
     """Inputs of one step for this worker's rows, on the engine's device."""
 
-    model_inputs: Any
+    model_inputs: ModelInputs
     """Argument of the model's forward pass."""
-    loss_inputs: Any
+    loss_inputs: LossInputs
     """Inputs of the loss other than the model's output, such as the teachers' lists or labels."""
 
 
-class TrainingTask(Protocol):
-    """One training on one worker. Everything in it is a function of the step, so that a resumed run has equal results."""
+class EvaluatedTask(Protocol):
+    """The part of a training task that the log, the checkpoints and the dev scores need."""
 
     steps: int
     """Number of steps of the run."""
@@ -37,26 +41,6 @@ class TrainingTask(Protocol):
     @property
     def model(self) -> nn.Module:
         """The trained model."""
-        ...
-
-    def on_start(self, first_step: int) -> None:
-        """Start prefetching from teachers. Called once, before the first step."""
-        ...
-
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
-        """Return the inputs of a step. Only this method may wait for teachers."""
-        ...
-
-    def compute_loss(self, inputs: Any, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute this worker's share of the global batch's loss.
-
-        Args:
-            inputs: `StepInputs.loss_inputs`.
-            output: The model's output.
-
-        Returns:
-            The share of the loss, and the shares of its terms by name.
-        """
         ...
 
     def describe_batch(self, step: int) -> str:
@@ -82,8 +66,42 @@ class TrainingTask(Protocol):
         ...
 
 
-TakeStep = Callable[[Engine, TrainingTask, StepInputs, Any], dict[str, Tensor]]
-"""A training step: maps engine, task, inputs and learning rate (number or tensor) to this worker's shares of the loss terms."""
+class TrainingTask(EvaluatedTask, Protocol[ModelInputs, LossInputs, Output]):
+    """One training on one worker. Everything in it is a function of the step, so that a resumed run has equal results."""
+
+    def on_start(self, first_step: int) -> None:
+        """Start prefetching from teachers. Called once, before the first step."""
+        ...
+
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[ModelInputs, LossInputs]:
+        """Return the inputs of a step. Only this method may wait for teachers."""
+        ...
+
+    def compute_loss(self, inputs: LossInputs, output: Output) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute this worker's share of the global batch's loss.
+
+        Args:
+            inputs: `StepInputs.loss_inputs`.
+            output: The model's output.
+
+        Returns:
+            The share of the loss, and the shares of its terms by name.
+        """
+        ...
+
+
+class TakeStep(Protocol):
+    """A training step."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        task: TrainingTask[ModelInputs, LossInputs, Output],
+        inputs: StepInputs[ModelInputs, LossInputs],
+        lr: float | Tensor,
+    ) -> dict[str, Tensor]:
+        """Return this worker's shares of the loss terms, on the device."""
+        ...
 
 
 def describe_rows(rows: Sequence[int], source: str) -> str:

@@ -17,7 +17,7 @@ from distcse.trainer.distributed import broadcast, on_all_ranks, rank
 from distcse.trainer.engines import Engine, make_engine
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog
-from distcse.trainer.task import StepInputs, TakeStep, TrainingTask
+from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainResult:
 
 
 def train(
-    task: TrainingTask,
+    task: TrainingTask[ModelInputs, LossInputs, Output],
     section: LoopSection,
     checkpoints: CheckpointStore,
     reporter: Reporter,
@@ -111,7 +111,12 @@ def train(
     return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=stop and not state.finished)
 
 
-def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
+def training_step(
+    engine: Engine,
+    task: TrainingTask[ModelInputs, LossInputs, Output],
+    inputs: StepInputs[ModelInputs, LossInputs],
+    lr: float | Tensor,
+) -> dict[str, Tensor]:
     """Run forward pass, loss, backward pass and update; return this worker's shares of the loss terms, on the device."""
     output = engine.forward(inputs.model_inputs)
     share, terms = task.compute_loss(inputs.loss_inputs, output)

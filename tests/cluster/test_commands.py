@@ -16,6 +16,8 @@ from tests.commands import TRAIN, run_command, train, user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture
 def recipe_file(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Path:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import ClusterTooSmallError, ModelNotFoundError
+from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelError
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.distillation.resources import resources_per_worker
 from distcse.models import Encoder
+from distcse.ray_backend.nodes import alive
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
@@ -162,7 +164,8 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         ray.get(later.is_ready.remote())
         channel.relay(Reporter())
         assert channel.idle_s() == 0
-        ray.get(channel.actor.finish.remote(0))
+        ray.get(channel.actor.finish.remote(0, "result"))
+        assert channel.returned() == "result"
         ray.kill(later)
         time.sleep(0.5)
         channel.relay(Reporter())
@@ -174,3 +177,24 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
 def test_an_error_in_an_actor_is_raised_unchanged(recipe_with: MakeRecipe) -> None:
     with fails_with(ModelNotFoundError, "/nowhere/at/all"):
         run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Reporter())
+
+
+def test_labels_that_no_node_has_are_refused_immediately(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
+) -> None:
+    import ray
+
+    (node,) = ray.nodes()
+    label = next(iter(node["Labels"].items()))
+    for override in ("training.node_labels", "teachers.node_labels"):
+        recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
+        assert resources_per_worker(recipe, alive())["CPU"] >= 1
+        matching = make_recipe(
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
+        )
+        assert resources_per_worker(matching, alive()) == resources_per_worker(recipe, alive())
+        not_matching = make_recipe(
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
+        )
+        with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
+            resources_per_worker(not_matching, alive())

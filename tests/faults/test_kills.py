@@ -1,11 +1,11 @@
-"""Processes of a run are killed or stop responding, on one node and on several."""
+"""Processes of a run are killed or stop responding."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,12 @@ from distcse.teachers.serving import serving
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe
-from tests.kills import CpuHolder, Nodes, kill_actor, processes_of
-from tests.soak import ROWS, Soak
+from tests.kills import CpuHolder, kill_actor, processes_of
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
-from tests.wikipedia import wiki_sentences
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MakeRecipe = Callable[..., Recipe]
-
-
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Soak]:
-    folder = tmp_path_factory.mktemp("soak")
-    with Nodes(folder) as cluster_nodes:
-        yield Soak(folder, cluster_nodes, wiki_sentences(data, ROWS))
-
-
-@pytest.mark.parametrize(("seed", "kind"), [(10, "node"), (11, "driver")])
-def test_a_disturbed_run_reaches_the_same_weights(soak: Soak, seed: int, kind: str) -> None:
-    played = soak.play(seed, kind)
-    assert played.survived and played.restarts == 1, played.line
 
 
 @pytest.fixture

@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 
 from distcse.device import cpu_speed
-from distcse.errors import NodeLabelError
 from distcse.events import Reporter
-from distcse.experiments.distillation.resources import resources_per_worker
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
-from distcse.ray_backend.nodes import alive
 from distcse.recipe import load_recipe, recipe_yaml
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
 from tests.backends import run, run_mutual
-from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, reason_to_skip
 from tests.pairs import make_mutual_recipe
@@ -225,24 +221,3 @@ def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     ]
     assert steps[-1] == 264 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
     assert_same_learning(weights_of(local.directory.path), weights_of(remote))
-
-
-def test_labels_that_no_node_has_are_refused_immediately(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
-) -> None:
-    import ray
-
-    (node,) = ray.nodes()
-    label = next(iter(node["Labels"].items()))
-    for override in ("training.node_labels", "teachers.node_labels"):
-        recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
-        assert resources_per_worker(recipe, alive())["CPU"] >= 1
-        matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
-        )
-        assert resources_per_worker(matching, alive()) == resources_per_worker(recipe, alive())
-        not_matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
-        )
-        with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
-            resources_per_worker(not_matching, alive())

@@ -32,7 +32,7 @@ from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.health.storage import check_location
 from distcse.models import Encoder
-from distcse.ray_backend.teacher_servers import _live_teacher, _table_teacher
+from distcse.ray_backend.teacher_servers import live_teacher, table_teacher
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, has_local_changes
@@ -457,8 +457,8 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     for sent in (
         spec,
         table,
-        _table_teacher(teacher, table),
-        _live_teacher(teacher, corpus, 64),
+        table_teacher(teacher, table),
+        live_teacher(teacher, corpus, 64),
         GroupContext(MutualRecipe.model_construct(), 0, spec.run, spec.lease),
         TrialContext(recipe, spec.run / "trials"),
     ):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distcse import tune
 from distcse.errors import DivergedError
 from distcse.events import Event, Reporter, TrialUpdate
 from distcse.ray_backend.sweep_backend import RaySweepBackend
@@ -99,7 +100,9 @@ def test_a_damaged_state_of_ray_tune_is_not_restored(recipe: Recipe, tmp_path: P
     assert again.best_trial == first.best_trial
 
 
-def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     space = tmp_path / "space.yaml"
     rates = [1e-3, 3e-4, 1e-5]
     make_sweep(tmp_path, {LR: {"values": rates}}, search={"algorithm": "grid", "concurrent": 1})
@@ -130,9 +133,7 @@ def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(recipe:
     (folder,) = runs.iterdir()
     before = {t.name: t for t in read_trials(folder / "trials")}
     assert len(before) < 3
-    command = [sys.executable, "-m", "distcse.tune", "--resume", str(folder)]
-    resumed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert resumed.returncode == 0, resumed.stderr
+    assert tune.main(["--resume", str(folder)]) == 0
     after = {t.name: t for t in read_trials(folder / "trials")}
     assert len(after) == 3 and all(trial.status == "finished" for trial in after.values())
     for name in ended:
@@ -142,4 +143,4 @@ def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(recipe:
     for trial in after.values():
         assert trial.best is not None
         assert trial.best.score == pytest.approx(undisturbed[trial.values[LR]], abs=0.05)
-    assert f"python -m distcse.train {folder / 'best.yaml'}" in resumed.stdout
+    assert f"python -m distcse.train {folder / 'best.yaml'}" in capsys.readouterr().out

@@ -15,8 +15,8 @@ from distcse.data import Corpus, TokenTable
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.distillation.distillation_task import fit
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
+from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import by_length

@@ -24,7 +24,7 @@ from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.model import build_encoder
 from distcse.models import Encoder
 from distcse.models.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
-from distcse.models.detection.detector import _likeliest, _sample
+from distcse.models.detection.detector import most_likely_tokens, sample_tokens
 from distcse.recipe import DetectionSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from tests.backends import run
@@ -158,13 +158,13 @@ def test_sampled_tokens_have_the_generators_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     logits = probabilities.log().repeat(40_000, 1)
     torch.manual_seed(0)
-    shares = _sample(logits).bincount(minlength=5) / len(logits)
+    shares = sample_tokens(logits).bincount(minlength=5) / len(logits)
     assert (shares - probabilities).abs().max() < 0.01  # 4 standard deviations
     assert shares[1] == 0  # impossible tokens are never drawn
-    assert torch.equal(_likeliest(logits), torch.zeros(len(logits), dtype=torch.long))
+    assert torch.equal(most_likely_tokens(logits), torch.zeros(len(logits), dtype=torch.long))
     certain = torch.full((100, 30_000), -100.0)
     certain[:, -1] = 100.0
-    assert (_sample(certain) == 29_999).all()
+    assert (sample_tokens(certain) == 29_999).all()
 
 
 def test_sampling_is_a_function_of_seed_step_and_stream(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_run_with_disagreement_domains_and_false_negatives(recipe_with: MakeRe
     ]
     task = DistillationTask(spec, loader, clients)
     task.on_start(0)
-    outputs = task._teacher_outputs(0, torch.device("cpu"))
+    outputs = task.teacher_outputs(0, torch.device("cpu"))
     batch = loader.sampler.batch(0)
     legal = loader.corpus.domain_ids(batch) == loader.corpus.domains.index("legal")
     units = [table.vectors(batch) for table in tables]
@@ -230,7 +230,7 @@ def test_rank_noise_does_not_change_false_negatives(recipe_with: MakeRecipe) -> 
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     task = DistillationTask(spec, loader, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
     task.on_start(loader.sampler.steps_per_epoch - 1)
-    outputs = task._teacher_outputs(loader.sampler.steps_per_epoch - 1, torch.device("cpu"))
+    outputs = task.teacher_outputs(loader.sampler.steps_per_epoch - 1, torch.device("cpu"))
     mask = loader.duplicate_mask(loader.sampler.steps_per_epoch - 1)
     assert (
         mask is not None and mask.any() and outputs.similarities is not None and outputs.clean_similarities is not None

@@ -34,7 +34,7 @@ from distcse.models import Encoder, resolve_model
 
 EXPECTED = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("all-MiniLM-L6-v2")]  # the fixture `model` takes a minute
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,7 +25,7 @@ from distcse.losses import (
     mix_lists,
     negative_entropy,
 )
-from distcse.losses.list_mle import _exact_suffix_terms, _SuffixTermsInDouble
+from distcse.losses.list_mle import SuffixTermsInDouble, exact_suffix_terms
 from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -223,7 +223,7 @@ def test_list_mle_is_a_distribution_over_orders() -> None:
 def test_list_mle_in_double_is_exact_over_its_range(spread: float) -> None:
     logits = ((torch.rand(8, 300, generator=torch.Generator().manual_seed(0)) - 0.5) * spread).requires_grad_()
     weights = torch.rand(8, 300, generator=torch.Generator().manual_seed(1))
-    found, exact = _SuffixTermsInDouble.apply(logits), _exact_suffix_terms(logits.double())
+    found, exact = SuffixTermsInDouble.apply(logits), exact_suffix_terms(logits.double())
     torch.testing.assert_close(found, exact.float(), atol=1e-4, rtol=1e-6)
     (gradient,), (expected,) = (torch.autograd.grad((losses * weights).sum(), logits) for losses in (found, exact))
     torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-5)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distcse.data.collate import Tokens, collate
 from distcse.experiments.distillation.model import Batch, build_student
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.pair_task import BiPairs, BiTokens, CrossPairs, CrossTokens
+from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.detection import EditDetector, Edited

@@ -16,6 +16,7 @@ from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gathe
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
+from distcse.storage import open_store
 from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
 from tests.backends import run
 from tests.failures import fails_with
@@ -143,4 +144,4 @@ def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRe
     with fails_with(EmbeddingTableError, str(tmp_path / "damaged")):
         read_projection(tmp_path / "damaged")
     with fails_with(EmbeddingTableError, str(tmp_path / "absent")):
-        TargetSpec([], [], tmp_path / "absent").open()
+        TargetSpec([], [], open_store(tmp_path / "absent")).open()

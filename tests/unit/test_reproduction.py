@@ -14,7 +14,7 @@ from distcse import train
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunError, RunRecordError
 from distcse.events import Reporter
 from distcse.runs.directory import RunDirectory, check_stored, recorded
-from distcse.runs.reference_run import ReferenceRun, _weights
+from distcse.runs.reference_run import ReferenceRun, load_run_weights
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
@@ -75,12 +75,12 @@ def test_a_rerun_has_bitwise_equal_weights(
 
 def test_weights_after_the_backbone_are_compared_too(run: Path) -> None:
     """The linear layers after pooling have separate folders. Files in the model's `distcse` folder are not compared."""
-    saved = set(_weights(run))
+    saved = set(load_run_weights(run, ["model"]))
     (run / "model" / "2_Dense").mkdir()
     (run / "model" / "distcse").mkdir(exist_ok=True)
     for folder in ("2_Dense", "distcse"):
         save_file({"linear.weight": torch.ones(2)}, run / "model" / folder / "model.safetensors")
-    assert set(_weights(run)) - saved == {"model/2_Dense/linear.weight"}
+    assert set(load_run_weights(run, ["model"])) - saved == {"model/2_Dense/linear.weight"}
 
 
 def test_the_largest_difference_of_weights_is_reported(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from distcse.events import Reporter
-from distcse.ray_backend.tune import _Listener, _scheduler, tpe
+from distcse.ray_backend.tune import TrialListener, tpe, trial_scheduler
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import open_store
 from distcse.tuning.records import Trial, TrialMetric, read_trials
@@ -40,7 +40,7 @@ def test_pbt_keeps_a_choice_among_its_values(recipe_with: Callable[..., Recipe],
     parameters = {LR: {"values": [2e-5, 3e-5, 5e-5]}, TAU2: {"log_uniform": [0.01, 0.1]}}
     search, schedule = {"algorithm": "random"}, {"kind": "pbt"}
     space = Space(sweep := make_sweep(tmp_path, parameters, search=search, schedule=schedule), recipe_with())
-    mutations = _scheduler(sweep, space)._hyperparam_mutations
+    mutations = trial_scheduler(sweep, space)._hyperparam_mutations
     chosen = {LR: 3e-5, TAU2: 0.05}
     seen = set()
     for _ in range(200):
@@ -64,6 +64,6 @@ def test_a_final_run_that_fails_after_its_last_score_is_not_finished(tmp_path: P
         context = TrialContext(
             load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(folder), keep_models=keep_models
         )
-        _Listener(context, Reporter()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
+        TrialListener(context, Reporter()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
         (record,) = read_trials(folder)
         assert record.status == expected

@@ -38,7 +38,7 @@ from distcse.runs.lease import Lease
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.trainer.dropout_rng import dropout_seed
-from distcse.trainer.engines.deepspeed_engine import _config
+from distcse.trainer.engines.deepspeed_engine import deepspeed_config
 from distcse.trainer.schedule import total_steps, warmup_then_linear
 from distcse.trainer.trainer import TrainResult
 from tests.backends import run
@@ -313,7 +313,7 @@ def test_deepspeed_settings_of_the_cluster_folder_do_not_change_training(recipe_
     spec, tables = make_spec(recipe)
     train(spec, tables)
     assert_same_learning(weights_of(plain.run.path), weights_of(spec.run.path), mean=1e-5)
-    assert _config(recipe.training, 16)["zero_optimization"]["stage"] == stage
+    assert deepspeed_config(recipe.training, 16)["zero_optimization"]["stage"] == stage
 
 
 def test_deepspeed_settings_that_the_recipe_decides_are_refused(recipe_with: MakeRecipe) -> None:

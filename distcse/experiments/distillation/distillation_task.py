@@ -15,7 +15,7 @@ from distcse.errors import CUDAGraphError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import DevMetric
-from distcse.experiments.distillation.model import StudentOutput, build_student
+from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models.attention import takes_prepared_mask
@@ -77,10 +77,10 @@ class DistillationTask:
             section.disagreement_scale,
         )
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Batch, LossContext]:
         return StepInputs(
             self._loader.batch(step, device),
-            LossContext(self._teacher_outputs(step, device), self._duplicate_mask(step, device)),
+            LossContext(self.teacher_outputs(step, device), self._duplicate_mask(step, device)),
         )
 
     def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -92,7 +92,7 @@ class DistillationTask:
             queue.push(views.all_z1)
         return share, terms
 
-    def _teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
+    def teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
         outputs = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
         if self._targets is None:
             return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -230,12 +230,12 @@ class PairTask:
     def on_start(self, first_step: int) -> None:
         """Do nothing: the labels are already available."""
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[PairBatch, Tensor]:
         rows, seed = self._rank_rows(step), dropout_seed(self._seed, step, self._rank)
         labels = self._labels[torch.from_numpy(rows)]
         return StepInputs(self._tokens.batch(rows, seed, device, self._length_ratio), to_device(labels, device))
 
-    def compute_loss(self, inputs: Tensor, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute_loss(self, inputs: Tensor, output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(output, Tensor):
             errors = bce_soft(output, inputs)
         else:

@@ -100,7 +100,7 @@ class EditDetector(nn.Module):
         with short_cut(generator.base_model, mask, places, None):
             hidden = generator.base_model(input_ids=ids, attention_mask=prepare_mask(generator, mask)).last_hidden_state
         at_a_time = max(1, _LOGITS // (4 * self._words.size))
-        choose = _sample if self._section.sampling == "sample" else _likeliest
+        choose = sample_tokens if self._section.sampling == "sample" else most_likely_tokens
         chosen = [choose(_logits(generator, part)) for part in hidden[wanted].split(at_a_time)]
         return ids.masked_scatter(wanted, torch.cat(chosen))
 
@@ -119,12 +119,12 @@ class EditDetector(nn.Module):
         return hidden
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def most_likely_tokens(logits: Tensor) -> Tensor:
     """(M, V) logits -> (M,) tokens."""
     return logits.argmax(dim=1)
 
 
-def _sample(logits: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor) -> Tensor:
     """(M, V) logits -> (M,) tokens, each drawn with its probability, by one random number a position."""
     # Summed in float64: float32 sums near 1 would lose the unlikely half of a vocabulary.
     cumulative = logits.float().softmax(dim=1).cumsum(dim=1, dtype=torch.float64)

@@ -43,7 +43,7 @@ class DeepSpeedEngine:
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
         self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=_config(training, rows)
+            model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
         )
         self.device: torch.device = self._engine.device
         self._updates = 0
@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         if restored is not None:
             self._restore(restored)
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: object) -> Any:
         return self._engine(inputs)
 
     def backward(self, share: Tensor) -> None:
@@ -125,7 +125,8 @@ class DeepSpeedEngine:
         create_optimizer_state(self._optimizer, self._stage, empty_state)
 
 
-def _config(training: LoopSection, rows: int) -> dict[str, Any]:
+def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: the recipe's own, completed by the training section."""
     user_config = training.deepspeed or {}
     config: dict[str, Any] = {
         "steps_per_print": 10**9,

@@ -16,7 +16,7 @@ class Engine(Protocol):
     device: torch.device
     """Device of the model."""
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: object) -> Any:
         """Return the model's output, computed in the engine's precision."""
         ...
 

@@ -33,7 +33,7 @@ class TorchEngine:
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self._optimizer = FusedAdamW(self._parameters, training, updates, moments)
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, inputs: object) -> Any:
         with arithmetic(decided(self._training.precision), self.device):
             return self._model(inputs)
 
