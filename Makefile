@@ -20,7 +20,11 @@ UNIT := tests/unit tests/oracle benchmarks/tests
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 ON_OLDER_CPU := $(addprefix tests/unit/test_,mkldnn_linear.py precision.py teachers.py encoder.py cross_encoder.py student.py)
 
-.PHONY: help quickstart test test-faults unit lint prose types bench lock release-notes clean
+# The oldest Ray that pyproject.toml admits, in a folder that Python reads before the environment's own packages.
+OLDEST_RAY := $(shell sed -n 's/.*"ray\[.*>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
+ON_OLDEST_RAY := tests/unit/test_ray_versions.py $(addprefix tests/cluster/,test_on_ray.py test_mutual_on_ray.py test_sweep.py)
+
+.PHONY: help quickstart test test-faults test-oldest-ray unit lint prose types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -44,6 +48,12 @@ test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and sma
 test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes and nodes, load, failing storage, hostile files, slow unit tests
 	$(PYTEST) tests/faults $(UNIT) -m "faults or slow"
 	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
+
+test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY) ## set up, then run a few of the cluster tests with the oldest supported version of Ray
+	PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest $(ON_OLDEST_RAY) -m "oldest_ray or not cluster"
+
+build/ray-%: $(VENV)/.dev
+	$(BIN)/pip install --quiet --no-deps --target $@ ray==$*
 
 unit: $(VENV)/.dev ## set up, then run the tests that need no Ray cluster and are not marked slow
 	$(PYTEST) $(UNIT) -m "not slow"

@@ -27,6 +27,7 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", *overrides)
 
 
+@pytest.mark.oldest_ray
 def test_groups_on_ray_make_the_labels_of_one_process(recipe_with: MakeRecipe) -> None:
     local, on_ray = run_mutual(recipe_with(), Reporter()), run_mutual(recipe_with(*ON_RAY), Reporter())
     assert on_ray.best and not on_ray.interrupted

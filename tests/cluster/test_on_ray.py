@@ -81,6 +81,7 @@ def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.oldest_ray
 def test_every_kind_of_teacher_and_detection_on_two_workers(
     recipe_with: MakeRecipe, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeR
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
 
 
+@pytest.mark.oldest_ray
 def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     import ray
 

@@ -102,6 +102,7 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(recipe: Recipe, tmp_
     assert second.trials[1].metrics == second.trials[0].metrics
 
 
+@pytest.mark.oldest_ray
 def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
     embed_tables(recipe)
     training = recipe.training.model_copy(update={"workers": 2, "max_steps": 12})
@@ -115,6 +116,7 @@ def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path
     assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
 
 
+@pytest.mark.oldest_ray
 def test_pbt_trials_continue_from_better_ones(recipe: Recipe, tmp_path: Path) -> None:
     embed_tables(recipe)
     parameters = {LR: {"log_uniform": [1e-6, 1e-3]}, TAU2: {"values": [0.05, 0.1]}}

@@ -616,7 +616,7 @@ def test_a_calibration_is_measured_and_cached(tiny: Callable[..., Path], tmp_pat
     earlier = _calibration_file(tmp_path, describe_machine(1))
     earlier.parent.mkdir()
     stored = {"train/bf16/plain/999": {"linear": 1.0, "attention": 1.0, "embedding": 1.0, "host": 1e-3}}
-    earlier.write_text(json.dumps({"format": 1, "factors": stored}))
+    earlier.write_text(json.dumps({"format": 2, "factors": stored}))
     file = calibrate([PassKind(shape, True, "fp32", True, 16)], tmp_path, 1)
     content = json.loads(file.read_text())
     assert file == earlier and set(content["factors"]) == {"train/bf16/plain/999", "train/fp32/dropout/32"}
