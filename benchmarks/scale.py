@@ -45,6 +45,7 @@ from benchmarks.protocol import (
 from benchmarks.side_by_side import Worked, recipe_of, run_groups
 from benchmarks.simulator import Terms, dealt, efficiency, imbalance, makespan, side_by_side
 from distcse.data import Corpus, TokenTable
+from distcse.distributed import barrier
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.losses import Views, gather_views
 from distcse.models import Encoder
@@ -52,7 +53,6 @@ from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
 from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.distributed import barrier
 from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file

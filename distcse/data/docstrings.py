@@ -54,9 +54,7 @@ def docstring_sentences(packages: Sequence[str]) -> list[str]:
         CorpusNotFoundError: A package is not installed.
     """
     everything = documented(tuple(packages))
-    held_out = {
-        _normalize(sentence) for entry in everything if is_held_out(entry) for sentence in _sentences_of(entry)
-    }
+    held_out = {_normalize(sentence) for entry in everything if is_held_out(entry) for sentence in _sentences_of(entry)}
     found: dict[str, str] = {}
     for entry in everything:
         if not is_held_out(entry):

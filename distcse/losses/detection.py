@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from distcse.distributed import all_reduce_sum
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
 
@@ -30,9 +30,7 @@ class Detection:
 
     def shares(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This worker's share of the mean loss, and of the accuracies on edited and kept tokens, in [0, 1]."""
-        total = self.counts.clone()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(total)
+        total = all_reduce_sum(self.counts.clone())
         positions, edited, _, kept, _ = total.clamp(min=1).unbind()
         share = self.loss / positions
         return share, {"edited_accuracy": self.counts[2] / edited, "kept_accuracy": self.counts[4] / kept}

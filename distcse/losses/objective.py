@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from distcse.distributed import all_reduce_sum
 from distcse.errors import CustomClassError
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
@@ -90,9 +90,7 @@ class Objective(nn.Module):
         if self.combine == "hinge":
             # All workers compare the global losses; the smaller one has no gradient in this step.
             first, second = HINGE_TERMS
-            both = torch.stack([weighted[first].detach(), weighted[second].detach()])
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(both)
+            both = all_reduce_sum(torch.stack([weighted[first].detach(), weighted[second].detach()]))
             # Selected on the device, so that the host does not wait.
             weighted[first] = torch.where(both[0] >= both[1], weighted[first], weighted.pop(second))
         return torch.stack(list(weighted.values())).sum()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from distcse.distributed import all_reduce_sum
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
 
@@ -54,7 +54,5 @@ class RankRegression(nn.Module):
         assert teachers.similarities is not None
         lists = teachers.similarities[:, : views.columns]
         similarities = views.same if self.same_view else views.similarities
-        pairs = kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(pairs)
+        pairs = all_reduce_sum(kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype))
         return squared_errors(similarities, lists, self.lower, self.upper).sum() / (pairs + _EPS)

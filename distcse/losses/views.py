@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distcse.compat.torch import assert_async
 from distcse.device import to_device
+from distcse.distributed import world_size
 
 if TYPE_CHECKING:
     from distcse.losses.detection import Detection
@@ -139,7 +140,7 @@ def gather_views(
     if z1.shape != z2.shape:
         raise ValueError(f"z1 has shape {tuple(z1.shape)}, but z2 has {tuple(z2.shape)}; pass views of the same rows")
     z1, z2 = _widen(z1), _widen(z2)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return Views(z1, z2, z1, z2, 0, queue, duplicate_mask, detection)
     _require_equal_rows(len(z1), z1.device)
     all_z1, all_z2 = gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distcse.distributed import world_size
 from distcse.recipe import Projection
 
 
@@ -48,7 +49,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalize (B, width) rows."""
-        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+        if not self.training or world_size() == 1:
             return super().forward(rows)
         dtype = rows.dtype
         rows = rows.to(torch.promote_types(dtype, torch.float32))  # bf16 cannot represent the sums and row counts

@@ -200,12 +200,12 @@ def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
 
 def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
     with gc_paused():
+        from distcse.distributed import on_all_ranks
         from distcse.experiments.distillation.distillation_task import fit
         from distcse.ray_backend.assigned_resources import use_assigned_threads
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics
         from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
-        from distcse.trainer.distributed import on_all_ranks
 
     silence_train_reports()
     use_assigned_threads()

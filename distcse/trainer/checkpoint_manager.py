@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from distcse.distributed import broadcast, on_rank_zero
 from distcse.errors import DivergedError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
-from distcse.trainer.distributed import broadcast, on_rank_zero
 from distcse.trainer.engines import Engine
 from distcse.trainer.step_log import ADVICE
 from distcse.trainer.task import EvaluatedTask

@@ -7,9 +7,9 @@ import time
 import torch
 from torch import Tensor
 
+from distcse.distributed import all_reduce_sum
 from distcse.errors import DivergedError
 from distcse.events import StepReport
-from distcse.trainer.distributed import all_reduce_sum
 from distcse.trainer.task import EvaluatedTask
 
 ADVICE = (

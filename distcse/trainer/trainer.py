@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from distcse.distributed import broadcast, on_all_ranks, rank
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
@@ -13,7 +14,6 @@ from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
-from distcse.trainer.distributed import broadcast, on_all_ranks, rank
 from distcse.trainer.engines import Engine, make_engine
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from distcse.distributed import on_all_ranks, rank
 from distcse.errors import CorpusError, TeacherError
-from distcse.trainer.distributed import on_all_ranks, rank
 from tests.failures import fails_with
 from tests.workers import run_workers
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distcse.device import to_device
+from distcse.distributed import on_all_ranks, rank, world_size
 from distcse.errors import CUDAGraphError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
@@ -23,7 +24,6 @@ from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.distributed import on_all_ranks, rank, world_size
 from distcse.trainer.task import StepInputs, describe_rows
 from distcse.trainer.trainer import TrainResult, finished_state, train
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.trainer.distributed import rank, world_size
+from distcse.distributed import rank, world_size
 
 
 class EmbeddingQueue(nn.Module):

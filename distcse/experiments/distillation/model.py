@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distcse.data.collate import Tokens
+from distcse.distributed import all_reduce_max, world_size
 from distcse.experiments.distillation.embedding_queue import EmbeddingQueue, gather_parts
 from distcse.losses import Detection
 from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.trainer.allocator import trim
-from distcse.trainer.distributed import all_reduce_max, world_size
 from distcse.trainer.dropout_rng import dropout_rng
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.device import default_device
+from distcse.distributed import barrier, rank, world_size
 from distcse.errors import CheckpointError, NotFiniteError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter
@@ -24,7 +25,6 @@ from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_trainer_state
-from distcse.trainer.distributed import barrier, rank, world_size
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
+from distcse.distributed import world_size
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
-from distcse.trainer.distributed import world_size
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from distcse.device import default_device
+from distcse.distributed import all_reduce_sum, world_size
 from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
-from distcse.trainer.distributed import all_reduce_sum, world_size
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 

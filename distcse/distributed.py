@@ -1,4 +1,4 @@
-"""Collective operations of the training loop. Without a process group, there is one worker and they do nothing."""
+"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing."""
 
 from __future__ import annotations
 
