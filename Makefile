@@ -49,11 +49,13 @@ test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes an
 	$(PYTEST) tests/faults $(UNIT) -m "faults or slow"
 	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
 
-test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY) ## set up, then run a few of the cluster tests with the oldest supported version of Ray
+test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a few of the cluster tests with the oldest supported version of Ray
 	PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest $(ON_OLDEST_RAY) -m "oldest_ray or not cluster"
 
-build/ray-%: $(VENV)/.dev
-	$(BIN)/pip install --quiet --no-deps --target $@ ray==$*
+build/ray-%/.installed: $(VENV)/.dev
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --no-deps --target $(@D) ray==$*
+	touch $@
 
 unit: $(VENV)/.dev ## set up, then run the tests that need no Ray cluster and are not marked slow
 	$(PYTEST) $(UNIT) -m "not slow"

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from distcse.measuring import Measurement, measure
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
-    from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
+    from distcse.recipe import BaseRecipe, MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
     from distcse.running import Run, rerun, resume, run
 
     __version__: str
 
 _HOME = {
+    "BaseRecipe": "distcse.recipe",
     "CrossEncoder": "distcse.models",
     "DistcseError": "distcse.errors",
     "Encoder": "distcse.models",
@@ -46,6 +47,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BaseRecipe",
     "CrossEncoder",
     "DistcseError",
     "Encoder",

@@ -164,7 +164,7 @@ def rerun(
 
 @contextmanager
 def _reporting(listen: Listener | None, stop_requested: Callable[[], bool]) -> Iterator[Reporter]:
-    """Give the process its CPUs, and open the listener of a run."""
+    """Context manager: use all available CPUs, and yield a reporter for the run's listener."""
     use_available_cpus()
     with open_listener(listen) as post:
         yield Reporter(post, stop_requested)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LOAD_REPORT_LOGGER = "transformers.modeling_utils"
+
 
 def attention_implementation(config: Any) -> str | None:
     """Return the attention that a loaded model computes: `eager`, `sdpa` or another.
@@ -42,9 +44,6 @@ def without_load_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(_reject)
-
-
-LOAD_REPORT_LOGGER = "transformers.modeling_utils"
 
 
 def _reject(record: logging.LogRecord) -> bool:

@@ -83,6 +83,6 @@ class Backend(Protocol):
         Args:
             contexts: Each group's part of the run.
             reporters: Receive each group's events.
-            per_worker: CPUs and GPUs of one worker of each group; empty without a cluster.
+            per_worker: CPUs and GPUs of one worker of each group; an empty mapping per group without a cluster.
         """
         ...

@@ -84,7 +84,9 @@ class Objective(nn.Module):
                 metrics.update(reported)
             loss = self._combine({name: self.weights[name] * share for name, share in shares.items()})
         parts = {name: share.detach() for name, share in shares.items()}
-        return loss, {"loss": loss.detach(), **parts, **metrics, **_cosine_shares(views)}
+        reported_terms = {"loss": loss.detach(), **parts}
+        # A term cannot replace the value of another one.
+        return loss, {**reported_terms, **metrics, **_cosine_shares(views), **reported_terms}
 
     def _combine(self, weighted: dict[str, Tensor]) -> Tensor:
         if self.combine == "hinge":

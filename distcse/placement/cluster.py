@@ -53,7 +53,7 @@ class Cluster(Protocol):
         ...
 
     def nodes(self) -> list[Node]:
-        """Return the live nodes. The cluster must be joined or starting."""
+        """Return the live nodes. The cluster must be joined, or `speeds` must have returned."""
         ...
 
     def is_one_cpu(self) -> bool:

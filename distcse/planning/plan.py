@@ -14,7 +14,7 @@ from distcse.planning.student import StudentRun, TeacherWork
 
 _FITS = 0.92
 """Fraction of a device's memory that a plan may fill; the allocator needs the rest."""
-_NEIGHBOURS_EXACT = 200_000
+_NEIGHBORS_EXACT = 200_000
 """Most rows that faiss compares with all others; above, it uses an inverted file."""
 _PROBED = 32
 """Lists of the inverted file that each query searches."""
@@ -178,8 +178,8 @@ class StudentPlan:
         rows = float(self.run.rows)
         width = self.run.joined_dimension
         lists = 4 * math.sqrt(rows)
-        compared = rows if rows <= _NEIGHBOURS_EXACT else lists + _PROBED * rows / lists
-        trained = 0.0 if rows <= _NEIGHBOURS_EXACT else 2.0 * 20 * 64 * lists * lists * width
+        compared = rows if rows <= _NEIGHBORS_EXACT else lists + _PROBED * rows / lists
+        trained = 0.0 if rows <= _NEIGHBORS_EXACT else 2.0 * 20 * 64 * lists * lists * width
         flops = 2.0 * rows * compared * width + trained
         return PhaseCost(
             "neighbors", flops / self.cluster.machine.host_matmul, flops, "one process", "faiss, once for a corpus"

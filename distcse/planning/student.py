@@ -68,7 +68,7 @@ class TeacherWork:
 
     def table_bytes(self, rows: float) -> float:
         """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
-        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.serving != "live" else 0.0
+        return 2.0 * rows * self.shape.dimension if self.is_embedded and self.shape is not None else 0.0
 
 
 @dataclass(frozen=True)

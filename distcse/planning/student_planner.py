@@ -46,7 +46,7 @@ class StudentPlanner(Planner[Recipe]):
                 found.append(PassKind(read_shape(section), False, teacher.precision, False, section.max_length or 128))
         for loss in recipe.objective.active_terms.values():
             for model in loss.models.values():
-                shape = read_shape(EncoderSection(backbone=model))
+                shape = read_shape(EncoderSection(backbone=model).with_switch(recipe.student.is_fast))
                 found.append(PassKind(shape, False, recipe.training.precision, False, recipe.student.max_length or 128))
         return found
 

@@ -42,7 +42,7 @@ class RayCluster:
     fast_allocator: bool = False
 
     def starting(self) -> AbstractContextManager[None]:
-        return starting_ray(enabled=True)
+        return starting_ray()
 
     def joined(self) -> AbstractContextManager[None]:
         return cluster(fast_allocator=self.fast_allocator)

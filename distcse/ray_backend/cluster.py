@@ -139,9 +139,9 @@ def start_ray(cpus: int | None = None, fast_allocator: bool = False) -> bool:
 
 
 @contextmanager
-def starting_ray(enabled: bool) -> Iterator[None]:
-    """Context manager: call `start_ray` if `enabled`, and end the started cluster if the block raises an error."""
-    is_started = enabled and start_ray()
+def starting_ray() -> Iterator[None]:
+    """Context manager: call `start_ray`, and end the started cluster if the block raises an error."""
+    is_started = start_ray()
     try:
         yield
     except BaseException:

@@ -31,20 +31,20 @@ class EventActor:
         self._stop = False
         self._worker: Any = None
         self._finished = False
-        self._returned: Any = None
+        self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
     def start(self, rank: int, worker: Any) -> None:
         """Record rank 0's worker actor; a restarted one calls this again."""
         if rank == 0:
-            self._worker, self._finished = worker, False
+            self._worker, self._finished, self._returned = worker, False, None
 
-    def finish(self, rank: int, returned: Any) -> None:
-        """Record that rank 0 has finished, so that the end of its actor is no loss, and what its train loop returns."""
+    def finish(self, rank: int, returned: bytes | None) -> None:
+        """Record that rank 0 has finished, so that the end of its actor is no loss, and the value that it sends."""
         if rank == 0:
             self._finished, self._returned = True, returned
 
-    def returned(self) -> Any:
-        """Return what rank 0's train loop returns; None if it has not finished, or if this actor has restarted since."""
+    def returned(self) -> bytes | None:
+        """Return the value that rank 0 has sent; None if it has not finished, or if this actor has restarted since."""
         return self._returned
 
     def emit(self, event: Event) -> bool:
@@ -113,8 +113,12 @@ class EventChannel:
             reporter.emit(event)
 
     def returned(self) -> Any:
-        """Return what rank 0's train loop returned; None if the actor has lost it in a restart."""
-        return ray.get(self.actor.returned.remote(), timeout=_ANSWER_TIMEOUT_S)
+        """Return the value that rank 0 sent; None if the actor has lost it in a restart, or does not answer."""
+        try:
+            sent: bytes | None = ray.get(self.actor.returned.remote(), timeout=_ANSWER_TIMEOUT_S)
+        except GetTimeoutError:
+            return None
+        return None if sent is None else ray.cloudpickle.loads(sent)
 
     def close(self) -> None:
         """Kill the actor."""
@@ -158,10 +162,11 @@ def announce_end(actor: Any, rank: int, returned: Any) -> None:
     Args:
         actor: The channel's actor.
         rank: The worker's rank.
-        returned: What its train loop returns.
+        returned: A value for the driver. None sends none.
     """
+    sent = None if returned is None or rank else ray.cloudpickle.dumps(returned)
     with suppress(RayActorError, GetTimeoutError):
-        ray.get(actor.finish.remote(rank, returned), timeout=_ANSWER_TIMEOUT_S)
+        ray.get(actor.finish.remote(rank, sent), timeout=_ANSWER_TIMEOUT_S)
 
 
 def reporter_of(actor: Any) -> Reporter:

@@ -26,8 +26,8 @@ from distcse.ray_backend.event_channel import EventChannel, announce_end, announ
 from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, responsive_nodes
 from distcse.ray_backend.versions import (
+    has_returned_value,
     is_lost_event_actor,
-    returned_value,
     silence_train_reports,
     start_autoscaling_coordinator,
     torch_backend,
@@ -132,7 +132,8 @@ def _train(
                     reporter.emit(LogMessage(warning, warning=True))
             time.sleep(0.2)
         channel.relay(reporter)
-        returned = returned_value(running.result(), channel.returned)
+        finished = running.result()
+        returned = finished.return_value if has_returned_value() else channel.returned()
     except ray.train.TrainingFailedError as failed:
         raise _explain_failure(failed) from failed
     except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
@@ -146,7 +147,7 @@ def _train(
         raise returned
     if returned is None:
         raise ProcessLostError(
-            f"the run lost its result, which a restarted event channel no longer has; resume it: --resume {spec.run}"
+            f"the run lost its result, which its event channel no longer has; resume it: --resume {spec.run}"
         )
     result: TrainResult = returned
     return result
@@ -194,7 +195,7 @@ def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
         # Returned, not raised: Ray Train would restart the workers.
         return ProcessLostError("the driver ended before its workers started; resume with --resume")
     result = _train_on_rank(rank, config)
-    announce_end(config["events"], rank, result)
+    announce_end(config["events"], rank, None if has_returned_value() else result)
     return result
 
 
@@ -245,7 +246,7 @@ def _explain_failure(failed: ray.train.TrainingFailedError) -> DistcseError:
 
 
 def _explain_actor_loss(lost: RayActorError, spec: TrainSpec) -> RunError:
-    """Describe in one line the loss of an actor that a run has only once and does not restart."""
+    """Describe in one line the loss of an actor whose restarts are used up, or that has none."""
     message = str(lost).strip()
     actor = "event channel" if is_lost_event_actor(message) else "Ray Train controller"
     reason = message.splitlines()[-1].partition(". ")[0].rstrip(".")  # 500 characters of advice from Ray follow

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ BEFORE_IMPORT = {
 }
 """Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
 
+SEES_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Variables with which Ray does not hide GPUs from a task that reserves none. `num_gpus=0` always hides them."""
+
 LOCAL_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray Train polls reports of dev scores at this interval; with the default of 2 s, each report would take 2 s. `RunConfig`
@@ -33,12 +37,9 @@ LOCAL_CLUSTER = {
     # Outside of clouds there is no preemption, and the watcher only logs errors.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    **SEES_ALL_GPUS,
 }
 """Variables of a local cluster's processes."""
-
-SEES_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables with which Ray does not hide GPUs from a task that reserves none. `num_gpus=0` always hides them."""
 
 TUNE = {
     # Ray Tune's default TensorBoard, CSV and JSON loggers would repeat the trials' trackers and records. `RunConfig`
@@ -86,14 +87,14 @@ def start_autoscaling_coordinator() -> None:
     get_or_create_autoscaling_coordinator()
 
 
-def returned_value(result: Any, sent: Callable[[], Any]) -> Any:
-    """Return what rank 0's train loop returned: from Ray Train's `Result`, or before Ray 2.56 what the worker sent.
+def has_returned_value() -> bool:
+    """Return whether Ray Train's `Result` has what rank 0's train loop returned, as from Ray 2.56.
 
-    Args:
-        result: The result of `TorchTrainer.fit`.
-        sent: Reads the value that rank 0 sent over the event channel.
+    Before, the worker sends it over the event channel.
     """
-    return result.return_value if hasattr(result, "return_value") else sent()
+    from ray.train import Result
+
+    return "return_value" in {field.name for field in fields(Result)}
 
 
 def without_datasets_callback(callbacks: Sequence[Any]) -> list[Any]:

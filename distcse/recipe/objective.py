@@ -99,9 +99,9 @@ class ObjectiveSection(_Losses):
         return next((numbers for numbers in chosen if numbers), [])
 
     @property
-    def models(self) -> dict[str, str]:
-        """Frozen models that the terms load: their key -> folder or hub id."""
-        return {key: model for section in self.terms.values() for key, model in section.models.items()}
+    def models(self) -> list[str]:
+        """Folders or hub ids of the frozen models that the terms load."""
+        return [model for section in self.terms.values() for model in section.models.values()]
 
     def with_absolute_paths(self) -> Self:
         """Return a copy with models' folders resolved against the current directory."""

@@ -216,7 +216,7 @@ class Recipe(BaseRecipe):
     @property
     def inputs(self) -> RecipeInputs:
         backbones = [(self.student.backbone, self.student.trust_remote_code)]
-        backbones += [(model, False) for model in self.objective.models.values()]
+        backbones += [(model, False) for model in self.objective.models]
         return RecipeInputs(backbones, self.teachers.encoders, corpus=self.corpus, labelled=self.evaluation.data)
 
     def with_absolute_paths(self) -> Self:

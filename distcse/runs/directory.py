@@ -46,6 +46,7 @@ _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed
 """Packages that a report lists; run.json has all."""
 
 _RECORD, _EVENTS = "run.json", "events.jsonl"
+_FILES_OF_0_1 = ("claim", "ledger.json")
 _LIST_INDEX = re.compile(r"\.\d+\.")
 
 
@@ -123,6 +124,8 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{store} is not a run directory: it has no recipe.yaml; pass --resume the folder that the run printed"
             )
+        if old := next((name for name in _FILES_OF_0_1 if store.fetch(name)), None):
+            raise RunRecordError(f"{store} is a run of version 0.1, which has a file {old}; start a new run")
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
         allowed = (*after.resumable_keys, *also)

@@ -261,9 +261,8 @@ def _last_touch(folder: ArtifactStore) -> float | bytes | None:
     """Return a value that changes with each touch: the modification time, or the heartbeat's content in object storage."""
     if folder.is_remote:
         return folder.read(_HEARTBEAT)
-    with open(
-        folder.path / _FILE, "rb"
-    ) as opened:  # opening the file bypasses a network file system's cache of attributes
+    # Opening the file bypasses a network file system's cache of attributes.
+    with open(folder.path / _FILE, "rb") as opened:
         return os.fstat(opened.fileno()).st_mtime
 
 

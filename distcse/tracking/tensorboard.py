@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
+from distcse.errors import StorageError
 from distcse.storage import open_store
 from distcse.tracking.tracker import RunInfo, RunStatus
 
@@ -38,7 +40,9 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
         if time.monotonic() - self._uploaded_at >= _UPLOAD_INTERVAL_S:
-            self._upload()
+            self._uploaded_at = time.monotonic()
+            with suppress(StorageError):  # the next upload has the complete file, and the last one raises
+                self._upload()
 
     def finish(self, status: RunStatus) -> None:
         if self._success is not None and status == "finished":
@@ -49,7 +53,6 @@ class TensorBoard:
     def _upload(self) -> None:
         for file in self._folder.glob(f"*{self._suffix}"):
             open_store(self._folder).upload(file.name)
-        self._uploaded_at = time.monotonic()
 
 
 def _hparam(value: object) -> bool | int | float | str:

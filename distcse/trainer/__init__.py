@@ -1,1 +1,1 @@
-"""Training: the loop, what it trains, engines, checkpoints, collectives and the dropout generator."""
+"""Training: the loop, what it trains, engines, checkpoints and the dropout generator."""

@@ -286,7 +286,7 @@ def load_model_state(folder: Path) -> ModelState:
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    content = _load_position(folder)
+    content = _load_trainer_json(folder)
     try:
         if checksum(folder / _STATE) != content["state"]:
             raise ValueError(f"the checksum of {_STATE} differs")
@@ -310,11 +310,11 @@ def load_trainer_state(folder: Path) -> TrainerState:
     Raises:
         CheckpointError: The file is missing or damaged.
     """
-    content = _load_position(folder)
+    content = _load_trainer_json(folder)
     return TrainerState(content["step"], [(step, score) for step, score in content["scores"]], content["finished"])
 
 
-def _load_position(folder: Path) -> dict[str, Any]:
+def _load_trainer_json(folder: Path) -> dict[str, Any]:
     try:
         return load_checked_json(folder / _TRAINER_STATE)
     except (OSError, ValueError) as error:

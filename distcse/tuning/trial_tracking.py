@@ -34,6 +34,9 @@ def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Ite
     Yields:
         A reporter whose events are also logged.
     """
+    if not sweep.loggers:
+        yield reporter
+        return
     earlier = readable_trials(context.trials.path)
     threads = TrackerThreads(
         [
@@ -49,7 +52,7 @@ def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Ite
         reporter.emit(event)
 
     try:
-        yield Reporter(emit, reporter.stop_requested) if sweep.loggers else reporter
+        yield Reporter(emit, reporter.stop_requested)
     finally:
         threads.close(lambda runs: runs.finish())
 
@@ -100,4 +103,4 @@ def _key(trial: Trial, metric: TrialMetric) -> tuple[str, int, float]:
 
 def _describe(context: TrialContext, trial: Trial) -> RunInfo:
     recipe = recipe_yaml(with_values(context.recipe, trial.values))
-    return RunInfo(context.trials.path / trial.name, trial.values, recipe, sweep=context.trials.path.parent.name)
+    return RunInfo(context.trials.path / trial.name, trial.values, recipe, sweep=context.trials.parent.name)

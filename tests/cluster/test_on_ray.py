@@ -146,7 +146,7 @@ def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeR
 def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     import ray
 
-    from distcse.ray_backend.event_channel import EventChannel
+    from distcse.ray_backend.event_channel import EventChannel, announce_end
 
     channel, worker = EventChannel("run"), ray.remote(CpuHolder).options(num_cpus=0).remote()
     ray.get(worker.is_ready.remote())
@@ -166,7 +166,8 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         ray.get(later.is_ready.remote())
         channel.relay(Reporter())
         assert channel.idle_s() == 0
-        ray.get(channel.actor.finish.remote(0, "result"))
+        announce_end(channel.actor, 1, "of rank 1")
+        announce_end(channel.actor, 0, "result")
         assert channel.returned() == "result"
         ray.kill(later)
         time.sleep(0.5)

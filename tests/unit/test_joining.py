@@ -42,11 +42,10 @@ def test_an_error_of_a_background_start_is_raised_when_the_cluster_is_entered(mo
 
 def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    with pytest.raises(KeyError), starting_ray(enabled=True):
+    with pytest.raises(KeyError), starting_ray():
         raise KeyError("something else")
     assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
-    with starting_ray(enabled=False):
-        assert start_ray() is True
-        monkeypatch.setenv("RAY_ADDRESS", "nowhere")
-        with fails_with(RayConnectionError, " nowhere: "), cluster():
-            pass
+    assert start_ray() is True
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    with fails_with(RayConnectionError, " nowhere: "), cluster():
+        pass

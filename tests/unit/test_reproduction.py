@@ -176,6 +176,13 @@ def test_an_edited_digit_in_a_stored_recipe_is_refused(run: Path) -> None:
         RunDirectory.reopen(run, [])
 
 
+@pytest.mark.parametrize("file", ["claim", "ledger.json"])
+def test_a_run_of_version_0_1_is_refused(run: Path, file: str) -> None:
+    (run / file).write_text("")
+    with fails_with(RunRecordError, str(run), file):
+        RunDirectory.reopen(run, [])
+
+
 def test_mutual_distillation_can_be_repeated_too(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ def joined_for_groups(
             Default: False.
 
     Yields:
-        CPUs and GPUs of one worker of each group; empty without a cluster.
+        CPUs and GPUs of one worker of each group; an empty mapping per group without a cluster.
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.

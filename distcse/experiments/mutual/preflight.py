@@ -52,7 +52,7 @@ def check_groups(recipe: MutualRecipe, backend: Backend, reporter: Reporter, in_
         Encoder.from_section(group)
         source = group.cross_backbone or group.backbone
         length, layers = recipe.cross.max_length, group.named_layers
-        CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code)
+        CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
     if backend.cluster is None:
         return

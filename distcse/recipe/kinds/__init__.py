@@ -6,5 +6,7 @@ Importing this package imports every file in it, and thereby registers the recip
 from importlib import import_module
 from pkgutil import iter_modules
 
+import distcse.recipe.schema  # noqa: F401 (registers `Recipe` first, the kind of a document that names none)
+
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
