@@ -67,7 +67,7 @@ def test_trials_that_are_killed_diverge_or_are_stopped(recipe: Recipe, tmp_path:
     result = run_sweep(longer, sweep, directory, RaySweepBackend(), Reporter(kill))
     found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
     assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e39} == {"diverged"}
-    assert DivergedError.code in found[1e-3, 1e39].why
+    assert DivergedError.code in found[1e-3, 1e39].reason
     assert killed == [found[1e-3, 1.0].name]
     assert found[1e-3, 1.0].status == "finished" and found[1e-3, 1.0].num_starts == 3
     assert "stopped" in {trial.status for trial in result.trials}  # hardly learns, and started later
