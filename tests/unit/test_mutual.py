@@ -225,6 +225,7 @@ def test_models_of_a_group_can_teach_a_student(
     assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_same_labels(both: MakeRecipe) -> None:
     uninterrupted = labels_of(run_mutual(both(), Reporter()))
     for stop_at in (2, 5, 9, 20):
