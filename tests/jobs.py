@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,20 @@ def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[s
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(document))
     return load_recipe(str(file), overrides)
+
+
+def make_two_worker_recipe(folder: Path, tiny: Callable[..., Path], lines: list[str], *overrides: str) -> Recipe:
+    """Make a recipe with two teachers whose results do not depend on the number of workers, one or two."""
+    return make_recipe(
+        folder,
+        tiny("bert"),
+        [tiny("minilm"), tiny("roberta")],
+        lines,
+        "training.dropout_rng_streams=2",
+        "training.cpus_per_worker=1",
+        "evaluation.final_suites=[]",
+        *overrides,
+    )
 
 
 def embed_tables(recipe: Recipe, corpus: Corpus | None = None) -> list[EmbeddingTable]:

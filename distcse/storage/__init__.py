@@ -5,7 +5,7 @@ machines contain stores instead, which are pickled as their addresses. Only this
 """
 
 from distcse.storage.artifact_store import ArtifactStore
-from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors, write_text_atomic
+from distcse.storage.atomic_files import atomic_write, storage_errors, write_text_atomic
 from distcse.storage.checksums import (
     Digest,
     add_checksum_line,
@@ -30,7 +30,6 @@ __all__ = [
     "Digest",
     "FolderStore",
     "add_checksum_line",
-    "atomic_folder",
     "atomic_write",
     "bytes_checksum",
     "checksum",

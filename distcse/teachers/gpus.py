@@ -8,9 +8,7 @@ from distcse.placement.gpu_shortfall import GpuRole
 from distcse.placement.resources import Node, ResourceRequest
 from distcse.recipe import TeachersSection
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.resources import embedding_actor_resources
-
-_GPU_KEY = {"GPU": "teachers.gpus_per_actor"}
+from distcse.teachers.resources import GPU_KEY, embedding_actor_resources
 
 
 def server_roles(section: TeachersSection, reads_tables_itself: bool = False) -> list[GpuRole]:
@@ -34,7 +32,7 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
         GpuRole(
             name="the servers of live or rank-space teachers",
             demand=ResourceRequest(
-                description, number, {"GPU": gpus or 0.0}, section.node_labels, "teachers.num_servers", _GPU_KEY
+                description, number, {"GPU": gpus or 0.0}, section.node_labels, "teachers.num_servers", GPU_KEY
             ),
             is_decided=gpus is not None,
             needs_full_gpu=False,
@@ -56,7 +54,7 @@ def embedding_roles(section: TeachersSection, nodes: Sequence[Node]) -> list[Gpu
     return [
         GpuRole(
             name="the actors that embed the corpus",
-            demand=ResourceRequest(description, 1, each, section.node_labels, "teachers.embedding_workers", _GPU_KEY),
+            demand=ResourceRequest(description, 1, each, section.node_labels, "teachers.embedding_workers", GPU_KEY),
             is_decided=section.gpus_per_actor is not None,
             needs_full_gpu=True,
             rule="each needs a node with 1 free GPU",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from distcse.placement.resources import ResourceRequest, Resources
 from distcse.recipe import TeacherSection, TeachersSection
 
-_GPU_KEY = {"GPU": "teachers.gpus_per_actor"}
+GPU_KEY = {"GPU": "teachers.gpus_per_actor"}
+"""The key that sets the GPUs of a teacher's process, for messages about its resource request."""
 
 
 def embedding_actor_resources(section: TeachersSection, nodes: Sequence[Resources]) -> dict[str, float]:
@@ -19,7 +20,7 @@ def embedding_actor_resources(section: TeachersSection, nodes: Sequence[Resource
 def request_embedding_actors(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
     """Return the resource request of `count` embedding actors."""
     key = "teachers.embedding_workers"
-    return ResourceRequest(f"{key}={count}", count, each, section.node_labels, key, _GPU_KEY)
+    return ResourceRequest(f"{key}={count}", count, each, section.node_labels, key, GPU_KEY)
 
 
 def server_demands(section: TeachersSection) -> list[ResourceRequest]:
@@ -47,7 +48,7 @@ def server_demands(section: TeachersSection) -> list[ResourceRequest]:
                     each,
                     section.node_labels,
                     "teachers.num_servers",
-                    _GPU_KEY,
+                    GPU_KEY,
                     alternative,
                 )
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe, rows_embedded
+from tests.jobs import make_recipe, make_two_worker_recipe, rows_embedded
 from tests.kills import CpuHolder
 from tests.models import make_cross_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
@@ -28,16 +29,7 @@ MakeRecipe = Callable[..., Recipe]
 
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path,
-        tiny("bert"),
-        [tiny("minilm"), tiny("roberta")],
-        sentences,
-        "training.dropout_rng_streams=2",
-        "training.cpus_per_worker=1",
-        "evaluation.final_suites=[]",
-        *overrides,
-    )
+    return partial(make_two_worker_recipe, tmp_path, tiny, sentences)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.teachers.serving import serving
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import embed_tables, make_recipe
+from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
@@ -199,16 +200,7 @@ def _check_repeatedly(watchdog: ResourceWatchdog) -> None:
 
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeRecipe:
-    return lambda *overrides: make_recipe(
-        tmp_path,
-        tiny("bert"),
-        [tiny("minilm"), tiny("roberta")],
-        sentences,
-        "training.dropout_rng_streams=2",
-        "training.cpus_per_worker=1",
-        "evaluation.final_suites=[]",
-        *overrides,
-    )
+    return partial(make_two_worker_recipe, tmp_path, tiny, sentences)
 
 
 def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_result(

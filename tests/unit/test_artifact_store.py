@@ -10,7 +10,6 @@ import pytest
 
 from distcse.errors import StorageWriteError
 from distcse.storage import (
-    atomic_folder,
     checksum,
     dump_label,
     load_checked_label,
@@ -18,6 +17,7 @@ from distcse.storage import (
     sha256,
     text_checksum,
 )
+from distcse.storage.atomic_files import atomic_folder
 from tests.failures import fails_with
 
 
