@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,8 +59,32 @@ class DeviceSpeed:
 
 
 def default_device() -> str:
-    """Return `cuda` if this process sees a GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Return the type of this process's GPUs by PyTorch's name, `cuda` for NVIDIA's and AMD's; `cpu` if it sees none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and is_gpu(found) else "cpu"
+
+
+def is_gpu(device: torch.device | str) -> bool:
+    """Return whether a device has a queue and memory of its own, so that the host must not wait for it in a step.
+
+    Apple's `mps` counts as a CPU: distcse trains and encodes on the CPU there.
+    """
+    return torch.device(device).type not in ("cpu", "mps", "meta")
+
+
+def has_gpu() -> bool:
+    """Return whether this process sees a GPU."""
+    return default_device() != "cpu"
+
+
+def gpu_count() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.accelerator.device_count() if has_gpu() else 0
+
+
+def gpu_module(device: torch.device | str) -> Any:
+    """Return PyTorch's module of a GPU's type, with its streams, events and graphs: `torch.cuda` for `cuda:1`."""
+    return torch.get_device_module(torch.device(device))
 
 
 def use_available_cpus() -> None:
@@ -81,9 +105,9 @@ def local_speed() -> DeviceSpeed:
 def speed_of(device: str) -> DeviceSpeed:
     """Return the speed of a device by PyTorch's name: `cpu`, `cuda`, `cuda:1`."""
     found = torch.device(device)
-    if found.type != "cuda":
+    if not is_gpu(found):
         return cpu_speed()
-    return gpu_speed(torch.cuda.current_device() if found.index is None else found.index)
+    return gpu_speed(gpu_module(found).current_device() if found.index is None else found.index)
 
 
 @cache
@@ -97,8 +121,9 @@ def cpu_speed() -> DeviceSpeed:
 
 def gpu_speed(number: int) -> DeviceSpeed:
     """Return the speed of a GPU by its compute capability; nothing runs on it."""
-    native = {"fp16", "bf16"} if torch.cuda.get_device_capability(number) >= _NATIVE_BF16 else {"fp16"}
-    return DeviceSpeed(torch.cuda.get_device_name(number), "gpu", frozenset(native), {})
+    module = gpu_module(default_device())
+    native = {"fp16", "bf16"} if module.get_device_capability(number) >= _NATIVE_BF16 else {"fp16"}
+    return DeviceSpeed(module.get_device_name(number), "gpu", frozenset(native), {})
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -107,7 +132,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     A copy from pageable memory waits for all work queued on the GPU. A copy from pinned memory does not; PyTorch keeps
     that memory until the copy is done.
     """
-    if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
+    if not is_gpu(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

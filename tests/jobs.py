@@ -12,7 +12,7 @@ from distcse.data import Corpus, TokenTable
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.distillation_task import fit
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
@@ -110,7 +110,7 @@ def train(
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    return fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
+    return train_student(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
 
 
 def train_with_and_without_interruption(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:

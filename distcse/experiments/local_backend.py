@@ -11,7 +11,7 @@ from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.distillation_task import fit
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.placement.resources import Resources
 from distcse.teachers.embedding import embed_shard
 from distcse.teachers.ensemble import LocalTeacherClient
@@ -54,7 +54,7 @@ class LocalBackend:
             )
             for teacher, table in zip(section.encoders, tables, strict=True)
         ]
-        return fit(spec, clients, reporter)
+        return train_student(spec, clients, reporter)
 
     @contextmanager
     def open_groups(

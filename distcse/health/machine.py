@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distcse import host
 from distcse.checks import Check, fail, gib, ok, warn
-from distcse.device import local_speed
+from distcse.device import default_device, gpu_count, gpu_module, has_gpu, local_speed
 from distcse.experiments.registry import experiment_of
 from distcse.precision import describe_roles
 from distcse.recipe import BaseRecipe
@@ -81,8 +81,9 @@ def check_gpus() -> list[Check]:
     import torch
 
     driver = _driver()
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    if has_gpu():
+        module = gpu_module(default_device())
+        names = [module.get_device_properties(number) for number in range(gpu_count())]
         summary = ", ".join(f"{gpu.name} ({gib(gpu.total_memory)})" for gpu in names)
         return [ok("gpus", f"{summary}; CUDA {torch.version.cuda}, driver {driver or 'unknown'}")]
     if driver:

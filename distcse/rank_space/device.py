@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distcse.device import is_gpu
 from distcse.models.fast.mkldnn_linear import build_inner_products
 from distcse.rank_space.space import BINS, MAX_BINNING_ERROR, Ranker, RankSpace, require_two, unit_scale
 
@@ -15,7 +16,7 @@ _BYTES = 256 * 2**20
 
 
 def rank_space(references: NDArray[np.float32], rank_method: str, device: str, is_fast: bool = True) -> Ranker:
-    """Create the rank space for a model's device: on the GPU for `cuda…`, in NumPy for any other.
+    """Create the rank space for a model's device: on it for a GPU, in NumPy for any other device.
 
     Args:
         references: (n, d) vectors, n ≥ 2.
@@ -23,7 +24,7 @@ def rank_space(references: NDArray[np.float32], rank_method: str, device: str, i
         device: PyTorch's name of the device.
         is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
-    if device.startswith("cuda"):
+    if is_gpu(device):
         return DeviceRankSpace(references, rank_method, device)
     return RankSpace(references, rank_method, build_inner_products(references, is_fast))
 

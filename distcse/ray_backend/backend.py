@@ -88,10 +88,10 @@ class RayBackend:
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         from distcse.ray_backend.teacher_servers import served
-        from distcse.ray_backend.train_workers import fit_on_ray
+        from distcse.ray_backend.train_workers import train_in_workers
 
         with served(spec.recipe.teachers, corpus, tables, reporter) as servers:
-            return fit_on_ray(spec, servers, reporter)
+            return train_in_workers(spec, servers, reporter)
 
     @contextmanager
     def open_groups(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from distcse.device import DeviceSpeed, cpu_speed, gpu_speed
+from distcse.device import DeviceSpeed, cpu_speed, gpu_count, gpu_speed, has_gpu
 from distcse.placement.cluster import ClusterSpeeds
 from distcse.ray_backend.cluster import is_on_this_machine, wait_for_ray
 from distcse.ray_backend.nodes import alive
@@ -31,7 +29,7 @@ def cluster_speeds() -> ClusterSpeeds:
     pending = {
         node.id: query.options(scheduling_strategy=OnNode(node.id, soft=False)).remote()
         for node in nodes
-        if node.id != own_id or (node.resources.get("GPU") and not torch.cuda.is_available())
+        if node.id != own_id or (node.resources.get("GPU") and not has_gpu())
     }
     answered, _ = (
         ray.wait(list(pending.values()), num_returns=len(pending), timeout=_ANSWER_TIMEOUT_S) if pending else ([], [])
@@ -46,8 +44,8 @@ def cluster_speeds() -> ClusterSpeeds:
 
 def needs_no_cluster() -> bool:
     """Return whether the cluster will be this machine without a GPU, whose speeds are known without waiting for Ray."""
-    return is_on_this_machine() and not torch.cuda.is_available()
+    return is_on_this_machine() and not has_gpu()
 
 
 def _local_speeds() -> list[DeviceSpeed]:
-    return [cpu_speed(), *(gpu_speed(number) for number in range(torch.cuda.device_count()))]
+    return [cpu_speed(), *(gpu_speed(number) for number in range(gpu_count()))]

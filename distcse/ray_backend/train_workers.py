@@ -1,4 +1,4 @@
-"""Training on Ray Train: runs `fit` in a `TorchTrainer`'s workers and monitors them from the driver.
+"""Training on Ray Train: runs `train_student` in a `TorchTrainer`'s workers and monitors them from the driver.
 
 Ray Train's controller process imports this module before it requests workers, so modules that only workers need are imported
 in functions.
@@ -46,8 +46,8 @@ _WAIT_WARNING_S = 60.0
 """Seconds without a started worker after which the run warns."""
 
 
-def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
-    """Run `fit` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
+def train_in_workers(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
+    """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
     Args:
         spec: The run.
@@ -62,7 +62,7 @@ def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult
     """
     training, resources = spec.recipe.training, resources_per_worker(spec.recipe, alive())
     if training.min_workers is None:
-        return _train(spec, servers, reporter, training.workers, resources, training.max_failures)
+        return _run_trainer(spec, servers, reporter, training.workers, resources, training.max_failures)
     failures = 0
     while True:
         workers = _workers_now(spec.recipe, resources)
@@ -74,7 +74,7 @@ def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult
                 )
             )
         try:
-            return _train(spec, servers, reporter, workers, resources, max_failures=0)
+            return _run_trainer(spec, servers, reporter, workers, resources, max_failures=0)
         except WorkersLostError as lost:  # see `_explain_failure`; the loss of another process is a ProcessLostError
             failures += 1
             if failures > training.max_failures:
@@ -84,13 +84,13 @@ def fit_on_ray(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult
             )
 
 
-def _train(
+def _run_trainer(
     spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
 ) -> TrainResult:
     start_autoscaling_coordinator()
     channel = EventChannel(spec.run.name)
-    trainer = _Trainer(
-        _train_loop,
+    trainer = _TrainerWithoutDatasets(
+        _train_loop_per_worker,
         train_loop_config={"spec": spec, "servers": servers, "events": channel.actor},
         # NCCL refuses two workers on one GPU.
         torch_config=_NodeNetworkTorchConfig(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
@@ -101,7 +101,7 @@ def _train(
             label_selector=spec.recipe.training.node_labels,
         ),
         run_config=RunConfig(
-            # A new name for each start: `fit` resumes from our checkpoints, so Ray Train must not.
+            # A new name for each start: `train_student` resumes from our checkpoints, so Ray Train must not.
             name=f"train-{time.time_ns()}",
             storage_path=str(spec.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
@@ -163,7 +163,7 @@ def _workers_now(recipe: Recipe, resources: Resources) -> int:
     return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
 
 
-class _Trainer(TorchTrainer):  # type: ignore[misc]
+class _TrainerWithoutDatasets(TorchTrainer):  # type: ignore[misc]
     """`TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second."""
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -188,7 +188,7 @@ def _use_node_network() -> None:
     use_interface_of(ray.util.get_node_ip_address())
 
 
-def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
+def _train_loop_per_worker(config: dict[str, Any]) -> TrainResult | DistcseError:
     """Train on one worker (Ray Train's `train_loop_per_worker`). Errors that a restart would repeat are returned."""
     rank = ray.train.get_context().get_world_rank()
     if not announce_worker(config["events"], rank):
@@ -202,7 +202,7 @@ def _train_loop(config: dict[str, Any]) -> TrainResult | DistcseError:
 def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
     with gc_paused():
         from distcse.distributed import on_all_ranks
-        from distcse.experiments.distillation.distillation_task import fit
+        from distcse.experiments.distillation.distillation_task import train_student
         from distcse.ray_backend.assigned_resources import use_assigned_threads
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics
@@ -224,7 +224,7 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
     context = RemoteEvaluator(spec, servers, reporter) if is_async else nullcontext()
     try:
         with context as evaluator:
-            return fit(spec, clients, reporter, ray.train.report, evaluator)
+            return train_student(spec, clients, reporter, ray.train.report, evaluator)
     except (EncoderError, RunError) as error:
         # All workers raise it at the same step. A restart would repeat it, so it is returned, not raised.
         return error

@@ -11,7 +11,7 @@ from distcse.errors import RunRecordError
 from distcse.events import Reporter
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.distillation_task import fit
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.placement.resources import Resources
@@ -57,10 +57,10 @@ class TrialBackend:
         """Train the student with the shared teachers."""
         if not self._in_own_process:
             from distcse.ray_backend.train_workers import (
-                fit_on_ray,  # Ray Train, which trials in one process do not need
+                train_in_workers,  # Ray Train, which trials in one process do not need
             )
 
-            return fit_on_ray(spec, self._servers, reporter)
+            return train_in_workers(spec, self._servers, reporter)
         section = spec.recipe.teachers
         servers = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
         sources = [
@@ -69,7 +69,7 @@ class TrialBackend:
             else RemoteTeacherClient(servers[number], QueueMetrics(spec.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
         ]
-        return fit(spec, sources, reporter)
+        return train_student(spec, sources, reporter)
 
     def open_groups(
         self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]

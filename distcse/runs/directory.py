@@ -280,7 +280,9 @@ def _format_fingerprints(name: str, before: str, now: str) -> str:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    from distcse.device import gpu_count, gpu_speed
+
+    gpus = [gpu_speed(number).name for number in range(gpu_count())]
     return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
 
 

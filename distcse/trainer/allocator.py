@@ -23,8 +23,10 @@ def release_memory() -> None:
     gc.collect()
     trim()
     torch = sys.modules.get("torch")  # not imported only for this
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if torch is not None and torch.accelerator.is_available():
+        module = torch.get_device_module()
+        if module.is_initialized():  # a process that has not used its GPU gets no context for this
+            module.empty_cache()
 
 
 def trim() -> None:

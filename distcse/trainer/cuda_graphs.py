@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from distcse.device import gpu_module
 from distcse.errors import CUDAGraphError
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 from distcse.trainer.engines import Engine
@@ -43,23 +44,24 @@ class Recorder(Protocol):
 class CudaGraphs:
     """Records CUDA graphs on a side stream, as PyTorch requires. They share a memory pool, so only one can run at once."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._module = gpu_module(device)
+        self._stream = self._module.Stream()
+        self._pool = self._module.graph_pool_handle()
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        current = torch.cuda.current_stream()
+        current = self._module.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             yield
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T]) -> Callable[[], T]:
-        graph = torch.cuda.CUDAGraph()
+        graph = self._module.CUDAGraph()
         gc.collect()  # no tensor may be freed while calls are recorded
         # thread_local: a teacher's thread may allocate during the recording.
-        with first_error(torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")):
+        with first_error(self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")):
             result = call()
 
         def replay() -> T:

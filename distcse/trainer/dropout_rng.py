@@ -9,6 +9,8 @@ from contextvars import ContextVar
 
 import torch
 
+from distcse.device import is_gpu
+
 _FIXED: ContextVar[bool] = ContextVar("rng is fixed", default=False)
 
 
@@ -24,7 +26,8 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
     if _FIXED.get():
         yield
         return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices, device_type = ([device], device.type) if is_gpu(device) else ([], "cpu")
+    with torch.random.fork_rng(devices, device_type=device_type):
         torch.manual_seed(seed)
         yield
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from distcse.device import is_gpu
 from distcse.distributed import broadcast, on_all_ranks, rank
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
@@ -136,8 +137,8 @@ def finished_state(checkpoints: CheckpointStore) -> TrainerState | None:
 
 
 def _graph_step(engine: Engine, reporter: Reporter) -> TakeStep:
-    if engine.device.type == "cuda":
-        return CudaGraphStep(training_step, CudaGraphs())
+    if is_gpu(engine.device):
+        return CudaGraphStep(training_step, CudaGraphs(engine.device))
     reporter.emit(
         LogMessage(
             "training.cuda_graphs has no effect, because this machine has no GPU; steps run eagerly", warning=True

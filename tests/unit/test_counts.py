@@ -14,7 +14,7 @@ import distcse.data.token_table
 from distcse.data import Corpus, TokenTable
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.experiments.distillation.distillation_task import fit
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
@@ -42,7 +42,7 @@ def test_each_teacher_embeds_each_row_once_for_all_epochs_and_trials(
     assert first.rows == 2 * len(sentences)
     teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
     with passes_of() as training:
-        fit(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
+        train_student(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
     steps = 2 * (len(sentences) // 64)
     assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # only the student's two views
     with passes_of() as other_trial:
@@ -55,7 +55,7 @@ def test_a_teacher_is_queried_once_per_block_of_steps(recipe_with: Callable[...,
     spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
     clients = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
-    fit(spec, clients, Reporter())
+    train_student(spec, clients, Reporter())
     steps = 3 * (len(sentences) // 64)
     for client in clients:
         assert len(client.requests) == math.ceil(steps / 4)

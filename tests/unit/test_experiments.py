@@ -278,7 +278,7 @@ def test_the_way_from_the_command_to_the_loss_is_short(
         "run",  # running.py
         "run",  # Distillation
         "train",  # LocalBackend
-        "fit",  # distillation_task.py
+        "train_student",  # distillation_task.py
         "train",  # trainer.py
         "training_step",
         "compute_loss",  # DistillationTask

@@ -10,7 +10,7 @@ import pytest
 from distcse.errors import InvalidValueError, WorkFailedError
 from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.distillation_task import DistillationTask, fit
+from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.resources import evaluator_requests
 from distcse.planning.lengths import assumed_lengths
@@ -68,7 +68,7 @@ def train_async(
     events: list[Event],
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    return fit(spec, clients_of(spec, tables), Reporter(events.append, stop), evaluator=evaluator)
+    return train_student(spec, clients_of(spec, tables), Reporter(events.append, stop), evaluator=evaluator)
 
 
 @pytest.mark.parametrize("ready", [True, False])

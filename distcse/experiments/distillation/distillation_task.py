@@ -127,7 +127,7 @@ class DistillationTask:
         return self._teachers.wait_s if self._teachers else 0.0
 
 
-def fit(
+def train_student(
     spec: TrainSpec,
     clients: Sequence[TeacherClient],
     reporter: Reporter,
