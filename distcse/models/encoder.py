@@ -233,17 +233,25 @@ class Encoder(nn.Module):
         Raises:
             UnsupportedModelError: The layout cannot express the model's prompt template or [MASK] pooling.
         """
+        with replacing(path) as folder:
+            self.write(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write the files of `save` into an existing folder.
+
+        Raises:
+            UnsupportedModelError: As for `save`; nothing is written.
+        """
         if self.pooling == "mask" or is_template(self.prompt):
             raise UnsupportedModelError(
                 "the sentence-transformers layout cannot express a prompt template or pooling mask; "
                 "save a model with another pooling and a prefix as its prompt"
             )
-        with replacing(path) as folder:
-            self.backbone.save_pretrained(folder)  # type: ignore[operator]
-            self.tokenizer.model_max_length = self.max_length
-            self.tokenizer.save_pretrained(folder)
-            layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
-            write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
+        self.backbone.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.model_max_length = self.max_length
+        self.tokenizer.save_pretrained(folder)
+        layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
+        write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
 
 
 def _width(backbone: nn.Module) -> int:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from distcse.errors import EncoderSettingError, ModelFormatError
 from distcse.models import Encoder
 from distcse.models.fast.switch import allows_shortcuts
+from distcse.models.st_format import replacing
 from distcse.rank_space.device import rank_space
 from distcse.rank_space.pairs import pair_similarities
 from distcse.rank_space.space import RANK_METHODS, Ranker
@@ -118,15 +119,13 @@ class RankSpaceEncoder:
         return rank_space(references, self.rank_method, device, allows_shortcuts(self.encoder))
 
     def save(self, path: str | Path) -> None:
-        """Write encoder and references to a folder, which other tools load as the encoder alone."""
-        store = open_store(path)
-        folder = store.path
-        self.encoder.save(folder)
-        (folder / "distcse").mkdir(exist_ok=True)
-        save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
+        """Write encoder and references to a folder, replacing it atomically; other tools load it as the encoder alone."""
         settings = {"weight": self.weight, "normalize": self.normalize, "ranks": self.rank_method}
-        (folder / _SETTINGS).write_text(json.dumps(settings))
-        store.publish()
+        with replacing(path) as folder:
+            self.encoder.write(folder)
+            (folder / "distcse").mkdir()
+            save_file({"references": np.ascontiguousarray(self.references)}, folder / _REFERENCES)
+            (folder / _SETTINGS).write_text(json.dumps(settings))
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """Score p pairs of sentences; each distinct sentence is encoded and ranked once.

@@ -12,7 +12,13 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from distcse.errors import EncoderSettingError, EvaluationOptionError, InvalidValueError, ModelFormatError
+from distcse.errors import (
+    EncoderSettingError,
+    EvaluationOptionError,
+    InvalidValueError,
+    ModelFormatError,
+    StorageWriteError,
+)
 from distcse.evaluation import EvalConfig, LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
 from distcse.events import Reporter, StepReport
 from distcse.models import Encoder
@@ -242,6 +248,30 @@ def test_pairs_are_scored_by_equation_7(oracles: dict[str, Any], tiny: Callable[
         ranker = RankSpaceEncoder(encoder, case["inputs"]["corpus"], case["params"]["lambda_inf"], normalize)
         (found,) = ranker.scores(vectors, np.array([0]), np.array([1]))
         assert found == pytest.approx(case["expected"][expected], abs=2e-6)
+
+
+def test_encoder_and_references_are_replaced_together(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    RankSpaceEncoder.from_sentences(encoder, sentences[:20]).save(tmp_path / "model")
+    other = RankSpaceEncoder.from_sentences(encoder, sentences[20:50])
+    with monkeypatch.context() as failing, fails_with(StorageWriteError, "the disk is full"):
+        failing.setattr("distcse.rank_space.encoder.save_file", _raise_disk_full)
+        other.save(tmp_path / "model")
+    assert len(RankSpaceEncoder.load(tmp_path / "model").references) == 20
+    other.save(tmp_path / "model")
+    assert len(RankSpaceEncoder.load(tmp_path / "model").references) == 30
+    references = tmp_path / "model" / "distcse" / "references.safetensors"
+    damaged = bytearray(references.read_bytes())
+    damaged[-1] ^= 1
+    references.write_bytes(damaged)
+    with fails_with(ModelFormatError, "references.safetensors", "checksum"):
+        RankSpaceEncoder.load(tmp_path / "model")
+
+
+def _raise_disk_full(*arguments: object) -> None:
+    raise OSError(28, "the disk is full")
 
 
 def test_an_encoder_with_references_is_saved_and_evaluated(
