@@ -1,11 +1,15 @@
-"""The rows with a GPU column, on one CUDA device: one command, under eight minutes, no Ray, no data, no downloads.
+"""The rows with a GPU column, on one GPU: one command, under eight minutes, no Ray, no data, no downloads.
 
     python -m benchmarks.gpu                        a report in benchmarks/results/
-    python -m benchmarks.gpu --device cpu --tiny    whether this script works; none of its figures counts
+    python -m benchmarks.gpu --device sim --tiny    whether it works, on a simulated GPU (tests/gpusim.py); no figure counts
+    python -m benchmarks.gpu --device cpu --tiny    the same on a CPU
 
-Random weights of BERT-base's and -large's shape, random ids of real lengths (lengths.json: 20,000 sentences of Wikipedia, cut at
-32). CUDA events over blocks of steps, the ways interleaved. What distcse has no GPU code for yet is named and not run. Exit
-status 2: no CUDA device here.
+Random weights of BERT-base's and -large's shape, and sentences of random words with real lengths (lengths.json: 20,000 sentences
+of Wikipedia, cut at 32). Events of the device over blocks of steps, the ways interleaved. What distcse has no GPU code for yet is
+named and not run; a row that fails is named too, and what was found is stored. Exit status 2: no GPU here.
+
+Besides PyTorch, NumPy and transformers (with its tokenizers and safetensors) it needs the wheels pydantic, pydantic-core,
+annotated-types, typing-inspection and PyYAML, and neither Ray nor DeepSpeed, datasets or pyarrow.
 """
 
 from __future__ import annotations
@@ -26,8 +30,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordPiece
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks.plain import whole_last_layer
 from benchmarks.protocol import (
@@ -42,25 +54,40 @@ from benchmarks.protocol import (
     of_ratio,
     of_spread,
 )
-from benchmarks.reference_style import FrozenTeacher, PublicLoop, live_lists, rankcse_loss, rankencoder
+from benchmarks.reference_style import (
+    FrozenTeacher,
+    PublicLoop,
+    ReplacedTokens,
+    contrastive,
+    encode,
+    live_lists,
+    rankcse_loss,
+    rankencoder,
+    score_cross,
+)
 from benchmarks.targets import ROWS
 from distcse.data import Tokens
+from distcse.device import default_device, gpu_module, is_gpu, to_device
+from distcse.events import Reporter
 from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.losses import list_mle as our_list_mle
-from distcse.models import Encoder, build_projection
-from distcse.models.batching import by_length
+from distcse.models import CrossEncoder, Encoder, build_projection
+from distcse.models.detection import EditDetector, Vocabulary
 from distcse.models.loading import load_backbone
-from distcse.models.precision import arithmetic, frozen_weight_dtype
+from distcse.models.precision import frozen_weight_dtype
 from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
-from distcse.recipe import LoopSection, ObjectiveSection
+from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 from distcse.trainer.task import StepInputs
-from distcse.trainer.trainer import training_step
+from distcse.trainer.trainer import train, training_step
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -75,6 +102,13 @@ SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 PEAK = 790e12
 """bf16 operations a second of an H200, what others measured (performance.md §1): the unit of MFU here."""
 SENTENCES, EPOCHS = 1_000_000, 4
+PAIRS, CYCLES = 37_790, 3
+"""Trans-Encoder on the unlabelled STS pairs, and its number of cycles."""
+BI, CROSS = 128, 32
+"""Pairs of a step (Trans-Encoder, Table 16)."""
+EVAL_STEPS, DEV_SENTENCES = 125, 3000
+VOCABULARY = 30_522
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BUDGET = 7.5 * 60
 """Seconds; rows that would begin later are named as not run."""
 
@@ -90,7 +124,9 @@ class Bench:
 
     def __init__(self, device: torch.device, tiny: bool, call_by_call: bool = False) -> None:
         self.device, self.tiny = device, tiny
-        self.records = device.type == "cuda" and not call_by_call
+        self.module = gpu_module(device) if is_gpu(device) else None
+        """PyTorch's module of the device; None on a CPU."""
+        self.records = self.module is not None and not call_by_call
         self.n = 16 if tiny else 128
         self.effort = Effort(pairs=2, warmups=1, shortest=0.0) if tiny else Effort(pairs=5, warmups=2, shortest=0.0)
         self.steps = 2 if tiny else 40
@@ -103,12 +139,44 @@ class Bench:
 
     def model(self, name: str, seed: int = 0) -> nn.Module:
         """A BERT of a shape with random weights."""
-        layers, width, heads = self.shape(name)
         torch.manual_seed(seed)
-        config = BertConfig(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width
+        return BertModel(self.config(name), add_pooling_layer=False).to(self.device)
+
+    def config(self, name: str, **more: Any) -> BertConfig:
+        """The configuration of a shape."""
+        layers, width, heads = self.shape(name)
+        return BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            **more,
         )
-        return BertModel(config, add_pooling_layer=False).to(self.device)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A WordPiece tokenizer as BERT's, whose words are w0, w1, …: one token each."""
+        words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
+        found = Tokenizer(WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+        found.normalizer = normalizers.BertNormalizer()
+        found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        found.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        kinds = zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True)
+        return PreTrainedTokenizerFast(tokenizer_object=found, model_max_length=512, **dict(kinds))
+
+    def encoder(self, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Encoder:
+        """distcse's encoder of a shape, [CLS] pooling, on the device."""
+        return Encoder(self.model(name, seed).to(dtype), self.tokenizer(), "cls", 32)
+
+    def texts(self, count: int) -> list[str]:
+        """Sentences of random words, with real lengths."""
+        draws = (self.draw.integers(0, VOCABULARY - len(SPECIAL), max(1, length - 2)) for length in self.lengths(count))
+        return [" ".join(f"w{number}" for number in words) for words in draws]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.module is not None:
+            self.module.synchronize()
 
     def lengths(self, count: int) -> np.ndarray:
         """Lengths of `count` random sentences."""
@@ -120,27 +188,28 @@ class Bench:
         lengths = torch.from_numpy(self.lengths(count))
         mask = (torch.arange(width)[None, :] < lengths[:, None]).long()
         ids = torch.randint(999, 30000, (count, width)) * mask
+        ids[:, 0] = SPECIAL.index("[CLS]")
         return ids.to(self.device), mask.to(self.device)
 
     def sampler(self, call: Callable[[], object], steps: int | None = None) -> Sampler:
-        """Seconds of a call by CUDA events; by the clock where there is no CUDA."""
+        """Seconds of a call by the device's events; by the clock on a CPU."""
         count = steps or self.steps
 
         def sample(repeats: int) -> Duration:
-            if self.device.type != "cuda":
+            if self.module is None:
                 begun = time.perf_counter()
                 for _ in range(count * repeats):
                     call()
                 seconds = (time.perf_counter() - begun) / (count * repeats)
                 return Duration(seconds, seconds)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (self.module.Event(enable_timing=True) for _ in range(2))
             host = time.perf_counter()
             begin.record()
             for _ in range(count * repeats):
                 call()
             end.record()
             issued = time.perf_counter() - host
-            torch.cuda.synchronize()
+            self.module.synchronize()
             # "wall" is the device's time, "cpu" what the host needed to hand the work over.
             return Duration(begin.elapsed_time(end) / 1000 / (count * repeats), issued / (count * repeats))
 
@@ -173,14 +242,14 @@ class Student:
     ) -> None:
         self.teacher_lists: Callable[[slice], Tensor] | None = None
         """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
-        encoder = Encoder(bench.model(shape, seed=1), None, "cls", 32)
+        encoder = bench.encoder(shape, seed=1)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
         self.engine = TorchEngine(self.model, LoopSection(precision=precision), None)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
         recorded = graphs and bench.records
-        self._take = CudaGraphStep(training_step, CudaGraphs()) if recorded else training_step
+        self._take = CudaGraphStep(training_step, CudaGraphs(bench.device)) if recorded else training_step
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""
@@ -200,7 +269,12 @@ class Student:
 
     def compute_loss(self, inputs: TeacherOutputs, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """See `TrainingTask`."""
-        return self.objective(gather_views(output.z1, output.z2), inputs)
+        return self.objective(gather_views(output.z1, output.z2, detection=output.detection), inputs)
+
+    def attach(self, detector: EditDetector) -> None:
+        """Give the student a discriminator, and train it too."""
+        self.model.detector = detector.to(self.engine.device)
+        self.engine = TorchEngine(self.model, LoopSection(precision="bf16"), None)
 
     def loss_of_next(self) -> Tensor:
         """The next step's loss, without an update."""
@@ -274,46 +348,121 @@ def unit_vectors(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 def steps(bench: Bench) -> Iterator[Figure]:
-    """Rows 1 to 3, 5, 6 and the host's time of 7; ours are CUDA graphs, compared with the same steps in eager mode."""
-    student = Student(bench, "base", RANKCSE, "bf16", graphs=True)
-    by_call = Student(bench, "base", RANKCSE, "bf16")
+    """Rows 1 to 3, 6 and the host's time of 7; ours are CUDA graphs, compared with the same steps in eager mode."""
+    for n in (bench.n, bench.n // 2, bench.n * 8):
+        yield from steps_of(bench, n)
+        gc.collect()
+
+
+def steps_of(bench: Bench, n: int) -> Iterator[Figure]:
+    """The rows of `steps` for batches of n sentences; rows 6 and 7 for 128 only."""
+    student = Student(bench, "base", RANKCSE, "bf16", n, graphs=True)
+    by_call = Student(bench, "base", RANKCSE, "bf16", n)
     by_call.batches = student.batches
     live = Reference(bench, student, ("base", "large"), torch.bfloat16, half_teachers=True)
     verbatim = Reference(bench, student, ("base", "large"), None, half_teachers=False)
     verbatim.teachers = live.teachers
     check(bench, live)
     student.teacher_lists = by_call.teacher_lists = cosines_of(live)
-    simcse = Student(bench, "base", SIMCSE, "bf16", graphs=True)
+    simcse = Student(bench, "base", SIMCSE, "bf16", n, graphs=True)
     equal_steps(student, by_call)
     ways = {"ours": student, "by call": by_call, "SimCSE": simcse, "live": live, "verbatim": verbatim}
-    few = {"live": bench.steps // 4 or 1, "verbatim": bench.steps // 8 or 1}
-    samplers = {name: bench.sampler(way, few.get(name)) for name, way in ways.items()}  # type: ignore[arg-type]
+    count = max(1, bench.steps * bench.n // n // 2)
+    few = {"live": count // 4 or 1, "verbatim": count // 8 or 1}
+    samplers = {name: bench.sampler(way, few.get(name, count)) for name, way in ways.items()}  # type: ignore[arg-type]
     rounds = interleave(samplers, bench.effort, again="ours")
     steps_are = "recorded steps" if bench.records else "steps call by call"
-    at = f"base, N = {bench.n}, {steps_are}; batches and teachers' vectors on the device, where distcse brings them from the host"
+    at = f"base, N = {n}, {steps_are}; batches and teachers' vectors on the device"
     yield of_ratio(1, "bf16", rounds, "ours", "SimCSE", at, "wall")
     yield of_ratio(2, "bf16, live teachers under autocast", rounds, "live", "ours", at, "wall")
     yield of_ratio(3, "bf16", rounds, "verbatim", "ours", at, "wall")
+    if n != bench.n:
+        return
     host = rounds.of(lambda s: 1000 * s["ours"], "cpu")
     call_by_call = {
         "by call, host ms": 1000 * rounds.of(lambda s: s["by call"], "cpu").median,
         "by call / ours": rounds.ratio("by call", "ours", "wall").median,
     }
     yield of_spread(7, "host time a step", host, at, **call_by_call)
-    tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("base")
-    work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
-    mfu = rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall")
+    mfu = rounds.of(lambda s: 100 * work_of(bench, "base", student) / s["ours"] / PEAK, "wall")
     yield of_spread(6, "MFU base, N = 128", mfu, at, rounds.noise("wall"))
+
+
+def work_of(bench: Bench, shape: str, student: Student) -> float:
+    """Operations of a step's matrix products, of real tokens alone, both views, forward and backward."""
+    tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape(shape)
+    return 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / len(student.batches[0][0])) * width)
+
+
+class TrainedStudent(Student):
+    """The student as `train` trains it: batches from the host, a dev score and a checkpoint every 125 steps.
+
+    Args:
+        bench: Where.
+        steps: How many.
+    """
+
+    patience: int | None = None
+    evaluates_initial_model = False
+    teacher_wait_s = 0.0
+    metric_name: str | None = "mean cosine of pairs"
+
+    def __init__(self, bench: Bench, steps: int) -> None:
+        super().__init__(bench, "base", RANKCSE, "bf16")
+        self.steps, self.rows = steps, bench.n
+        self._host = [(ids.cpu(), mask.cpu()) for ids, mask in self.batches]
+        self._dev = bench.texts(32 if bench.tiny else DEV_SENTENCES)
+
+    def on_start(self, first_step: int) -> None:
+        """See `TrainingTask`."""
+
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        """See `TrainingTask`."""
+        ids, mask = (to_device(tensor, device) for tensor in self._host[step % 8])
+        self.batches[step % 8] = (ids, mask)
+        return super().prepare_batch(step, device)
+
+    def describe_batch(self, step: int) -> str:
+        """See `EvaluatedTask`."""
+        return f"batch {step % 8} of 8"
+
+    def should_evaluate(self, done: int) -> bool:
+        """See `EvaluatedTask`."""
+        return done % EVAL_STEPS == 0
+
+    def evaluate(self) -> float:
+        """See `EvaluatedTask`."""
+        vectors = self.model.encoder.encode(self._dev, normalize=True, precision="bf16")
+        half = len(vectors) // 2
+        return float((vectors[:half] * vectors[half : 2 * half]).sum(axis=1).mean())
+
+
+def full_run(bench: Bench) -> Iterator[Figure]:
+    """Rows 4, 5 and 31: `train` for 300 steps, with dev scores and checkpoints; the reference's steps and dev scores alone."""
+    student = TrainedStudent(bench, 4 if bench.tiny else 300)
+    reference = Reference(bench, student, ("base", "large"), None, half_teachers=False)
+    student.teacher_lists = cosines_of(reference)
+    section = LoopSection(precision="bf16", engine="torch", batch_size=bench.n)
+    with TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        train(student, section, CheckpointStore(Path(folder)), Reporter(), cuda_graphs=bench.records)
+        seconds = (time.perf_counter() - begun) / student.steps
+    tokenizer, dev = bench.tokenizer(), student._dev
+    ways = {
+        "reference": bench.sampler(reference, bench.steps // 8 or 1),
+        "reference, dev": bench.sampler(lambda: encode(reference.model, tokenizer, dev), 1),
+        "dev": bench.sampler(student.evaluate, 1),
+    }
+    rounds = interleave(ways, bench.effort)
+    at = f"base, N = {bench.n}, {student.steps} steps of `train`, batches from the host, dev scores and checkpoints"
+    epoch = rounds.of(lambda s: (EVAL_STEPS * s["reference"] + s["reference, dev"]) / (EVAL_STEPS * seconds), "wall")
+    yield of_spread(4, "125 steps and one score", epoch, at)
+    share = rounds.of(lambda s: 100 * s["dev"] / (EVAL_STEPS * seconds), "wall")
+    yield of_spread(31, "share of training at every 125 steps", share, at)
     rates, updates = encode_rates(bench), SENTENCES // bench.n * EPOCHS
     once = SENTENCES * sum(1 / rate for rate in rates.values())
-    scores = updates / 125 * 3000 / encode_rate(bench, "base", 3000, "fp32")
-    run = rounds.of(lambda s: (updates * s["ours"] + once + scores) / 60, "wall")
-    terms = {
-        "step ms": 1000 * rounds.of(lambda s: s["ours"], "wall").median,
-        "teacher pass s": once,
-        "dev scores s": scores,
-    }
-    yield of_spread(5, "minutes", run, at, rounds.noise("wall"), **terms)
+    terms = {"step ms, with scores and checkpoints": 1000 * seconds, "teacher pass s": once}
+    yield counted(5, "minutes", (updates * seconds + once) / 60, at, **terms)
 
 
 def equal_steps(recorded: Student, by_call: Student) -> None:
@@ -327,7 +476,7 @@ def equal_steps(recorded: Student, by_call: Student) -> None:
 
 def check(bench: Bench, reference: Reference) -> None:
     """Losses of both steps on one batch, float32, without dropout, live lists; `RuntimeError` where they differ."""
-    student = Student(bench, "base", RANKCSE, "fp32")
+    student = Student(bench, "base", RANKCSE, "fp32", len(reference._batches[0][0]))
     student.batches = reference._batches
     student.model.encoder.backbone.load_state_dict(reference.model.state_dict())
     student.model.projection.load_state_dict(reference.projection.state_dict())
@@ -347,9 +496,7 @@ def large(bench: Bench) -> Iterator[Figure]:
     """Row 6's second part."""
     student = Student(bench, "large", SIMCSE, "bf16", graphs=True)
     rounds = interleave({"ours": bench.sampler(student, bench.steps // 2 or 1)}, bench.effort, again="ours")
-    tokens, (layers, width, _) = int(sum(mask.sum() for _, mask in student.batches)) / 8, bench.shape("large")
-    work = 2 * 3 * tokens * layers * (24 * width**2 + 4 * (tokens / bench.n) * width)
-    mfu = rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall")
+    mfu = rounds.of(lambda s: 100 * work_of(bench, "large", student) / s["ours"] / PEAK, "wall")
     yield of_spread(6, "MFU large, N = 128", mfu, f"N = {bench.n}, SimCSE", rounds.noise("wall"))
 
 
@@ -372,7 +519,7 @@ def gradient_cache(bench: Bench) -> Iterator[Figure]:
 
 
 def dispatch(bench: Bench) -> Iterator[Figure]:
-    """Rows 7 and 34."""
+    """Rows 7 and 34, by PyTorch's profiler of CUDA."""
     if bench.device.type != "cuda":
         return
     for way, records in (("recorded", True), ("call by call", False)):
@@ -430,18 +577,21 @@ def optimiser(bench: Bench) -> Iterator[Figure]:
 
 
 def encode_rates(bench: Bench) -> dict[str, float]:
-    """Sentences a second of both teachers in fp16."""
-    return {name: encode_rate(bench, name, 16_384, "fp16") for name in ("base", "large")}
+    """Sentences a second of both teachers in fp16, by `Encoder.encode`."""
+    return {name: encode_rate(bench, name, 16_384) for name in ("base", "large")}
 
 
-def encode_rate(bench: Bench, shape: str, count: int, precision: Precision) -> float:
-    """Sentences a second of a frozen model, sorted by length, batches of 16,384 tokens; dev scores are made in fp32."""
-    model = bench.model(shape).eval()
-    model = model.half() if precision == "fp16" else model
-    batches = sorted_batches(bench, 256 if bench.tiny else count)
-    sampler = bench.sampler(lambda: through(model, batches), 1)
+def encode_rate(bench: Bench, shape: str, count: int) -> float:
+    """Sentences a second of a teacher, tokenising included."""
+    teacher, texts = frozen(bench, shape), bench.texts(64 if bench.tiny else count)
+    sampler = bench.sampler(lambda: teacher.encode(texts, precision="fp16"), 1)
     sampler(1)
-    return sum(len(ids) for ids, _ in batches) / sampler(1).wall
+    return len(texts) / sampler(1).wall
+
+
+def frozen(bench: Bench, shape: str, seed: int = 0) -> Encoder:
+    """A teacher with weights as distcse loads them for fp16."""
+    return bench.encoder(shape, frozen_weight_dtype("fp16", bench.device.type), seed).eval()
 
 
 def teacher_memory(bench: Bench) -> Iterator[Figure]:
@@ -452,66 +602,45 @@ def teacher_memory(bench: Bench) -> Iterator[Figure]:
         bench.model("base").cpu().save_pretrained(folder)
         before = torch.cuda.memory_allocated()
         kind = frozen_weight_dtype("fp16", bench.device.type)
-        teacher = load_backbone(Path(folder), False, None, 32, kind).to(bench.device).eval()
-        with arithmetic("fp16", bench.device):
-            through(teacher, sorted_batches(bench, 4096))
-        held = torch.cuda.memory_allocated() - before
+        backbone = load_backbone(Path(folder), False, None, 32, kind).to(bench.device)
+    teacher = Encoder(backbone, bench.tokenizer(), "cls", 32).eval()
+    teacher.encode(bench.texts(4096), precision="fp16")
+    held = torch.cuda.memory_allocated() - before
     weights = 2 * sum(weight.numel() for weight in teacher.parameters())
     yield counted(30, "base, fp16: memory / weights", held / weights, f"{weights / 1e6:.0f} MB of weights")
 
 
-def sorted_batches(bench: Bench, count: int, tokens: int = 16_384) -> list[tuple[Tensor, Tensor]]:
-    """Sentences as distcse's frozen pass orders them."""
-    lengths = bench.lengths(count)
-    found = []
-    for rows in by_length([[0] * int(length) for length in lengths], tokens):
-        longest = int(lengths[rows].max())
-        mask = (torch.arange(longest)[None, :] < torch.from_numpy(lengths[rows])[:, None]).long()
-        found.append(((torch.randint(999, 30000, mask.shape) * mask).to(bench.device), mask.to(bench.device)))
-    return found
-
-
-@torch.no_grad()
-def through(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
-    """[CLS] vectors of all batches."""
-    for ids, mask in batches:
-        model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0].float().cpu()
-
-
 def encoding(bench: Bench) -> Iterator[Figure]:
-    """Rows 11 and 12: batches of 32 in float32 as they come sorted, batches of 256 in fp16, ours in fp16."""
-    count = 128 if bench.tiny else 8192
+    """Rows 11 and 12: the loop of sentence-transformers in float32 and in fp16, and `Encoder.encode` in fp16."""
+    count = 96 if bench.tiny else 8192
+    texts, tokenizer = bench.texts(count), bench.tokenizer()
     single = bench.model("base").eval()
-    half = copy.deepcopy(single).half()
-    ours = sorted_batches(bench, count)
-    flat = sorted(bench.lengths(count), reverse=True)
-
-    def in_batches(size: int) -> list[tuple[Tensor, Tensor]]:
-        found = []
-        for begin in range(0, count, size):
-            lengths = torch.tensor(np.array(flat[begin : begin + size]))
-            mask = (torch.arange(int(lengths.max()))[None, :] < lengths[:, None]).long()
-            found.append(((torch.randint(999, 30000, mask.shape) * mask).to(bench.device), mask.to(bench.device)))
-        return found
-
-    small, wide = in_batches(32), in_batches(256)
+    half, ours = copy.deepcopy(single).to(frozen_weight_dtype("fp16", bench.device.type)), frozen(bench, "base")
     ways = {
-        "default": bench.sampler(lambda: through(single, small), 1),
-        "tuned": bench.sampler(lambda: through(half, wide), 1),
-        "ours": bench.sampler(lambda: through(half, ours), 1),
+        "default": bench.sampler(lambda: encode(single, tokenizer, texts, batch=32), 1),
+        "tuned": bench.sampler(lambda: encode(half, tokenizer, texts, batch=256), 1),
+        "ours": bench.sampler(lambda: ours.encode(texts, precision="fp16"), 1),
     }
     rounds = interleave(ways, bench.effort, again="ours")
-    at = f"base, {count:,} sentences, the loop of sentence-transformers without its tokenizer"
+    at = f"base, {count:,} sentences, tokenising included, batches of 32 and of 256 against distcse's own"
     yield of_ratio(11, "default (fp32) / fp16", rounds, "default", "ours", at, "wall")
     yield of_ratio(11, "tuned, same dtype (fp16)", rounds, "tuned", "ours", at, "wall")
+    real, processed = tokens_of(ours, texts)
     layers, width, _ = bench.shape("base")
-    tokens = sum(int(mask.sum()) for _, mask in ours)
-    work = tokens * layers * (24 * width**2 + 4 * tokens / count * width)
-    yield of_spread(
-        11, "share of the compute floor, base", rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall"), at
-    )
-    filled = tokens / sum(mask.numel() for _, mask in ours)
-    yield counted(12, "teacher pass", round(filled, 4), f"{count:,} sentences, 16,384 tokens a batch")
+    work = real * layers * (24 * width**2 + 4 * real / count * width)
+    floor = rounds.of(lambda s: 100 * work / s["ours"] / PEAK, "wall")
+    yield of_spread(11, "share of the compute floor, base", floor, at)
+    yield counted(12, "teacher pass", round(real / processed, 4), f"{count:,} sentences")
+
+
+def tokens_of(encoder: Encoder, texts: list[str]) -> tuple[int, int]:
+    """Real tokens, and processed ones, of `Encoder.encode`."""
+    seen: list[int] = []
+    embeddings = encoder.backbone.get_submodule("embeddings.word_embeddings")
+    hook = embeddings.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    encoder.encode(texts, precision="fp16")
+    hook.remove()
+    return sum(map(len, set(map(tuple, encoder.token_ids(texts))))), sum(seen)
 
 
 def fidelity(bench: Bench) -> Iterator[Figure]:
@@ -536,6 +665,114 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
     yield counted(10, "largest difference of a cosine, fp16 forward", float((lists[0] - lists[1]).abs().max()), at)
     cosine = float(torch.cosine_similarity(*gradients, dim=0))
     yield counted(10, "cosine of the ListMLE gradients, fp16 forward", cosine, at)
+
+
+class PairStep:
+    """distcse's step on pairs, as `train` takes it, in bf16."""
+
+    def __init__(self, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, size: int) -> None:
+        section = LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="bf16")
+        labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
+        self._task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
+        self._engine = TorchEngine(self._task.model, section, None)
+        self._step = 0
+
+    def __call__(self) -> None:
+        """One step."""
+        self._task.model.train()
+        inputs = self._task.prepare_batch(self._step, self._engine.device)
+        training_step(self._engine, self._task, inputs, 2e-5)
+        self._step += 1
+
+
+def trans_encoder(bench: Bench) -> Iterator[Figure]:
+    """Rows 20 and 21: scoring of pairs against the reference style, and a full run of three cycles from its parts."""
+    sizes, count = ((8, 4), 32) if bench.tiny else ((BI, CROSS), 8192)
+    pairs = Pairs(bench.texts(count), bench.texts(count))
+    torch.manual_seed(0)
+    classifier = BertForSequenceClassification(bench.config("base", num_labels=1)).to(bench.device).eval()
+    cross, bi = CrossEncoder(copy.deepcopy(classifier), bench.tokenizer(), 64), bench.encoder("base")
+    steps = {
+        "bi step": PairStep(bi, BiTokens(bi, pairs), sizes[0]),
+        "cross step": PairStep(cross, CrossTokens(cross, pairs, both_orders=False), sizes[1]),
+    }
+    both, few = list(pairs.both()), list(pairs.both())[: count // 8]
+    frozen_cross = CrossEncoder(copy.deepcopy(classifier), bench.tokenizer(), 64)
+    frozen_bi, tokenizer = bench.encoder("base"), bench.tokenizer()
+    sentences = [*dict.fromkeys([*pairs.first, *pairs.second])]
+    ways: dict[str, Sampler] = {
+        **{name: bench.sampler(step) for name, step in steps.items()},
+        "bi scores": bench.sampler(lambda: frozen_bi.encode(sentences, precision="bf16"), 1),
+        "cross scores": bench.sampler(lambda: frozen_cross.score(both, precision="bf16"), 1),
+        "reference": bench.sampler(lambda: score_cross(classifier, tokenizer, few), 1),
+    }
+    rounds = interleave(ways, bench.effort, again="cross scores")
+    ratio = rounds.of(lambda s: s["reference"] / len(few) * len(both) / s["cross scores"], "wall")
+    at = f"base, {count:,} pairs, fp32 reference"
+    yield of_spread(20, "cross, bf16", ratio, at, rounds.noise("wall"))
+
+    def minutes(s: Any) -> float:
+        """Of the cycles: bi scores, cross learns both orders, cross scores, bi learns ten epochs."""
+        scores = PAIRS / count * (s["bi scores"] + s["cross scores"])
+        learning = 2 * PAIRS / sizes[1] * s["cross step"] + 10 * PAIRS / sizes[0] * s["bi step"]
+        return float(CYCLES * (scores + learning) / 60)
+
+    terms = {name: rounds.of(lambda s, name=name: s[name], "wall").median for name in ways}  # type: ignore[misc]
+    at = f"base, bf16, {PAIRS:,} pairs, from its parts, without dev scores"
+    yield of_spread(21, "full base run of 3 cycles, extrapolated", rounds.of(minutes, "wall"), at, **terms)
+
+
+class DetectingReference(PublicStudent):
+    """The reference style's DiffCSE step: generator, discriminator and student under autocast."""
+
+    def __init__(self, bench: Bench, student: Student, generator: nn.Module) -> None:
+        detector = student.model.detector
+        assert detector is not None
+        discriminator = copy.deepcopy(detector.backbone)
+        self._replaced = ReplacedTokens(generator, discriminator, detector.head, mask_tokens, SPECIAL.index("[CLS]"))
+        super().__init__(bench, student)
+        self._modes = [*self._modes, self._replaced]
+        self.parameters += [p for p in self._replaced.parameters() if p.requires_grad]
+
+    def loss(self) -> Tensor:
+        """The step's loss, without an update."""
+        ids, mask = self.tokens()
+        z1, z2 = self.views(ids, mask, torch.bfloat16)
+        with self._bench.autocast(torch.bfloat16):
+            detection = self._replaced(ids, mask, torch.stack([z1, z2], dim=1).flatten(0, 1))
+        return contrastive(z1, z2, 0.05)[1] + 0.005 * detection.float()
+
+
+def mask_tokens(ids: Tensor, mask: Tensor) -> Tensor:
+    """Mask 30 % of the tokens as BERT does, without a wait for the device: 80 % [MASK], 10 % random, 10 % kept."""
+    draws = torch.rand(ids.shape, device=ids.device)
+    chosen = (draws < 0.3) & mask.bool() & (ids >= len(SPECIAL))
+    kinds = torch.rand(ids.shape, device=ids.device)
+    edited = torch.where(kinds < 0.8, SPECIAL.index("[MASK]"), torch.randint_like(ids, len(SPECIAL), VOCABULARY))
+    return torch.where(chosen & (kinds < 0.9), edited, ids)
+
+
+def diffcse(bench: Bench) -> Iterator[Figure]:
+    """Row 23: student, discriminator and generator of base's size."""
+    n = 8 if bench.tiny else 64
+    words = Vocabulary(VOCABULARY, SPECIAL.index("[CLS]"), SPECIAL.index("[PAD]"), SPECIAL.index("[MASK]"), (0, 2, 3))
+    torch.manual_seed(3)
+    generator = BertForMaskedLM(bench.config("base")).to(bench.device)
+    ways: dict[str, Student] = {}
+    for name, choice in (("ours", "all_positions"), ("masked only", "masked_only")):
+        section = DetectionSection.model_validate({"generator": "random weights", "replace": choice})
+        objective = {**SIMCSE, "detection": section}
+        student = Student(bench, "base", objective, "bf16", n)
+        student.attach(EditDetector(bench.model("base", seed=1), copy.deepcopy(generator), words, section))
+        ways[name] = student
+    samplers = {name: bench.sampler(way, bench.steps // 4 or 1) for name, way in ways.items()}
+    theirs = DetectingReference(bench, ways["ours"], generator)
+    rounds = interleave(
+        {**samplers, "reference": bench.sampler(theirs, bench.steps // 4 or 1)}, bench.effort, again="ours"
+    )
+    at = f"base, N = {n}, bf16"
+    yield of_ratio(23, "identical semantics", rounds, "reference", "ours", at, "wall")
+    yield of_ratio(23, "masked positions only", rounds, "reference", "masked only", at, "wall")
 
 
 class RankReference(PublicStudent):
@@ -595,7 +832,8 @@ def rank_kernels(bench: Bench) -> Iterator[Figure]:
 
 
 PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
-    (1, 2, 3, 5, 6): steps,
+    (1, 2, 3, 6): steps,
+    (4, 5, 31): full_run,
     (7, 34): dispatch,
     (13,): last_layers,
     (33,): gradient_cache,
@@ -606,23 +844,36 @@ PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (30,): teacher_memory,
     (16, 18): rank_steps,
     (17, 19): rank_kernels,
+    (20, 21): trans_encoder,
+    (23,): diffcse,
     (6,): large,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="gpu", help="gpu (default), sim or cpu")
     parser.add_argument("--tiny", action="store_true", help="two layers, two samples: shows that the code works")
     parser.add_argument("--call-by-call", action="store_true", help="steps are not recorded as CUDA graphs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing is run. `--device cpu --tiny` shows whether the script works")
+    if options.device != "gpu" and not options.tiny:
+        parser.error("a CPU takes hours at these sizes and measures nothing that is asked for; add --tiny")
+    if options.device == "sim":
+        from tests.gpusim import simulated
+
+        with simulated():
+            measure(default_device(), options)
+        return
+    if options.device == "gpu" and default_device() == "cpu":
+        print("no GPU here: nothing is run. `--device sim --tiny` shows whether the script works")
         sys.exit(2)
-    if options.device == "cpu" and not options.tiny:
-        parser.error("a CPU takes hours at these sizes and measures nothing asked for; add --tiny")
-    bench = Bench(torch.device(options.device), options.tiny, options.call_by_call)
+    measure("cpu" if options.device == "cpu" else default_device(), options)
+
+
+def measure(device: str, options: argparse.Namespace) -> None:
+    """Measure all parts, print the figures and store them; exit status 1 if a part failed."""
+    bench = Bench(torch.device(device), options.tiny, options.call_by_call)
     begun, found, not_run, failed = time.monotonic(), [], {}, []
     for rows, part in PARTS.items():
         if time.monotonic() - begun > BUDGET:
@@ -635,14 +886,14 @@ def main() -> None:
             traceback.print_exc()
             not_run[f"rows {rows}"] = f"{type(refused).__name__}: {refused}".splitlines()[0]
             failed.append(f"rows {rows}")
-            if not isinstance(refused, torch.cuda.OutOfMemoryError):
+            if not isinstance(refused, torch.OutOfMemoryError):
                 print(
                     "a device on which something failed is not measured further; again with --call-by-call?", flush=True
                 )
                 break
         gc.collect()  # a student holds its step, and that one the student
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if bench.module is not None:
+            bench.module.empty_cache()
         print(f"rows {', '.join(map(str, rows))} after {time.monotonic() - begun:.0f} s", flush=True)
     not_run |= {
         f"row {row.number}, {part.name}": f"not built: {part.needs}" if part.needs else "not run"
@@ -653,8 +904,8 @@ def main() -> None:
     from benchmarks.table import lines_of
 
     settings = {"pairs": bench.effort.pairs, "recorded steps": bench.records}
-    device = {"gpu": torch.cuda.get_device_name()} if bench.device.type == "cuda" else {}
-    report = Report("gpu", {**machine(), **device}, settings, found, options.tiny, not_run)
+    name = {"gpu": bench.module.get_device_name(0)} if bench.module is not None else {}
+    report = Report("gpu", {**machine(), **name}, settings, found, options.tiny, not_run)
     print("\n".join(lines_of(report)))
     if options.tiny:
         print("these are no figures: tiny models show that the code works, nothing is stored")

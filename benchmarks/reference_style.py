@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -212,6 +211,8 @@ def rankencoder(
 
 def pairwise_spearman(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(p, n) and (p, n) similarities -> (p,) Spearman correlations, pair by pair by scipy."""
+    from scipy.stats import spearmanr  # which a bare GPU image need not have
+
     return np.array([spearmanr(one, other).statistic for one, other in zip(first, second, strict=True)])
 
 
@@ -253,6 +254,10 @@ class PairLoop(PublicLoop):
         return pooled(self._pooling, self.model(input_ids=ids, attention_mask=mask).last_hidden_state, mask)
 
 
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
 @torch.no_grad()
 def score_bi(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str]], pooling: str = "mean") -> np.ndarray:
     """(n,) cosines: every sentence of every pair encoded, batches of 32 as they come."""
@@ -264,10 +269,10 @@ def score_bi(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str]],
         for side in (0, 1):
             read = tokenizer(
                 [pair[side] for pair in part], padding=True, truncation=True, max_length=32, return_tensors="pt"
-            )
+            ).to(_device(model))
             hidden = model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).last_hidden_state
             sides.append(pooled(pooling, hidden, read["attention_mask"]))
-        found.append(F.cosine_similarity(*sides))
+        found.append(F.cosine_similarity(*sides).cpu())
     return torch.cat(found).numpy()
 
 
@@ -280,8 +285,8 @@ def score_cross(model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str
         first, second = zip(*pairs[begin : begin + 32], strict=True)
         read = tokenizer(
             list(first), list(second), padding=True, truncation=True, max_length=max_length, return_tensors="pt"
-        )
-        found.append(model(**read).logits[:, 0].sigmoid())
+        ).to(_device(model))
+        found.append(model(**read).logits[:, 0].sigmoid().cpu())
     return torch.cat(found).numpy()
 
 
@@ -301,9 +306,9 @@ def encode(
     for places in batches_of(texts, batch):
         read = tokenizer(
             [texts[place] for place in places], padding=True, truncation=True, max_length=512, return_tensors="pt"
-        )
+        ).to(_device(model))
         hidden = model(input_ids=read["input_ids"], attention_mask=read["attention_mask"]).last_hidden_state
-        for place, vector in zip(places, pooled(pooling, hidden, read["attention_mask"]), strict=True):
+        for place, vector in zip(places, pooled(pooling, hidden, read["attention_mask"]).float().cpu(), strict=True):
             found[place] = vector
     return torch.stack(found).numpy()
 

@@ -17,9 +17,6 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 
 Row = str | None
@@ -158,6 +155,9 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
+    import pyarrow as pa  # takes 30 ms, and only a Parquet corpus needs it
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(file) as table:
             schema = table.schema_arrow
@@ -174,7 +174,9 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
         raise CorpusFormatError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _is_text(data_type: pa.DataType) -> bool:
+def _is_text(data_type: Any) -> bool:
+    import pyarrow as pa
+
     if pa.types.is_dictionary(data_type):  # pandas writes a categorical column as a dictionary
         data_type = data_type.value_type
     return any(test(data_type) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_null))

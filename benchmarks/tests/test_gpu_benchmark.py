@@ -1,0 +1,36 @@
+"""The GPU benchmark runs to its end on the simulated GPU, and imports only what a bare GPU image has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_WITHOUT = """
+import importlib.abc, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"ray", "deepspeed", "datasets", "pyarrow"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import benchmarks.gpu
+"""
+
+
+def test_it_imports_neither_ray_nor_deepspeed_datasets_or_pyarrow() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  row ")}
+    assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
