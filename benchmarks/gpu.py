@@ -77,13 +77,13 @@ from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
 from distcse.models.detection import EditDetector, Vocabulary
 from distcse.models.loading import load_backbone
-from distcse.models.precision import frozen_weight_dtype
+from distcse.models.precision import frozen_weight_dtype, halve_matrices
 from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
+from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 from distcse.trainer.task import StepInputs
@@ -165,8 +165,10 @@ class Bench:
         return PreTrainedTokenizerFast(tokenizer_object=found, model_max_length=512, **dict(kinds))
 
     def encoder(self, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Encoder:
-        """distcse's encoder of a shape, [CLS] pooling, on the device."""
-        return Encoder(self.model(name, seed).to(dtype), self.tokenizer(), "cls", 32)
+        """distcse's encoder of a shape, [CLS] pooling, on the device; its matrices are of type `dtype`."""
+        encoder = Encoder(self.model(name, seed), self.tokenizer(), "cls", 32)
+        halve_matrices(encoder, dtype)
+        return encoder
 
     def texts(self, count: int) -> list[str]:
         """Sentences of random words, with real lengths."""
@@ -445,7 +447,8 @@ def full_run(bench: Bench) -> Iterator[Figure]:
     section = LoopSection(precision="bf16", engine="torch", batch_size=bench.n)
     with TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        train(student, section, CheckpointStore(Path(folder)), Reporter(), cuda_graphs=bench.records)
+        graphs: GraphMode = "on" if bench.records else "off"
+        train(student, section, CheckpointStore(Path(folder)), Reporter(), cuda_graphs=graphs)
         seconds = (time.perf_counter() - begun) / student.steps
     tokenizer, dev = bench.tokenizer(), student._dev
     ways = {
@@ -817,7 +820,7 @@ def rank_kernels(bench: Bench) -> Iterator[Figure]:
     seen = torch.randn(n, references, device=bench.device) / 28
     ways = {
         kind: bench.sampler(lambda ranks=ranks: products(*(ranks(seen),) * 2))  # type: ignore[misc]
-        for kind, ranks in (("sort", sorted_ranks), ("histogram", histogram_ranks))
+        for kind, ranks in (("sort", sorted_ranks), ("histogram", lambda seen: histogram_ranks(seen)[0]))
     }
     rounds = interleave(ways, bench.effort, again="sort")
     by_sort = 1000 * rounds.of(lambda s: s["sort"], "wall").median

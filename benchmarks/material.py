@@ -127,14 +127,14 @@ def list_recipe(
 
 def prepared(recipe: Recipe) -> tuple[TrainSpec, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
-    text = PreparedCorpus.prepare(recipe, Reporter())
+    text = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     tables = text.tables(LocalBackend(), Reporter())
-    return text.spec(RunDirectory.create(text.recipe).path, tables, Reporter()), tables
+    return text.spec(RunDirectory.create(text.recipe).path, tables, LocalBackend(), Reporter()), tables
 
 
 def make_up_tables(recipe: Recipe, width: int = 384) -> None:
     """Store vectors at random as the teachers', before `prepared` looks for those of the corpus."""
-    text, draw = PreparedCorpus.prepare(recipe, Reporter()), np.random.default_rng(0)
+    text, draw = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter()), np.random.default_rng(0)
     for teacher in recipe.teachers.encoders:
         table = table_of(teacher, text.corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
         fill(table, width, draw)

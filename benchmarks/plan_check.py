@@ -158,9 +158,10 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     reporter = Reporter()
-    text, backend = PreparedCorpus.prepare(recipe, reporter), LocalBackend()
+    backend = LocalBackend()
+    text = PreparedCorpus.prepare(recipe, backend, reporter)
     tables = text.tables(backend, reporter)
-    spec = text.spec(RunDirectory.create(recipe).path, tables, reporter)
+    spec = text.spec(RunDirectory.create(recipe).path, tables, backend, reporter)
     marks: list[tuple[int, float, float]] = []
 
     def note(event: Event) -> None:

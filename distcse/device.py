@@ -26,6 +26,8 @@ _NATIVE_BF16 = (8, 0)
 """Lowest compute capability of NVIDIA GPUs with bf16 units (Ampere)."""
 SMALL, LARGE = (128, 384, 384), (256, 384, 1536)
 """Rows, inputs and outputs of the timed matrix products: MiniLM's attention and feed-forward layers, 38 and 302 MFLOP."""
+_ALLOCATED_PART = 0.95
+"""Part of a GPU's share that PyTorch may allocate. CUDA's context and libraries take half a GiB more."""
 _MIN_SCREENED_SPEEDUP = 0.5
 """Below this speedup of the small product, the large one is not timed: without bf16 units it can take half a second."""
 
@@ -46,11 +48,6 @@ class DeviceSpeed:
         """Whether a half precision is native and, if it was measured, at least `MIN_SPEEDUP` times as fast as fp32."""
         return precision in self.native and self.speedups.get(precision, MIN_SPEEDUP) >= MIN_SPEEDUP
 
-    @property
-    def precision(self) -> Literal["fp32", "bf16"]:
-        """The precision that `precision: auto` selects for this device."""
-        return "bf16" if self.is_fast_at("bf16") else "fp32"
-
     def describe(self, precision: str = "bf16") -> str:
         """Describe the device and its speedup in a half precision."""
         if precision in self.speedups:
@@ -59,13 +56,18 @@ class DeviceSpeed:
 
 
 def default_device() -> str:
-    """Return the type of this process's GPUs by PyTorch's name, `cuda` for NVIDIA's and AMD's; `cpu` if it sees none."""
+    """Return the type of this process's GPUs by PyTorch's name, `cuda` for NVIDIA's and AMD's; `cpu` if it sees none.
+
+    It sees none while they are hidden from it (`distcse.host.hide_gpus`).
+    """
+    if host.hides_gpus():
+        return "cpu"
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and is_gpu(found) else "cpu"
 
 
 def is_gpu(device: torch.device | str) -> bool:
-    """Return whether a device has a queue and memory of its own, so that the host must not wait for it in a step.
+    """Return whether a device has a separate queue and memory, so that the host must not wait for it in a step.
 
     Apple's `mps` counts as a CPU: distcse trains and encodes on the CPU there.
     """
@@ -85,6 +87,24 @@ def gpu_count() -> int:
 def gpu_module(device: torch.device | str) -> Any:
     """Return PyTorch's module of a GPU's type, with its streams, events and graphs: `torch.cuda` for `cuda:1`."""
     return torch.get_device_module(torch.device(device))
+
+
+def limit_memory(share: float) -> None:
+    """Limit PyTorch's memory on this process's GPU to a share of it; the next allocation beyond raises OutOfMemoryError.
+
+    Args:
+        share: Share of the GPU, below 1. A part of it is left to what PyTorch does not allocate, such as the CUDA context.
+    """
+    if (device := default_device()) != "cpu":
+        gpu_module(device).set_per_process_memory_fraction(_ALLOCATED_PART * share)
+
+
+def usable_memory(device: torch.device | str) -> float:
+    """Return the bytes that this process can have allocated on a GPU: what is free or cached by it, within its share."""
+    module = gpu_module(device)
+    free, total = module.mem_get_info(device)
+    allowed: float = module.get_per_process_memory_fraction(device) * total
+    return min(float(free + module.memory_reserved(device)), allowed)
 
 
 def use_available_cpus() -> None:
@@ -135,6 +155,34 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     if not is_gpu(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopies:
+    """Copies of a device's tensors in the host's memory. The host waits once for all of them, when it reads them.
+
+    Tensors from a GPU are copied to pinned memory behind the work queued before them. A copy to pageable memory would wait
+    for that work, for each tensor.
+
+    Args:
+        device: The tensors' device.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._copies: list[Tensor] = []
+        self._end = gpu_module(device).Event() if is_gpu(device) else None
+
+    def add(self, tensor: Tensor) -> None:
+        """Start the copy of a tensor."""
+        self._copies.append(tensor.to("cpu", non_blocking=self._end is not None))
+        if self._end is not None:
+            self._end.record(gpu_module(self._device).current_stream(self._device))
+
+    def wait(self) -> list[Tensor]:
+        """Wait until all copies are complete, and return them in the order in which they were added."""
+        if self._end is not None and self._copies:
+            self._end.synchronize()
+        return self._copies
 
 
 def speedup(baseline: Callable[[], object], other: Callable[[], object], rounds: int = 5) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -72,6 +71,19 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
+def all_gather_rows(rows: Tensor) -> Tensor:
+    """Gather the (R, d) rows of all W workers into (W R, d), in the order of their ranks, without gradient.
+
+    Args:
+        rows: This worker's rows; as many on every worker.
+    """
+    if world_size() == 1:
+        return rows
+    gathered = rows.new_empty(world_size() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(gathered, rows.contiguous())
+    return gathered
+
+
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all workers, in place."""
     if world_size() > 1:
@@ -79,18 +91,11 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_reduce_max(value: int, device: torch.device) -> int:
-    """Return the largest of all workers' values.
-
-    Args:
-        value: This worker's value.
-        device: Device whose tensors the process group's backend can send.
-    """
-    if world_size() == 1:
-        return value
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """Replace a tensor's elements by the largest ones of all workers; return the tensor."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
 
 
 def barrier() -> None:

@@ -37,7 +37,7 @@ def _main(options: argparse.Namespace) -> int:
         machine.check_python,
         machine.check_packages,
         machine.check_cpus,
-        machine.check_gpus,
+        partial(machine.check_gpus, recipe),
         partial(machine.check_precision, recipe),
         machine.check_memory,
         machine.check_shared_memory,

@@ -71,11 +71,12 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.events import Reporter, StageProgress
     from distcse.experiments.distillation.preparation import read_corpus
     from distcse.experiments.distillation.roles import with_teacher_precisions
+    from distcse.experiments.gpu_policy import gpu_policy
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_comparison, print_json
     from distcse.teachers.comparison import compare
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json) as view, gpu_policy(recipe.gpu_mode, computes_here=True):
         use_available_cpus()
         recipe = with_teacher_precisions(recipe, None, Reporter(view.show))
         corpus = read_corpus(recipe, Reporter(view.show))

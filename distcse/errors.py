@@ -247,6 +247,12 @@ class HubUploadError(EncoderError):
     code = "DCSE-M13"
 
 
+class DeviceMemoryError(EncoderError):
+    """A single text does not fit in the device's memory, in a frozen model's forward pass."""
+
+    code = "DCSE-M14"
+
+
 # T: teachers.
 
 
@@ -443,7 +449,7 @@ class WorkFailedError(RunError):
 
 
 class CUDAGraphError(RunError):
-    """The student's training step cannot be recorded as a CUDA graph."""
+    """`training.cuda_graphs` is `on`, and the student's training step cannot be recorded as a CUDA graph."""
 
     code = "DCSE-X15"
 
@@ -464,6 +470,18 @@ class RunArgumentError(RunError):
     """The Python API was called with arguments that do not fit together."""
 
     code = "DCSE-X18"
+
+
+class GpuRequiredError(RunError):
+    """`resources.gpu` is `required`, and a process that computes with a model would get no GPU."""
+
+    code = "DCSE-X19"
+
+
+class OutOfMemoryError(RunError):
+    """A training step needs more memory than the device has; the same values would need it again."""
+
+    code = "DCSE-X20"
 
 
 # S: storage. What was being written is discarded; what was there before is intact.

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = ("max", "-1")
+_GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_hides_gpus = False
+"""Whether this process uses no GPU, also of a kind that the variable does not hide."""
 
 
 def cpus(cgroup: Path = CGROUP) -> int:
@@ -37,6 +43,34 @@ def memory_used(cgroup: Path = CGROUP) -> float:
     sizes = dict(zip(stats[::2], stats[1::2], strict=False))
     reclaimable = sizes.get("total_inactive_file", sizes.get("inactive_file", "0"))
     return max(0.0, float(used[0]) - float(reclaimable))
+
+
+def hides_gpus() -> bool:
+    """Return whether this process uses none of the machine's GPUs (`hide_gpus`, `gpus_hidden`)."""
+    return _hides_gpus
+
+
+def hide_gpus() -> None:
+    """Make this process, and libraries that have not initialized CUDA in it, use no GPU."""
+    global _hides_gpus
+    _hides_gpus = True
+    os.environ[_GPU_VARIABLE] = ""
+
+
+@contextmanager
+def gpus_hidden() -> Iterator[None]:
+    """Context manager: hide the GPUs from this process for the block."""
+    global _hides_gpus
+    was_hidden, variable = _hides_gpus, os.environ.get(_GPU_VARIABLE)
+    hide_gpus()
+    try:
+        yield
+    finally:
+        _hides_gpus = was_hidden
+        if variable is None:
+            os.environ.pop(_GPU_VARIABLE, None)
+        else:
+            os.environ[_GPU_VARIABLE] = variable
 
 
 def _words(file: Path) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from distcse.device import DeviceSpeed
+from distcse.device_defaults import auto_precision, describe_gpu_defaults
 from distcse.events import Listener, LogMessage, StageProgress
 from distcse.recipe import BaseRecipe
 
@@ -25,13 +26,16 @@ class Role:
     """Value of that key."""
     devices: Sequence[DeviceSpeed]
     """Devices that it may run on, all in the same precision."""
+    is_teacher: bool = False
+    overflows_fp16: bool = False
+    """Whether its model's numbers exceed fp16's range."""
 
     @property
     def precision(self) -> str:
-        """The requested precision; for `auto`, bf16 if every device is fast at it, else fp32."""
+        """The requested precision; for `auto`, the one that `auto_precision` selects."""
         if self.requested != "auto":
             return self.requested
-        return "bf16" if self.devices and all(device.precision == "bf16" for device in self.devices) else "fp32"
+        return auto_precision(self.devices, is_teacher=self.is_teacher, overflows_fp16=self.overflows_fp16)
 
     @property
     def slow_devices(self) -> list[DeviceSpeed]:
@@ -63,7 +67,7 @@ def _replace_value(part: Any, path: Sequence[str], value: str) -> Any:
 
 
 def report_precisions(roles: Sequence[Role], emit: Listener) -> None:
-    """Emit the precisions in one line, and a warning for each half precision that is slow on a device.
+    """Emit devices and precisions in one line, and a warning for each half precision that is slow on a device.
 
     Nothing is emitted if all roles request fp32.
     """
@@ -97,4 +101,5 @@ def describe_roles(roles: Sequence[Role]) -> str:
         names_of.setdefault(role.precision, []).append(role.name)
     devices = slowest_by_name(device for role in roles for device in role.devices)
     chosen = "; ".join(f"{precision}: {', '.join(names)}" for precision, names in names_of.items())
-    return f"{chosen} ({'; '.join(device.describe() for device in devices)})"
+    line = f"{chosen} ({'; '.join(device.describe() for device in devices)})"
+    return f"{line}; on GPUs {describe_gpu_defaults()}" if any(device.kind == "gpu" for device in devices) else line

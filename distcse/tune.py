@@ -16,6 +16,7 @@ from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, read_recipe, rea
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
+    from distcse.placement.gpu_plan import GpuPlan
     from distcse.placement.resources import Node
     from distcse.tuning.sweep import SweepResult
 
@@ -81,7 +82,7 @@ def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int
     check(recipe, sweep)
     with open_view(options.quiet, options.json) as view:
         experiment_of(recipe).check(
-            choose_backend(recipe), Reporter(view.show), lambda nodes: _lost_gpus(recipe, sweep, nodes)
+            choose_backend(recipe), Reporter(view.show), lambda nodes: _plan(recipe, sweep, nodes)
         )
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe, "space": options.space}])
@@ -90,12 +91,11 @@ def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int
     return 0
 
 
-def _lost_gpus(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[str]:
-    """Warn of GPUs that the trials would not use. Raises `ClusterTooSmallError` if the trials do not fit."""
-    from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
+def _plan(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Decide the GPUs of a sweep. Raises `ClusterTooSmallError` if the trials do not fit."""
+    from distcse.tuning.trial_resources import plans_of_trials, trial_resources
 
-    resources = trial_resources(recipe, sweep, [node.resources for node in nodes])
-    return lost_gpus_of_trials(recipe, sweep, resources, nodes)
+    return plans_of_trials(recipe, sweep, trial_resources(recipe, sweep, nodes), nodes)
 
 
 def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseRecipe | None, sweep: Sweep | None) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.gpusim import Simulation, simulated
+
 if TYPE_CHECKING:
     from distcse.recipe import Recipe
     from tests.s3 import Server
@@ -22,7 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
 ON_ONE_CLUSTER = {
-    f"tests/cluster/test_{name}.py" for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "sweep")
+    f"tests/cluster/test_{name}.py"
+    for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "out_of_memory_on_ray", "sweep")
 }
 """Smoke tests that use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once; the
 other process has the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
@@ -157,6 +160,13 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
     ]
     tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], EvalConfig())
     return evaluate(candidates, tasks)
+
+
+@pytest.fixture
+def simulated_gpu() -> Iterator[Simulation]:
+    """A simulated GPU, which this process sees during the test (see `tests/gpusim`)."""
+    with simulated() as gpu:
+        yield gpu
 
 
 @pytest.fixture(scope="session")

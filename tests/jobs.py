@@ -100,7 +100,7 @@ def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpe
     tokens = TokenTable.prepare(corpus, encoder.tokenizer, encoder.max_length, cache)
     tables = embed_tables(recipe, corpus)
     directory = run or RunDirectory.create(recipe)
-    return PreparedCorpus(corpus, tokens, recipe).spec(directory.path, tables, Reporter()), tables
+    return PreparedCorpus(corpus, tokens, recipe).spec(directory.path, tables, LocalBackend(), Reporter()), tables
 
 
 def train(

@@ -144,7 +144,9 @@ class Nodes:
         port, dashboard = free_ports(2)
         self._address, self._api = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         try:
-            self._start("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1")
+            self._start(
+                self._cpus, "--head", f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -163,14 +165,18 @@ class Nodes:
         """Start worker nodes until `number` are up."""
         self.work = [node for node in self.work if node.is_up]
         for _ in range(number - len(self.work)):
-            self.work.append(self._start(f"--address={self._address}", "--labels=role=work"))
+            self.work.append(self.start(self._cpus))
 
-    def _start(self, *options: str) -> Node:
+    def start(self, cpus: int, *options: str) -> Node:
+        """Start a worker node with further options of `ray start`."""
+        return self._start(cpus, f"--address={self._address}", "--labels=role=work", *options)
+
+    def _start(self, cpus: int, *options: str) -> Node:
         log = self._folder / f"node-{secrets.token_hex(3)}.log"
         ray = str(Path(sys.executable).with_name("ray"))
         # If its agents choose their ports, a raylet waits for them to report these, and times out on a busy machine.
         ports = [f"--{agent}-port={port}" for agent, port in zip(_AGENTS, free_ports(len(_AGENTS)), strict=True)]
-        command = [ray, "start", "--block", f"--num-cpus={self._cpus}", *ports, *options]
+        command = [ray, "start", "--block", f"--num-cpus={cpus}", *ports, *options]
         with open(log, "wb") as output:
             node = Node(subprocess.Popen(command, stdout=output, stderr=output, env=self._settings), log)
         self._all.append(node)

@@ -8,8 +8,6 @@ from typing import Any
 import yaml
 
 from distcse.events import Reporter
-from distcse.placement.resources import Resources
-from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_sweep
 from distcse.tuning.sweep import SweepResult, begin, run_sweep
@@ -33,8 +31,3 @@ def make_sweep(folder: Path, parameters: dict[str, Any], **sections: Any) -> Swe
 
 def run_new_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, reporter: Reporter | None = None) -> SweepResult:
     return run_sweep(recipe, sweep, begin(recipe, sweep), RaySweepBackend(), reporter or Reporter())
-
-
-def resources_of_nodes() -> list[Resources]:
-    """Return the resources of each node of the cluster."""
-    return [node.resources for node in alive()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,20 @@ def assert_async(condition: Tensor, message: str) -> None:
     Private: `torch._assert_async`. `assert` and `bool(condition)` wait for all work that is queued on the GPU.
     """
     torch._assert_async(condition, message)
+
+
+def leave_capture(module: Any) -> None:
+    """Replace the states of a GPU type's random generators after the capture of a CUDA graph has failed.
+
+    Undocumented: `default_generators` of `torch.cuda`. A failed capture does not tell the generators that it has ended, and
+    the next dropout would raise `Offset increment outside graph capture`. A cloned state is in no capture. Not run on a GPU
+    yet.
+
+    Args:
+        module: PyTorch's module of the GPU's type.
+    """
+    for generator in getattr(module, "default_generators", ()):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

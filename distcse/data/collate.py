@@ -42,20 +42,30 @@ class Tokens:
         return Tokens(self.ids.repeat(2, 1), self.mask.repeat(2, 1), index)
 
 
-def collate(rows: Sequence[NDArray[np.integer]], pad_id: int, with_token_index: bool = False) -> Tokens:
+def collate(
+    rows: Sequence[NDArray[np.integer]],
+    pad_id: int,
+    with_token_index: bool = False,
+    width_multiple: int = 1,
+    max_length: int | None = None,
+) -> Tokens:
     """Pad B rows of token ids on the right to the longest row.
 
     Args:
         rows: B arrays of token ids.
         pad_id: Id at padding.
         with_token_index: Compute `Tokens.token_index`, for a packed forward pass.
+        width_multiple: Pad further, to a multiple of this length. Default: no further.
+        max_length: Length that no padding exceeds: the model may have no positions beyond. Default: none.
     """
-    longest = max(len(row) for row in rows)
-    ids = np.full((len(rows), longest), pad_id, dtype=np.int64)
-    mask = np.zeros((len(rows), longest), dtype=np.int64)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = row
-        mask[number, : len(row)] = 1
+    lengths = np.array([len(row) for row in rows])
+    longest = int(lengths.max())
+    width = longest + -longest % width_multiple
+    width = width if max_length is None else max(longest, min(width, max_length))
+    is_token = np.arange(width) < lengths[:, None]
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    ids[is_token] = np.concatenate(rows)
+    mask = is_token.astype(np.int64)
     index = torch.from_numpy(_token_index(mask.ravel())) if with_token_index else None
     return Tokens(torch.from_numpy(ids), torch.from_numpy(mask), index)
 

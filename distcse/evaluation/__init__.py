@@ -1,12 +1,21 @@
 """Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
-from distcse.evaluation.agreement import AgreementTask, agreement
+from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
 from distcse.evaluation.candidates import LoadOptions, make_candidate, make_pair_candidate, open_candidate, parse_models
 from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
-from distcse.evaluation.evaluation import Candidate, Evaluation, ModelInfo, Score, evaluate
+from distcse.evaluation.evaluation import (
+    Candidate,
+    Evaluation,
+    ModelInfo,
+    ModelResults,
+    Score,
+    compare_models,
+    evaluate,
+    measure_model,
+)
 from distcse.evaluation.leakage import evaluation_sentences, refuse_test_as_dev
-from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, VectorModel
+from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, RecordedScores, VectorModel
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
@@ -16,7 +25,6 @@ from distcse.evaluation.tables import read_table
 __all__ = [
     "STSB_DEV",
     "SUITES",
-    "AgreementTask",
     "Candidate",
     "Contamination",
     "CustomSet",
@@ -24,12 +32,15 @@ __all__ = [
     "Ensemble",
     "EvalConfig",
     "Evaluation",
+    "HeldOutVectors",
     "LoadOptions",
     "Model",
     "ModelInfo",
+    "ModelResults",
     "PairClassificationTask",
     "PairModel",
     "PairScores",
+    "RecordedScores",
     "RetrievalDataset",
     "RetrievalTask",
     "Score",
@@ -38,12 +49,15 @@ __all__ = [
     "Tasks",
     "VectorModel",
     "agreement",
+    "agreement_result",
     "collect",
+    "compare_models",
     "evaluate",
     "evaluation_sentences",
     "labelled_dev",
     "make_candidate",
     "make_pair_candidate",
+    "measure_model",
     "open_candidate",
     "parse_models",
     "parse_suites",

@@ -37,12 +37,10 @@ def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[
 
 
 @dataclass(frozen=True)
-class AgreementTask:
-    """Agreement with the teachers' mixed similarities, on sentences held out from training."""
+class HeldOutVectors:
+    """Vectors of sentences held out from training; `agreement_result` computes the score once all teachers are measured."""
 
     texts: list[str]
-    similarities: NDArray[np.floating]
-    """(n, n) mixed cosines of the teachers."""
     name: str = "held-out rows"
     suite: str = "agreement"
     pairs_only: bool = False
@@ -51,9 +49,25 @@ class AgreementTask:
         return self.texts
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Measure the score `agreement`."""
-        correlations = agreement_per_sentence(model.unit_vectors(self.texts), self.similarities)
-        return TaskResult({"agreement": MeanOf(correlations, f"agreement/{self.name}")}, {"sentences": len(self.texts)})
+        """Return no score, and the (n, d) unit vectors as the detail `vectors`."""
+        return TaskResult({}, {"vectors": model.unit_vectors(self.texts)})
+
+
+def agreement_result(
+    vectors: NDArray[np.floating], similarities: NDArray[np.floating], dataset: str = "held-out rows"
+) -> TaskResult:
+    """Compute the agreement of a model with the teachers.
+
+    Args:
+        vectors: (n, d) the model's unit vectors of n sentences, n ≥ 3.
+        similarities: (n, n) the teachers' mixed similarities.
+        dataset: Name of the sentences.
+
+    Returns:
+        The score `agreement`.
+    """
+    correlations = agreement_per_sentence(vectors, similarities)
+    return TaskResult({"agreement": MeanOf(correlations, f"agreement/{dataset}")}, {"sentences": len(vectors)})
 
 
 def _centred_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.device import speed_of
+from distcse.device_defaults import auto_precision
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
@@ -47,7 +48,7 @@ class LoadOptions:
     @property
     def resolved_precision(self) -> str:
         """`precision`, with `auto` replaced by the precision that the device is fast at."""
-        return speed_of(self.device).precision if self.precision == "auto" else self.precision
+        return auto_precision([speed_of(self.device)]) if self.precision == "auto" else self.precision
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.device import default_device
 from distcse.errors import EvaluationResultError
 from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.contamination import Contamination
@@ -16,7 +20,7 @@ from distcse.evaluation.estimates import AverageOf, Difference, Estimate, differ
 from distcse.evaluation.models import Model, VectorModel
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
 from distcse.evaluation.suites import Tasks
-from distcse.evaluation.tasks import EvalTask, supports
+from distcse.evaluation.tasks import EvalTask, TaskResult, supports
 from distcse.events import Listener, StageProgress, ignore
 from distcse.storage import open_store
 
@@ -143,6 +147,19 @@ class Evaluation:
             raise EvaluationResultError(f"{file} contains no readable evaluation: {error}") from None
 
 
+@dataclass(frozen=True)
+class ModelResults:
+    """One model's results on all tasks, before they are compared with other models'. Picklable."""
+
+    info: ModelInfo
+    device: str
+    """Device of the process that measured it."""
+    results: Mapping[tuple[str, str], TaskResult]
+    """By suite and set."""
+    vectors: NDArray[np.float32] | None
+    """(n, d) vectors for `NeighborComparison`; None for a cross-encoder."""
+
+
 def evaluate(
     candidates: Iterable[Candidate],
     tasks: Tasks,
@@ -162,37 +179,70 @@ def evaluate(
         emit: Receives the progress.
     """
     started_at = time.perf_counter()
+    results = []
+    for candidate in candidates:
+        results.append(measure_model(candidate, tasks, emit))
+        del candidate  # frees its memory before the next one is loaded
+    return compare_models(results, tasks, base=base, settings=settings, started_at=started_at)
+
+
+def measure_model(candidate: Candidate, tasks: Tasks, emit: Listener = ignore) -> ModelResults:
+    """Evaluate one model on every task it supports.
+
+    Args:
+        candidate: The model.
+        tasks: The tasks.
+        emit: Receives the progress.
+    """
+    name, model = candidate.info.name, candidate.model
+    supported = [task for task in tasks.tasks if supports(task, model)]
+    if isinstance(model, VectorModel):
+        model.prepare(text for task in supported for text in task.sentences())
+    results = {}
+    for done, task in enumerate(supported):
+        emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
+        results[task.suite, task.name] = task.measure(model)
+    info, vectors = _describe_model(candidate, tasks.tasks), NeighborComparison.of(tasks.tasks).vectors(model)
+    note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
+    emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
+    return ModelResults(info, default_device(), results, vectors)
+
+
+def compare_models(
+    results: Sequence[ModelResults],
+    tasks: Tasks,
+    *,
+    base: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    started_at: float,
+) -> Evaluation:
+    """Compare the models' results.
+
+    Args:
+        results: The results of models with distinct names, at least one.
+        tasks: The tasks that they were measured on.
+        base: Name of the model to compare with. Default: the first.
+        settings: Stored in the result.
+        started_at: `time.perf_counter()` at the start of the evaluation.
+    """
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
-    models, neighbor_comparison = [], NeighborComparison.of(tasks.tasks)
-    for candidate in candidates:
-        name, model = candidate.info.name, candidate.model
-        supported = [task for task in tasks.tasks if supports(task, model)]
-        if isinstance(model, VectorModel):
-            model.prepare(text for task in supported for text in task.sentences())
-        for done, task in enumerate(supported):
-            emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
-            result = task.measure(model)
+    for model in results:
+        for (suite, dataset), result in model.results.items():
             for measure, estimate in result.scores.items():
-                estimates.setdefault((task.suite, task.name), {}).setdefault(measure, {})[name] = estimate
-            details.setdefault(task.suite, {}).setdefault(task.name, {})[name] = dict(result.details)
-        models.append(_describe_model(candidate, tasks.tasks))
-        neighbor_comparison.record(name, model)
-        note = (
-            f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {candidate.model.seconds:.1f} s in the model"
-        )
-        emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
-        del candidate, model  # frees its memory before the next one is loaded
-    base = base or models[0].name
+                estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[model.info.name] = estimate
+            details.setdefault(suite, {}).setdefault(dataset, {})[model.info.name] = dict(result.details)
+    base = base or results[0].info.name
+    vectors = {model.info.name: model.vectors for model in results}
     return Evaluation(
-        models=models,
+        models=[model.info for model in results],
         base=base,
         scores=_score_columns(estimates),
         details=details,
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
-        neighbors=neighbor_comparison.changes(base),
+        neighbors=NeighborComparison.of(tasks.tasks).changes(vectors, base),
         seconds=time.perf_counter() - started_at,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -163,7 +163,7 @@ def _require_finite(not_finite: int, total: int, unit: str) -> None:
 class Ensemble:
     """Mean of several models' similarities (Trans-Encoder, Table 5): of cosines, or of probabilities."""
 
-    def __init__(self, members: Sequence[Model]) -> None:
+    def __init__(self, members: Sequence[PairModel]) -> None:
         self.seconds = 0.0
         """Always 0: the members count their own time and cache their outputs."""
         self._members = members
@@ -171,6 +171,38 @@ class Ensemble:
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """Compute the (n,) means over the members."""
         return np.asarray(np.mean([member.similarities(first, second) for member in self._members], axis=0))
+
+
+class RecordedScores:
+    """A model's similarities of the pairs that were asked of it; picklable, for an ensemble in another process.
+
+    Args:
+        known: Similarities by pair. Default: none.
+    """
+
+    def __init__(self, known: Mapping[tuple[str, str], float] | None = None) -> None:
+        self._known = dict(known or {})
+
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
+        """Return the (n,) recorded similarities of n pairs."""
+        return np.array([self._known[pair] for pair in zip(first, second, strict=True)])
+
+    def recording(self, model: PairModel) -> PairModel:
+        """Return a view of a model whose similarities are recorded here."""
+        return _Recorder(model, self._known)
+
+
+class _Recorder:
+    """Computes a model's similarities, and adds them to a table."""
+
+    def __init__(self, model: PairModel, known: dict[tuple[str, str], float]) -> None:
+        self._model, self._known = model, known
+
+    def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
+        """Compute the (n,) similarities of n pairs."""
+        computed = self._model.similarities(first, second)
+        self._known.update(zip(zip(first, second, strict=True), computed.tolist(), strict=True))
+        return computed
 
 
 Model = VectorModel | PairScores | Ensemble

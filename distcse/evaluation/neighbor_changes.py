@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,15 +36,14 @@ class NeighborChanges:
 
 
 class NeighborComparison:
-    """Vectors of up to 5,000 distinct sentences per model, stored so that models need not stay in memory.
+    """Compares models by their vectors of up to 5,000 distinct sentences, so that models need not stay in memory.
 
     Args:
-        texts: The sentences; nothing is recorded for fewer than two.
+        texts: The sentences; with fewer than two, there is nothing to compare.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = list(dict.fromkeys(texts))[:_MAX_SENTENCES]
-        self._vectors: dict[str, NDArray[np.float32]] = {}
 
     @classmethod
     def of(cls, tasks: Sequence[EvalTask]) -> NeighborComparison:
@@ -52,18 +51,24 @@ class NeighborComparison:
         chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
         return cls(chosen[0].sentences() if chosen else [])
 
-    def record(self, name: str, model: Model) -> None:
-        """Store a model's vectors; cross-encoders, which have none, are ignored."""
-        if isinstance(model, VectorModel) and len(self._texts) > 1:
-            self._vectors[name] = model.unit_vectors(self._texts)
+    def vectors(self, model: Model) -> NDArray[np.float32] | None:
+        """Return a model's (n, d) unit vectors of the sentences; None for a cross-encoder, which has none."""
+        return model.unit_vectors(self._texts) if isinstance(model, VectorModel) and len(self._texts) > 1 else None
 
-    def changes(self, base: str) -> dict[str, NeighborChanges]:
-        """Compare the other models' neighbors with those of `base`; empty if `base` has no vectors."""
-        if base not in self._vectors:
+    def changes(self, vectors: Mapping[str, NDArray[np.float32] | None], base: str) -> dict[str, NeighborChanges]:
+        """Compare the other models' neighbors with those of `base`; empty if `base` has no vectors.
+
+        Args:
+            vectors: By model: what `vectors` returned.
+            base: Name of the model to compare with.
+        """
+        before = vectors.get(base)
+        if before is None:
             return {}
-        before = self._vectors[base]
         return {
-            name: changed_neighbors(before, after, self._texts) for name, after in self._vectors.items() if name != base
+            name: changed_neighbors(before, after, self._texts)
+            for name, after in vectors.items()
+            if after is not None and name != base
         }
 
 

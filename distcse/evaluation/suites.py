@@ -31,8 +31,8 @@ class EvalConfig:
     """STS score that tables show first."""
     transfer: Mode = "strict"
     """Protocol of the transfer tasks."""
-    device: str = "cpu"
-    """Device of the transfer fits."""
+    device: str | None = None
+    """Device of the transfer fits; None is the default device of the process that fits."""
     on_fits: FitProgress | None = None
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distcse.device import default_device
 from distcse.errors import EvaluationFormatError, InsufficientLabelsError
 from distcse.evaluation.estimates import MeanOf, ReportedEstimate
 from distcse.evaluation.logistic import SEED, Problem, fit
@@ -100,7 +101,7 @@ class TransferTask:
         dev: Rows for selecting the strength; None selects by folds.
         test: Test rows; None tests by folds of `train`.
         mode: `strict` (SentEval) or `fast` (scikit-learn).
-        device: Device of the strict fits.
+        device: Device of the strict fits; None is the default device of the process that fits.
         on_progress: Called with the number of finished fits.
     """
 
@@ -109,14 +110,19 @@ class TransferTask:
     dev: Labelled | None
     test: Labelled | None
     mode: Mode = "strict"
-    device: str = "cpu"
+    device: str | None = None
     on_progress: Callable[[int], None] | None = None
     suite: str = "transfer"
     pairs_only: bool = False
 
     @classmethod
     def of(
-        cls, name: str, tables: dict[str, Table], mode: Mode, device: str, on_progress: Callable[[int], None] | None
+        cls,
+        name: str,
+        tables: dict[str, Table],
+        mode: Mode,
+        device: str | None,
+        on_progress: Callable[[int], None] | None,
     ) -> TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
@@ -213,8 +219,9 @@ class TransferTask:
         return self._result(float(100 * correct.mean()), correct, [float(classifier.C)])
 
     def _tensors(self, part: Labelled, model: VectorModel) -> tuple[torch.Tensor, torch.Tensor]:
-        features = torch.from_numpy(part.features(model)).to(self.device)
-        return features, torch.from_numpy(part.labels).to(self.device)
+        device = self.device or default_device()
+        features = torch.from_numpy(part.features(model)).to(device)
+        return features, torch.from_numpy(part.labels).to(device)
 
     def _result(self, accuracy: float, correct: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
         estimate = MeanOf(correct.astype(np.float64), f"transfer/{self.name}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.placement.cluster import Cluster
+from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Resources
-from distcse.recipe import TeacherSection, TeachersSection
+from distcse.recipe import GpuMode, TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from distcse.experiments.mutual.group import Group
     from distcse.experiments.mutual.phase_trainer import GroupContext
     from distcse.trainer.trainer import TrainResult
+
+T = TypeVar("T")
+
+GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,24 @@ class EmbeddingRequest:
     """Called after each shard with the number of rows embedded so far."""
     reporter: Reporter
     """Receives warnings of unresponsive or lost processes, and answers whether a stop was requested."""
+    gpu_mode: GpuMode = "auto"
+    """The recipe's `resources.gpu`."""
+
+
+@dataclass(frozen=True)
+class DeviceCall(Generic[T]):
+    """A function to call on one device."""
+
+    name: str
+    """Name in messages, such as `evaluation of teacher 0`."""
+    function: Callable[[Reporter], T]
+    """Picklable; receives a reporter whose events reach the run's. It may be repeated when its process is lost."""
+    memory_bytes: float = 2 * GIB
+    """Estimated memory of the process during the call."""
 
 
 class Backend(Protocol):
-    """Embeds the corpus into tables, serves the teachers, trains the student or a mutual distillation's groups."""
+    """Embeds the corpus into tables, serves the teachers, trains, and calls functions where the devices are."""
 
     @property
     def cluster(self) -> Cluster | None:
@@ -84,5 +103,24 @@ class Backend(Protocol):
             contexts: Each group's part of the run.
             reporters: Receive each group's events.
             per_worker: CPUs and GPUs of one worker of each group; an empty mapping per group without a cluster.
+        """
+        ...
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        """Call functions on the devices, one after the other on each, while nothing else of the run uses them.
+
+        Args:
+            calls: The functions.
+            options: The nodes that can run them.
+            reporter: Receives the functions' events. A requested stop ends them.
+
+        Returns:
+            What they return, in their order.
+
+        Raises:
+            StoppedEarlyError: A stop was requested.
+            ProcessLostError: A process crashed repeatedly.
+            WorkFailedError: A function failed with an unexpected error in another process.
+            DistcseError: A function raised it.
         """
         ...

@@ -13,6 +13,7 @@ from distcse.evaluation import Evaluation
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import BaseRecipe
@@ -81,15 +82,15 @@ class Experiment(ABC, Generic[R]):
         self,
         backend: Backend,
         reporter: Reporter,
-        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
         """Check everything that a run needs, without training (`--dry-run`).
 
         Args:
             backend: Where the work would run.
             reporter: Receives one line per check.
-            warnings_of_trials: For a sweep, whose trials are scheduled differently than a single run: computes the warnings of
-                unused GPUs from the cluster's nodes. None for a single run.
+            plans_of_trials: For a sweep, whose trials are scheduled differently than a single run: decides their GPUs from the
+                cluster's nodes. None for a single run.
 
         Raises:
             DistcseError: A check failed.

@@ -5,24 +5,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from distcse.data import Corpus
+from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.backend import DeviceCall, EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.distillation_task import train_student
+from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
+from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Resources
-from distcse.teachers.embedding import embed_shard
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.embedding import embed_shards
+from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.trainer import allocator
 from distcse.trainer.trainer import TrainResult
 
 if TYPE_CHECKING:
     from distcse.experiments.mutual.group import Group
     from distcse.experiments.mutual.phase_trainer import GroupContext
+
+T = TypeVar("T")
 
 
 class LocalBackend:
@@ -37,24 +43,27 @@ class LocalBackend:
     def embed(self, request: EmbeddingRequest) -> None:
         encoder = kind_of(request.teacher).open_embedder()
         done = 0
-        for shard in request.missing:
-            tokens_per_batch = request.section.tokens_per_batch
-            done += embed_shard(encoder, request.corpus, request.table, shard, tokens_per_batch)
+        tokens_per_batch = request.section.tokens_per_batch
+        for rows in embed_shards(encoder, request.corpus, request.table, request.missing, tokens_per_batch):
+            done += rows
             request.on_rows(done)
 
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         section = spec.recipe.teachers
-        clients = [
-            LocalTeacherClient(
+        if section.serve == "worker":
+            spec = with_worker_tables(spec, tables)
+        served: dict[int, TeacherClient] = {
+            number: LocalTeacherClient(
                 serving(teacher, table)
                 if table is not None
                 else kind_of(teacher).open_live(corpus, section.tokens_per_batch)
             )
-            for teacher, table in zip(section.encoders, tables, strict=True)
-        ]
-        return train_student(spec, clients, reporter)
+            for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
+            if number not in spec.worker_tables
+        }
+        return train_student(spec, teacher_clients(spec, served), reporter)
 
     @contextmanager
     def open_groups(
@@ -67,3 +76,12 @@ class LocalBackend:
             SerializedGroup(LocalGroup(context, reporter), lock, reporter.stop_requested)
             for context, reporter in zip(contexts, reporters, strict=True)
         ]
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        results: list[T] = []
+        for call in calls:
+            if results and reporter.stop_requested():
+                raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
+            results.append(call.function(reporter))
+            allocator.release_memory()  # training workers may use the same GPU
+        return results

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
+from distcse.experiments.gpu_policy import gpu_policy
+from distcse.placement.cluster import Cluster
 from distcse.recipe import BaseRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -29,6 +31,8 @@ def open_run(
 ) -> Iterator[RunScope]:
     """Context manager: hold the lease of a run's folder, and start the backend's cluster in the background.
 
+    GPUs are hidden from this process if the recipe wants none.
+
     Args:
         recipe: The recipe to run.
         backend: Where the work runs.
@@ -37,10 +41,22 @@ def open_run(
 
     Raises:
         RunInUseError: Another process works in the folder.
+        GpuRequiredError: `resources.gpu` is `required`, and this process must train and sees no GPU.
     """
-    directory = directory or RunDirectory.create(recipe)
-    with directory.leased(reporter) as lease:
+    with ExitStack() as scope:
+        computes_here = backend.cluster is None and not backend.is_for_trials
+        scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
+        directory = directory or RunDirectory.create(recipe)
+        lease = scope.enter_context(directory.leased(reporter))
         reporter = Reporter(combine_listeners(directory.log, reporter.emit), reporter.stop_requested)
         reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
-        with backend.cluster.starting() if backend.cluster else nullcontext():
-            yield RunScope(directory, lease, reporter)
+        scope.enter_context(backend.cluster.starting() if backend.cluster else nullcontext())
+        yield RunScope(directory, lease, reporter)
+
+
+def joined_for_devices(cluster: Cluster | None) -> AbstractContextManager[None]:
+    """Join the cluster for the block if `Backend.run_on_devices` may use it, so that all calls and the training share it.
+
+    A cluster of this machine without a GPU is not joined: its functions run in this process, after Ray has ended.
+    """
+    return nullcontext() if cluster is None or cluster.is_one_cpu() else cluster.joined()

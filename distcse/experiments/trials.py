@@ -33,6 +33,15 @@ class TrialRequest:
     """Whether a stopped trial's threads may train on for a while, so that its process cannot be reused."""
 
 
+class TrialGpus(NamedTuple):
+    """GPUs of a sweep's processes."""
+
+    worker: float
+    """Of one training worker of a trial."""
+    server: float
+    """Of one server that computes with a model or ranks."""
+
+
 @dataclass(frozen=True)
 class SharedTables:
     """The corpus and the teachers' tables that all trials share."""
@@ -89,13 +98,13 @@ class Trials(ABC):
         """
 
     @abstractmethod
-    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: float) -> BaseRecipe:
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> BaseRecipe:
         """Return the recipe with the precisions decided that all trials share.
 
         Args:
             cluster: The sweep's cluster.
             reporter: Receives the choice.
-            gpus: GPUs of one training worker.
+            gpus: GPUs of the trials and their servers.
         """
 
     def check_search(self, sweep: Sweep, paths: Iterable[str]) -> None:  # noqa: B027  (optional)

@@ -15,6 +15,7 @@ from pathlib import Path
 from distcse import host
 from distcse.checks import Check, fail, gib, ok, warn
 from distcse.device import default_device, gpu_count, gpu_module, has_gpu, local_speed
+from distcse.device_defaults import auto_precision
 from distcse.experiments.registry import experiment_of
 from distcse.precision import describe_roles
 from distcse.recipe import BaseRecipe
@@ -68,7 +69,7 @@ def check_precision(recipe: BaseRecipe | None) -> list[Check]:
     """Report the precision of each role; warn of a half precision that is slow on this machine."""
     devices = [local_speed()]
     if recipe is None:
-        return [ok("precision", f"auto: {devices[0].precision} ({devices[0].describe()})")]
+        return [ok("precision", f"auto: {auto_precision(devices)} ({devices[0].describe()})")]
     roles = experiment_of(recipe).precision_roles(devices)
     chosen = describe_roles(roles)
     if keys := [role.key for role in roles if role.slow_devices]:
@@ -76,8 +77,8 @@ def check_precision(recipe: BaseRecipe | None) -> list[Check]:
     return [ok("precision", chosen)]
 
 
-def check_gpus() -> list[Check]:
-    """Report the GPUs and the driver; fail if there is a driver and torch sees no GPU."""
+def check_gpus(recipe: BaseRecipe | None = None) -> list[Check]:
+    """Report the GPUs and the driver; fail if torch sees no GPU although there is a driver, or the recipe requires one here."""
     import torch
 
     driver = _driver()
@@ -85,10 +86,16 @@ def check_gpus() -> list[Check]:
         module = gpu_module(default_device())
         names = [module.get_device_properties(number) for number in range(gpu_count())]
         summary = ", ".join(f"{gpu.name} ({gib(gpu.total_memory)})" for gpu in names)
-        return [ok("gpus", f"{summary}; CUDA {torch.version.cuda}, driver {driver or 'unknown'}")]
+        unused = (
+            "; the recipe uses none (resources.gpu: none)" if recipe is not None and recipe.gpu_mode == "none" else ""
+        )
+        return [ok("gpus", f"{summary}; CUDA {torch.version.cuda}, driver {driver or 'unknown'}{unused}")]
     if driver:
         fix = "install a CUDA build of torch, or unset CUDA_VISIBLE_DEVICES"
         return [fail("gpus", f"driver {driver} is installed, but torch {torch.__version__} sees no GPU", fix)]
+    if recipe is not None and recipe.gpu_mode == "required" and not recipe.uses_ray:
+        fix = "run the recipe on a machine with a GPU, or write resources.gpu=auto"
+        return [fail("gpus", "none, but resources.gpu is required", fix)]
     return [ok("gpus", "none; runs use CPUs")]
 
 

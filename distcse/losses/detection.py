@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from distcse.device import is_gpu
 from distcse.distributed import all_reduce_sum
 from distcse.losses.teacher_outputs import TeacherOutputs
 from distcse.losses.views import Views
@@ -36,7 +37,9 @@ class Detection:
         return share, {"edited_accuracy": self.counts[2] / edited, "kept_accuracy": self.counts[4] / kept}
 
 
-def detection(logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "all") -> Detection:
+def detection(
+    logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "all", length: Tensor | None = None
+) -> Detection:
     """(B, L, 2) logits, (B, L) labels (1 is edited) and mask -> sums.
 
     Args:
@@ -45,18 +48,29 @@ def detection(logits: Tensor, labels: Tensor, mask: Tensor, reduction: str = "al
         mask: 1 on tokens, 0 on padding.
         reduction: `all` counts padding and [CLS] too, as the public code's mean does, to which its λ is tuned; `nonpad`
             leaves padding out.
+        length: Scalar, the positions of each row that `all` counts; None counts all of them.
     """
     losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     seen = mask.bool()
-    loss = losses.sum() if reduction == "all" else losses[seen].sum()
-    positions = labels.numel() if reduction == "all" else int(seen.sum())
+    if reduction == "nonpad":
+        counted = seen
+    elif length is None:
+        counted = torch.ones_like(seen)
+    else:
+        counted = (torch.arange(labels.shape[1], device=labels.device) < length).expand_as(seen)
+    loss = losses.sum() if reduction == "all" and length is None else _sum_where(losses, counted)
     with torch.no_grad():
         right = (logits.argmax(dim=2) == labels) & seen
         edited = (labels == 1) & seen
         kept = (labels == 0) & seen
         sums = [edited.sum(), (right & edited).sum(), kept.sum(), (right & kept).sum()]
-        counts = torch.stack([edited.new_tensor(positions, dtype=torch.float32), *(s.float() for s in sums)])
+        counts = torch.stack([counted.sum().float(), *(s.float() for s in sums)])
     return Detection(loss, counts)
+
+
+def _sum_where(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum the values where the mask is True; on a GPU without an index, for whose size the host would wait."""
+    return values.where(mask, 0.0).sum() if is_gpu(values.device) else values[mask].sum()
 
 
 class ReplacedTokenDetection(nn.Module):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distcse.device import to_device
+
 _MIN_STD = 1e-6
 """Lower bound of a list's standard deviation, for lists with equal entries."""
 
@@ -26,8 +28,9 @@ def mix_lists(lists: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
     """
     if len(weights) != len(lists):
         raise ValueError(f"{len(lists)} lists but {len(weights)} weights; pass one weight per teacher")
-    fractions = torch.as_tensor(weights, dtype=torch.float64).to(lists.device)
+    fractions = torch.as_tensor(weights, dtype=torch.float64)
     fractions = (fractions / fractions.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
+    fractions = to_device(fractions, lists.device)
     # Not a matrix product: autocast and TF32 round it, and rounded cosines tie or swap in a teacher's order.
     factors = fractions[:, None, None] if fractions.dim() == 1 else fractions[:, :, None]
     return (factors * lists.to(fractions.dtype)).sum(dim=0)
@@ -79,7 +82,7 @@ def shuffle_rank_groups(lists: Tensor, group: int, seed: int, offset: int, uncha
     groups = (ranks - 1).div(group, rounding_mode="floor").expand(rows, -1)
     if unchanged is not None:
         groups = torch.where(ranks >= columns - unchanged.sum(dim=1, keepdim=True), columns + ranks, groups)
-    shuffled = (groups + drawn.to(lists.device)).argsort(dim=1)
+    shuffled = (groups + to_device(drawn, lists.device)).argsort(dim=1)
     return torch.empty_like(lists).scatter_(1, order, lists.gather(1, order.gather(1, shuffled)))
 
 

@@ -2,6 +2,7 @@
 
 from distcse.models.cross import CrossEncoder, is_cross_encoder
 from distcse.models.encoder import Encoder
+from distcse.models.handle import EncoderHandle
 from distcse.models.layers import depth_of, needs_first_layer, only_layers
 from distcse.models.pooling import pool
 from distcse.models.projection import build_projection
@@ -11,6 +12,7 @@ from distcse.models.tokenizer_spec import TokenizerSpec
 __all__ = [
     "CrossEncoder",
     "Encoder",
+    "EncoderHandle",
     "TokenizerSpec",
     "build_projection",
     "depth_of",

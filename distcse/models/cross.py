@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from distcse.compat.transformers import without_load_report
 from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
-from distcse.models.batching import by_length, padded
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
+from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
     attention_of,
@@ -26,7 +26,6 @@ from distcse.models.loading import (
     set_dropout,
     set_shortcuts,
 )
-from distcse.models.precision import arithmetic
 from distcse.models.source import resolve_model
 from distcse.models.st_format import check_weights, read_json, refuse_pickled_weights, replacing
 
@@ -51,6 +50,7 @@ class CrossEncoder(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self._token_budget = TokenBudget()
 
     @classmethod
     def load(
@@ -159,6 +159,8 @@ class CrossEncoder(nn.Module):
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
         """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
+        if not pairs:
+            return [], None
         encoded = self.tokenizer(
             [first for first, _ in pairs],
             [second for _, second in pairs],
@@ -172,7 +174,7 @@ class CrossEncoder(nn.Module):
         self,
         pairs: Sequence[tuple[str, str]],
         *,
-        batch_tokens: int = 4096,
+        batch_tokens: int | None = None,
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float64]:
@@ -180,28 +182,65 @@ class CrossEncoder(nn.Module):
 
         Args:
             pairs: The pairs.
-            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096.
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096 on a CPU, 16384 on a GPU;
+                halved where the GPU's memory does not suffice.
             precision: `fp32` (default), or `bf16` / `fp16` for autocast.
             on_progress: Called with the number of pairs scored so far.
+
+        Raises:
+            DeviceMemoryError: A pair does not fit in the GPU's memory.
         """
-        if not pairs:
-            return np.empty(0)
-        ids, kinds = self.token_ids(pairs)
-        logits, done = np.empty(len(pairs)), 0
-        was_training = self.training
-        self.eval()
-        with torch.no_grad(), arithmetic(precision, self.device):
-            for batch in by_length(ids, batch_tokens):
-                tokens, mask = padded([ids[index] for index in batch], self.tokenizer.pad_token_id or 0, self.device)
-                batch_kinds = None
-                if kinds is not None:
-                    batch_kinds = padded([kinds[index] for index in batch], 0, self.device)[0]
-                logits[batch] = self(tokens, mask, kinds=batch_kinds).double().cpu().numpy()
-                done += len(batch)
-                if on_progress is not None:
-                    on_progress(done)
-        self.train(was_training)
-        return np.asarray(1 / (1 + np.exp(-logits)))
+        parts = self.score_each(
+            split_chunks(pairs, self.device), batch_tokens=batch_tokens, precision=precision, on_progress=on_progress
+        )
+        return np.concatenate([np.empty(0), *parts])
+
+    def score_each(
+        self,
+        groups: Iterable[Sequence[tuple[str, str]]],
+        *,
+        batch_tokens: int | None = None,
+        precision: str = "fp32",
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Iterator[NDArray[np.float64]]:
+        """Score groups of pairs, one after the other, as `score` does.
+
+        On a GPU, the next group is tokenized and queued before a group's scores are yielded.
+
+        Args:
+            groups: The groups, such as the lists of several steps. On a GPU, a thread advances this iterator.
+            batch_tokens: See `score`.
+            precision: See `score`.
+            on_progress: Called with the number of pairs scored so far, of all groups.
+
+        Yields:
+            The (n,) probabilities of each group's n pairs.
+
+        Raises:
+            DeviceMemoryError: A pair does not fit in the GPU's memory.
+        """
+
+        def chunks() -> Iterator[Chunk]:
+            for pairs in groups:
+                ids, kinds = self.token_ids(pairs)
+                yield Chunk([ids] if kinds is None else [ids, kinds], np.empty(len(pairs)))
+
+        def forward(tokens: Tensor) -> Tensor:
+            ids, *kinds, mask = tokens
+            logits: Tensor = self(ids, mask, kinds=kinds[0] if kinds else None)
+            return logits.double()
+
+        for chunk in run_frozen(
+            self,
+            forward,
+            chunks(),
+            pads=[self.tokenizer.pad_token_id or 0, 0],
+            budget=self._token_budget,
+            batch_tokens=batch_tokens,
+            precision=precision,
+            on_progress=on_progress,
+        ):
+            yield 1 / (1 + np.exp(-chunk.out))
 
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch.nn.functional import normalize as unit
 
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
-from distcse.models.batching import by_length, padded
 from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
+from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.head import Dense, build_head
 from distcse.models.layers import depth_of, keep_layers
 from distcse.models.loading import (
@@ -31,7 +32,6 @@ from distcse.models.loading import (
     resolve_pooling,
 )
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
-from distcse.models.precision import arithmetic
 from distcse.models.prompts import apply_prompt, is_template
 from distcse.models.source import resolve_model
 from distcse.models.st_format import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
@@ -69,6 +69,7 @@ class Encoder(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.normalize = normalize
+        self._token_budget = TokenBudget()
 
     @classmethod
     def load(cls, path: str | Path, *, is_fast: bool = True, **settings: Any) -> Encoder:
@@ -90,7 +91,7 @@ class Encoder(nn.Module):
 
         Args:
             section: The recipe's settings of the encoder.
-            dtype: Type of the weights; only frozen models use another than float32.
+            dtype: Type of the matrices of linear layers; only frozen models use another than float32.
 
         Raises:
             ModelNotFoundError: No such model exists.
@@ -194,7 +195,7 @@ class Encoder(nn.Module):
         self,
         texts: Sequence[str],
         *,
-        batch_tokens: int = 4096,
+        batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
@@ -205,27 +206,91 @@ class Encoder(nn.Module):
 
         Args:
             texts: The texts.
-            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096.
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096 on a CPU, 16384 on a GPU;
+                halved where the GPU's memory does not suffice.
             normalize: Whether to return unit vectors. Default: the model's own setting.
             precision: `fp32` (default), or `bf16` / `fp16` for autocast with float32 pooling.
             on_progress: Called with the number of distinct texts encoded so far.
+
+        Raises:
+            DeviceMemoryError: A text does not fit in the GPU's memory.
         """
-        all_ids = self.token_ids(texts)
-        index_of = {row: index for index, row in enumerate(dict.fromkeys(map(tuple, all_ids)))}
-        ids = [list(row) for row in index_of]
-        vectors = np.empty((len(ids), self.dimension), dtype=np.float32)
-        was_training, done, pad = self.training, 0, self.tokenizer.pad_token_id or 0
-        self.eval()
-        with torch.no_grad(), arithmetic(precision, self.device):
-            for batch in by_length(ids, batch_tokens):
-                encoded = self(*padded([ids[index] for index in batch], pad, self.device))
-                encoded = unit(encoded, dim=1) if (self.normalize if normalize is None else normalize) else encoded
-                vectors[batch] = encoded.cpu().numpy()
-                done += len(batch)
-                if on_progress is not None:
-                    on_progress(done)
-        self.train(was_training)
-        return vectors if len(ids) == len(all_ids) else vectors[[index_of[tuple(row)] for row in all_ids]]
+        index_of: dict[tuple[int, ...], int] = {}
+        indices: list[int] = []
+        vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
+
+        def chunks() -> Iterator[Chunk]:
+            for part in split_chunks(texts, self.device):
+                known = len(index_of)
+                new, part_indices = _distinct(self.token_ids(part), index_of)
+                indices.extend(part_indices)
+                yield Chunk([new], vectors[known : len(index_of)])
+
+        for _ in self._run(chunks(), batch_tokens, normalize, precision, on_progress):
+            pass
+        return vectors if len(index_of) == len(texts) else vectors[indices]
+
+    def encode_each(
+        self,
+        groups: Iterable[Sequence[str]],
+        *,
+        batch_tokens: int | None = None,
+        normalize: bool | None = None,
+        precision: str = "fp32",
+    ) -> Iterator[NDArray[np.float32]]:
+        """Encode groups of texts, one after the other, as `encode` does.
+
+        On a GPU, the next group is tokenized and queued before a group's vectors are yielded, so that the device computes
+        while the caller stores them.
+
+        Args:
+            groups: The groups, such as the shards of a table. On a GPU, a thread advances this iterator.
+            batch_tokens: See `encode`.
+            normalize: See `encode`.
+            precision: See `encode`.
+
+        Yields:
+            The (n, d) float32 vectors of each group's n texts.
+
+        Raises:
+            DeviceMemoryError: A text does not fit in the GPU's memory.
+        """
+        indices: deque[list[int]] = deque()
+
+        def chunks() -> Iterator[Chunk]:
+            for texts in groups:
+                rows, group_indices = _distinct(self.token_ids(texts), {})
+                indices.append(group_indices)
+                yield Chunk([rows], np.empty((len(rows), self.dimension), dtype=np.float32))
+
+        for chunk in self._run(chunks(), batch_tokens, normalize, precision):
+            group_indices = indices.popleft()
+            yield chunk.out if len(chunk.out) == len(group_indices) else chunk.out[group_indices]
+
+    def _run(
+        self,
+        chunks: Iterable[Chunk],
+        batch_tokens: int | None,
+        normalize: bool | None,
+        precision: str,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Iterator[Chunk]:
+        is_normalized = self.normalize if normalize is None else normalize
+
+        def forward(tokens: Tensor) -> Tensor:
+            encoded: Tensor = self(*tokens)
+            return unit(encoded, dim=1) if is_normalized else encoded
+
+        return run_frozen(
+            self,
+            forward,
+            chunks,
+            pads=[self.tokenizer.pad_token_id or 0],
+            budget=self._token_budget,
+            batch_tokens=batch_tokens,
+            precision=precision,
+            on_progress=on_progress,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read, replacing it atomically.
@@ -256,3 +321,17 @@ class Encoder(nn.Module):
 
 def _width(backbone: nn.Module) -> int:
     return int(backbone.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+
+def _distinct(
+    rows: Iterable[Sequence[int]], index_of: dict[tuple[int, ...], int]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Add rows of token ids to an index of distinct rows; return the new ones, and each row's number in the index."""
+    new: list[tuple[int, ...]] = []
+    indices: list[int] = []
+    for row in map(tuple, rows):
+        if row not in index_of:
+            index_of[row] = len(index_of)
+            new.append(row)
+        indices.append(index_of[row])
+    return new, indices

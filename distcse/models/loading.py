@@ -20,6 +20,7 @@ from distcse.errors import (
 from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.switch import forbid_shortcuts
+from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout, check_weights
 from distcse.models.vocabulary import refuse_broken_files, refuse_empty_vocabulary, tokenizer_load_error
@@ -47,7 +48,7 @@ def load_backbone(
         trust_remote_code: Whether to run the folder's Python code.
         dropout: Dropout probability of all dropout layers; None keeps the config's.
         max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
-        dtype: Type of the weights. Default: float32.
+        dtype: Type of the matrices of linear layers; all other weights are float32. Default: float32.
         is_fast: Whether the encoder may use the shortcuts of `distcse.models.fast`. Default: True.
 
     Raises:
@@ -73,7 +74,7 @@ def load_backbone(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                dtype=dtype,
+                dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
@@ -88,6 +89,7 @@ def load_backbone(
         )
     backbone: nn.Module = model
     require_finite(folder, backbone)
+    halve_matrices(backbone, dtype)
     set_shortcuts(backbone, is_fast)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]

@@ -123,10 +123,10 @@ class OnnxEncoder:
             batch_tokens: Maximum number of tokens per run, with padding. Default: 4096.
         """
         ids = self._encoder.token_ids(texts)
-        pad, cpu = self._encoder.tokenizer.pad_token_id or 0, torch.device("cpu")
+        pad = self._encoder.tokenizer.pad_token_id or 0
         vectors = np.empty((len(ids), self._encoder.dimension), dtype=np.float32)
         for batch in by_length(ids, batch_tokens):
-            rows, mask = padded([ids[index] for index in batch], pad, cpu)
+            rows, mask = padded([[ids[index] for index in batch]], [pad])
             inputs = {"input_ids": rows.numpy(), "attention_mask": mask.numpy()}
             (vectors[batch],) = self._session.run([VECTORS], inputs)
         return vectors

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from distcse.errors import ModelNotFoundError
+from distcse.errors import EncoderError, ModelNotFoundError, StorageError
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
@@ -61,6 +61,15 @@ def resolve_model(
     if not is_hub_id(name):
         raise ModelNotFoundError(f"no model folder {folder.absolute()}; correct the path")
     return _from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
+
+
+def find_local_model(name: str, trust_remote_code: bool = False) -> Path | None:
+    """Return the local folder of a model with its config.json; None if it would have to be downloaded, or does not exist."""
+    try:
+        folder = resolve_model(name, trust_remote_code, only_local=True)
+    except (EncoderError, StorageError):
+        return None
+    return folder if (folder / "config.json").is_file() else None
 
 
 def is_hub_id(name: str) -> bool:

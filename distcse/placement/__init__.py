@@ -1,1 +1,1 @@
-"""Placement of a run on a cluster: nodes, requests for their resources, and warnings of unused GPUs. Independent of Ray."""
+"""Placement of a run on a cluster: nodes, requests for their resources, and how GPUs are shared out. Independent of Ray."""

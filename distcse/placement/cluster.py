@@ -53,7 +53,11 @@ class Cluster(Protocol):
         ...
 
     def nodes(self) -> list[Node]:
-        """Return the live nodes. The cluster must be joined, or `speeds` must have returned."""
+        """Return the live nodes, waiting for the cluster if it is starting.
+
+        Raises:
+            RayConnectionError: The cluster cannot be joined or started.
+        """
         ...
 
     def is_one_cpu(self) -> bool:

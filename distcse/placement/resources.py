@@ -141,19 +141,32 @@ def count_fitting(nodes: Sequence[Resources], each: Resources) -> int:
     required = {kind: amount for kind, amount in each.items() if amount}
     if not required:
         return sys.maxsize if nodes else 0
-    return sum(min(int(node.get(kind, 0.0) / need + _ROUNDING) for kind, need in required.items()) for node in nodes)
+    return sum(min(_count_on_node(kind, node, need) for kind, need in required.items()) for node in nodes)
 
 
-def even_share(nodes: Sequence[float], workers: int) -> float:
+def _count_on_node(kind: str, node: Resources, need: float) -> int:
+    """Return how many actors that need an amount of a resource fit on a node. A fraction of a GPU is on one GPU."""
+    available = node.get(kind, 0.0)
+    if kind == "GPU" and need < 1:
+        return int(available) * int(1 / need + _ROUNDING) + int(available % 1 / need + _ROUNDING)
+    return int(available / need + _ROUNDING)
+
+
+def even_share(nodes: Sequence[float], workers: int, most: Sequence[int] | None = None) -> float:
     """Return the largest number of CPUs per worker, rounded down to 0.1, with which all workers fit.
 
     Args:
         nodes: CPUs of each node. A worker cannot span two nodes.
         workers: Number of workers.
+        most: Workers for which each node has room otherwise, such as on its GPUs. Default: any number.
     """
+    limits = [workers] * len(nodes) if most is None else most
     shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
-    enough = (share for share in shares if share and sum(int(cpus / share + _ROUNDING) for cpus in nodes) >= workers)
-    return max(enough, default=0.1)
+
+    def count(share: float) -> int:
+        return sum(min(limit, int(cpus / share + _ROUNDING)) for cpus, limit in zip(nodes, limits, strict=True))
+
+    return max((share for share in shares if share and count(share) >= workers), default=0.1)
 
 
 def format_resources(amounts: Resources) -> str:

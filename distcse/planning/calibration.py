@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distcse import host
-from distcse.device import cpu_name, cpu_speed
+from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
 from distcse.errors import WorkFailedError
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, find_data_sheet
 from distcse.planning.passes import Pass
@@ -50,9 +50,7 @@ class PassKind:
 
 def describe_machine(threads: int) -> dict[str, Any]:
     """Return what determines this machine's rates: hardware, threads and library versions."""
-    import torch
-
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    gpu = local_speed().name if has_gpu() else None
     return {
         "cpu": cpu_name(),
         "cpus": host.cpus(),
@@ -82,7 +80,7 @@ def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
         WorkFailedError: The measuring process failed; the message ends with its last line.
     """
     description = describe_machine(threads)
-    device = "cuda" if description["gpu"] else "cpu"
+    device = default_device()
     folder = cache / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     by_key = {kind.key: kind for kind in kinds}
@@ -96,7 +94,7 @@ def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
         "folder": str(folder),
         "passes": [_pass_request(kind) for kind in by_key.values()],
     }
-    answer = _probe(request)
+    answer = {**_probe(request), "kind": "gpu" if description["gpu"] else "cpu"}
     file = _calibration_file(cache, description)
     earlier = _read(file) or {}
     measured = {
@@ -143,9 +141,8 @@ def this_machine(cache: Path, threads: int) -> Machine:
 
 
 def _local_gpu() -> Machine:
-    import torch
-
-    return find_data_sheet(torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory))
+    _, total = gpu_module(default_device()).mem_get_info()
+    return find_data_sheet(local_speed().name, float(total))
 
 
 def _pass_request(kind: PassKind) -> dict[str, Any]:
@@ -194,11 +191,11 @@ def _fit_factors(kind: PassKind, found: dict[str, Any], rates: dict[str, Any]) -
     Passes at two lengths and one of 4 tokens give three equations for three unknowns: linear maps, attention, host.
     """
     layers = found["measured_layers"]
-    rate, bandwidth = rates["matmul"][kind.precision], rates["bandwidth"]
+    rate, bandwidth, device = rates["matmul"][kind.precision], rates["bandwidth"], rates["kind"]
 
     def parts(texts: float, length: float) -> tuple[float, float, float]:
         shape = replace(kind.shape.with_depth(layers), single_token=False)
-        return Pass(shape, texts, length, kind.training, kind.precision, kind.dropout).parts(rate, bandwidth)
+        return Pass(shape, texts, length, kind.training, kind.precision, kind.dropout).parts(rate, bandwidth, device)
 
     texts, length, seconds = found["embedding"]
     embedding = seconds / parts(texts, length)[2]

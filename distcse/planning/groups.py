@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from distcse.device_defaults import BY_KIND
 from distcse.errors import DistcseError
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
-from distcse.planning.machines import Cluster
+from distcse.planning.machines import STEP_HOST, Cluster
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, states
-from distcse.planning.network import Traffic, gradient_bytes, transfer_seconds
+from distcse.planning.network import BACKWARD_SHARE, Traffic, gradient_bytes, hidden_seconds, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import Problem
 from distcse.planning.shapes import Shape, read_shape
@@ -189,8 +190,8 @@ class MutualPlan:
 
     def _stage(self, group: GroupRun, phase: Phase) -> GroupPhaseCost:
         scoring = self._pass(group, phase.kind, self.pairs, False)
-        batches = max(1.0, scoring.tokens / 4096)
         workers, machine = group.section.workers, self.cluster.machine
+        batches = max(1.0, scoring.tokens / BY_KIND[machine.kind].frozen_batch_tokens)
         terms = scoring.terms(machine)
         scored = Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind) / workers
         if phase.number == 0:
@@ -211,7 +212,11 @@ class MutualPlan:
         moved = _ADAMW_BYTES * trained / share / section.gradient_accumulation
         sent = Traffic(gradient_bytes(trained, workers, section), 0.0, 0.0)
         total = work.terms(machine) + Terms(traffic=moved / (machine.optimizer or machine.bandwidth))
-        return total + Terms(network=transfer_seconds(sent, workers, self.cluster))
+        if machine.kind == "gpu":
+            total += Terms(host=STEP_HOST)
+        backward = BACKWARD_SHARE * total.seconds(machine.kind) / section.gradient_accumulation
+        waited = transfer_seconds(sent, workers, self.cluster) - hidden_seconds(sent, workers, self.cluster, backward)
+        return total + Terms(network=waited)
 
     def _pass(self, group: GroupRun, kind: Kind, pairs: float, training: bool) -> Pass:
         """Passes over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""

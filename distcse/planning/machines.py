@@ -15,8 +15,11 @@ NOT_MEASURED = "from the data sheet, not measured"
 # matrix products on one H200 reached 0.78 to 0.81 of it, small ones less.
 MATMUL_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8
-GPU_LAYER_HOST = 8e-4
-"""Seconds for the host to launch one layer's training step: 8,670 operator calls per twelve-layer step, at about 1.1 µs."""
+GPU_LAUNCH = 9e-6
+"""Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included; assumed."""
+STEP_HOST = 1.9e-3
+"""Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
+A step that is recorded as a graph takes the host only this long."""
 FORWARD_HOST_SHARE = 0.3
 """Operator calls of a forward pass without gradient, as a fraction of a training step's."""
 
@@ -51,9 +54,11 @@ class Machine:
     link: float
     """Bytes per second to another device of its node, one way."""
     layer_host: float
-    """Seconds for the host to launch one layer's training step."""
+    """Seconds for a CPU to launch one layer's training step; 0 on a GPU, whose launches are counted."""
     source: str
     """Where the rates come from, for the plan's assumptions."""
+    launch: float = 0.0
+    """Seconds for the host to launch one operation on a GPU."""
     host_memory: float = 128 * GIB
     """Host memory in bytes per worker."""
     host_matmul: float = 1.4e11
@@ -106,7 +111,10 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
     matmul = {"fp32": fp32 * 1e12 * MATMUL_SHARE}
     if bf16:
         matmul["bf16"] = bf16 * 1e12 * MATMUL_SHARE
-    source = f"{NOT_MEASURED}; assumed: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s"
+    source = (
+        f"{NOT_MEASURED}; assumed: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s, "
+        f"{GPU_LAUNCH * 1e6:g} µs of the host per launch"
+    )
     return Machine(
         name,
         "gpu",
@@ -114,8 +122,9 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
         bandwidth * 1e9 * BANDWIDTH_SHARE,
         memory * GIB,
         link * 1e9 * BANDWIDTH_SHARE,
-        GPU_LAYER_HOST,
+        0.0,
         source,
+        GPU_LAUNCH,
     )
 
 

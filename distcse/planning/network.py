@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from distcse.device_defaults import GPU
 from distcse.planning.machines import Cluster
 from distcse.recipe import LoopSection
+from distcse.trainer.engines.gradient_buckets import BUCKET_BYTES
 
+BACKWARD_SHARE = 2 / 3
+"""Share of a step that its backward pass takes: two of three FLOPs."""
 _LATENCY = 2e-5
 """Seconds per hop of a collective; assumed for NCCL between nodes."""
 
@@ -21,12 +25,14 @@ class Traffic:
     views: float
     """Both views of the global batch: all-gathered, and their gradients all-reduced."""
     lists: float
-    """The teachers' similarity lists that it receives."""
+    """The teachers' similarity lists that it receives from servers."""
+    vectors: float = 0.0
+    """The teachers' vectors of the global batch: all-gathered in fp16, where workers compute the lists."""
 
     @property
     def total(self) -> float:
         """All bytes, in and out."""
-        return self.gradients + self.views + self.lists
+        return self.gradients + self.views + self.lists + self.vectors
 
 
 def gradient_bytes(numbers: float, workers: int, training: LoopSection) -> float:
@@ -46,7 +52,9 @@ def gradient_bytes(numbers: float, workers: int, training: LoopSection) -> float
     return passes * (workers - 1) / workers * 4.0 * numbers
 
 
-def step_traffic(gradients: float, width: int, rows: float, columns: float, workers: int, teachers: int) -> Traffic:
+def step_traffic(
+    gradients: float, width: int, rows: float, columns: float, workers: int, teachers: int, gathered: float = 0.0
+) -> Traffic:
     """Return the bytes that a worker moves in a step. Views are fp32, exchanged with ring collectives.
 
     Args:
@@ -55,22 +63,47 @@ def step_traffic(gradients: float, width: int, rows: float, columns: float, work
         rows: R, sentences of this worker.
         columns: L, length of its similarity lists.
         workers: W.
-        teachers: Teachers that send lists over the network.
+        teachers: Teachers whose servers send lists over the network.
+        gathered: Sum of the dimensions of the teachers whose vectors workers gather. Default: none.
     """
     ring = (workers - 1) / workers
     both_views = 2 * rows * workers * width * 4.0
-    return Traffic(gradients, (ring + 2 * ring) * both_views, teachers * rows * columns * 4.0 if workers > 1 else 0.0)
+    lists = teachers * rows * columns * 4.0 if workers > 1 else 0.0
+    return Traffic(gradients, (ring + 2 * ring) * both_views, lists, ring * rows * workers * gathered * 2.0)
 
 
 def transfer_seconds(traffic: Traffic, workers: int, cluster: Cluster) -> float:
-    """Return the seconds of a step's collectives and lists, none of it overlapped with the backward pass.
+    """Return the seconds of a step's collectives and lists, one after the other and after the backward pass.
 
     Within a node, the link between two devices limits the rate; across nodes, the network of a node, which a ring enters and
     leaves once.
     """
     if workers == 1:
         return 0.0
-    slowest = cluster.machine.link if workers <= cluster.per_node else min(cluster.machine.link, cluster.network)
+    slowest = _slowest(workers, cluster)
     hops = 3 * 2 * math.ceil(math.log2(workers)) * _LATENCY
     served = traffic.lists * min(workers, cluster.per_node) / cluster.network
-    return (traffic.gradients + traffic.views) / slowest + served + hops
+    return (traffic.gradients + traffic.views + traffic.vectors) / slowest + served + hops
+
+
+def hidden_seconds(traffic: Traffic, workers: int, cluster: Cluster, backward: float) -> float:
+    """Return the seconds of `transfer_seconds` during which the backward pass still computes.
+
+    On GPUs, gradients are sent in buckets as the backward pass completes them. The last bucket is sent after it.
+
+    Args:
+        traffic: Bytes that a worker moves in a step.
+        workers: Number of workers.
+        cluster: Where they run.
+        backward: Seconds of the backward pass.
+    """
+    if workers == 1 or cluster.machine.kind != "gpu" or not GPU.overlaps_reduction:
+        return 0.0
+    early = traffic.gradients - 2 * (workers - 1) / workers * BUCKET_BYTES
+    return min(backward, max(0.0, early) / _slowest(workers, cluster))
+
+
+def _slowest(workers: int, cluster: Cluster) -> float:
+    """Return the bytes per second of the slowest link that a ring of the workers uses."""
+    link = cluster.machine.link
+    return link if workers <= cluster.per_node else min(link, cluster.network)

@@ -135,17 +135,28 @@ class Pass:
         factors, _ = machine.factors_of(self.training, self.precision, self.dropout, self.shape.width)
         rate = machine.rate(self.precision)
         math = (factors.linear * self.linear_flops + factors.attention * self.attention_flops) / rate
-        traffic = (
-            factors.linear * self.linear_bytes
-            + factors.attention * self.attention_bytes
-            + factors.embedding * self.embedding_bytes
-        ) / machine.bandwidth
-        return Terms(math=math, traffic=traffic, host=factors.host * self.shape.layers)
+        linear, attention, embedding = self._bytes(machine.kind)
+        moved = factors.linear * linear + factors.attention * attention + factors.embedding * embedding
+        host = factors.host * self.shape.layers
+        if not host and machine.launch:
+            host = machine.launch * self.shape.launches(self.training, self.precision != "fp32")
+        return Terms(math=math, traffic=moved / machine.bandwidth, host=host)
 
-    def parts(self, rate: float, bandwidth: float) -> tuple[float, float, float]:
-        """Return the seconds of linear maps, attention and embeddings at these rates, without calibration factors."""
+    def parts(self, rate: float, bandwidth: float, kind: str = "cpu") -> tuple[float, float, float]:
+        """Return the seconds of linear maps, attention and embeddings at these rates, without calibration factors.
+
+        Args:
+            rate: FLOP/s of matrix products.
+            bandwidth: Bytes per second of memory.
+            kind: `cpu` or `gpu`. Default: cpu.
+        """
+        linear, attention, embedding = self._bytes(kind)
         return (
-            self.linear_flops / rate + self.linear_bytes / bandwidth,
-            self.attention_flops / rate + self.attention_bytes / bandwidth,
-            self.embedding_bytes / bandwidth,
+            self.linear_flops / rate + linear / bandwidth,
+            self.attention_flops / rate + attention / bandwidth,
+            embedding / bandwidth,
         )
+
+    def _bytes(self, kind: str) -> tuple[float, float, float]:
+        """Return the bytes of linear maps, attention and embeddings; a GPU's fused attention keeps the scores on its chip."""
+        return self.linear_bytes, 0.0 if kind == "gpu" else self.attention_bytes, self.embedding_bytes

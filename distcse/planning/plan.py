@@ -78,7 +78,8 @@ class StudentPlan:
     @property
     def traffic(self) -> Traffic:
         """Bytes that a worker moves in a step."""
-        return self.run.traffic(self.workers, self.batch, self.cluster.machine.kind)
+        by_workers = self.run.workers_serve(self.cluster, self.workers, self.batch)
+        return self.run.traffic(self.workers, self.batch, self.cluster.machine.kind, by_workers)
 
     @property
     def memories(self) -> list[WorkerMemory]:
@@ -138,7 +139,7 @@ class StudentPlan:
         found.append(
             PhaseCost(
                 "dev scores",
-                run.dev_seconds(machine, self.step_seconds),
+                run.dev_seconds(machine, self.step_seconds, self.workers),
                 scores * run.dev_flops(),
                 "",
                 f"{scores:,}, with checkpoints"
@@ -239,14 +240,13 @@ class StudentPlan:
 
     def _advice(self) -> list[str]:
         found, recipe, machine = [], self.run.recipe, self.cluster.machine
-        gpus = recipe.teachers.gpus_per_actor
         servings = {teacher.serving for teacher in self.run.teachers if teacher.shape is not None}
-        if machine.kind == "gpu" and gpus == 0 and servings & {"table", "rank space"}:
+        if machine.kind == "gpu" and recipe.gpu_mode == "none":
+            found.append("resources.gpu is none, which computes on CPUs; this plan assumes resources.gpu=auto")
+        if machine.kind == "gpu" and recipe.teachers.gpus_per_actor == 0 and servings:
             found.append(
-                "teachers.gpus_per_actor is 0, which embeds on CPUs; this plan assumes teachers.gpus_per_actor=null"
+                "teachers.gpus_per_actor is 0, which computes on CPUs; this plan assumes teachers.gpus_per_actor=null"
             )
-        if machine.kind == "gpu" and not gpus and "live" in servings:
-            found.append("live teachers have no GPU; this plan assumes teachers.gpus_per_actor=1")
         if machine.kind == "gpu" and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32, but this GPU is faster in bf16; write training.precision=bf16")
         if machine.kind == "gpu" and recipe.training.precision == "bf16" and "bf16" not in machine.matmul:
@@ -268,12 +268,19 @@ class StudentPlan:
             found.append(suggestion)
         if recipe.training.zero_stage and self.workers == 1:
             found.append("zero_stage has no effect with one worker; write training.zero_stage=0")
+        checkpoint = self.run.checkpoint_seconds(machine)
+        eval_steps = math.ceil(checkpoint / self.step_seconds)
+        if machine.kind == "gpu" and eval_steps > recipe.evaluation.eval_steps:
+            found.append(
+                f"a checkpoint takes {checkpoint:.3g} s to write, longer than {recipe.evaluation.eval_steps} steps, so that "
+                f"training waits for it; write evaluation.eval_steps={eval_steps} or more, or use faster storage"
+            )
         if self.step.binding == "host and launches":
             found.append("the host is the bottleneck: a larger batch hardly takes more time per step")
         if self.step.binding == "teachers' lists":
-            found.append(
-                f"teachers' lists are the bottleneck: try teachers.num_servers={max(2, recipe.teachers.num_servers * 2)} or more"
-            )
+            serve = "teachers.serve=auto or " if recipe.teachers.serve == "actor" and "table" in servings else ""
+            servers = max(2, recipe.teachers.num_servers * 2)
+            found.append(f"teachers' lists are the bottleneck: try {serve}teachers.num_servers={servers} or more")
         return found
 
     def _suggest_fewer_workers(self) -> str | None:

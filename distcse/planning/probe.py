@@ -87,10 +87,10 @@ class _Clock:
         return statistics.median(times)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            import torch
+        from distcse.device import gpu_module, is_gpu
 
-            torch.cuda.synchronize()
+        if is_gpu(self._device):
+            gpu_module(self._device).synchronize()
 
 
 def anonymous_bytes() -> int:

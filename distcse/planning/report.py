@@ -46,7 +46,8 @@ def student_lines(plan: StudentPlan) -> list[str]:
         f"waiting for lists {_ms(step.waiting)}",
         f"binds      {step.binding}",
         f"network    {_bytes(plan.traffic.total)} per step and worker: gradients {_bytes(plan.traffic.gradients)}, views "
-        f"{_bytes(plan.traffic.views)}, lists {_bytes(plan.traffic.lists)}",
+        f"{_bytes(plan.traffic.views)}, lists {_bytes(plan.traffic.lists)}"
+        + (f", teachers' vectors {_bytes(plan.traffic.vectors)}" if plan.traffic.vectors else ""),
         f"tables     {', '.join(f'{name} {_bytes(size)}' for name, size in plan.tables.items()) or 'none'}; total cache "
         f"{_bytes(plan.disk_bytes)}",
         "",
@@ -147,8 +148,13 @@ def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
         f"{cluster.network / 1e9:,.1f} GB/s one way",
         f"tables are read at {machine.table_read / 1e9:.2g} GB/s by one thread per server; hosts have "
         f"{_bytes(machine.host_memory)} per worker",
-        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s; a thread tokenizes {machine.tokenise:,.0f} texts/s",
-        "collectives do not overlap with the backward pass; rings for bytes, trees with 20 µs per hop for latency",
+        f"checkpoints are written at {machine.disk / 1e9:.2g} GB/s"
+        + (", while training continues" if machine.kind == "gpu" else "")
+        + f"; a thread tokenizes {machine.tokenise:,.0f} texts/s",
+        "gradients are sent during the backward pass, in buckets"
+        if machine.kind == "gpu"
+        else "collectives do not overlap with the backward pass",
+        "rings for bytes, trees with 20 µs per hop for latency",
         *others,
         _NOT_COUNTED,
     ]

@@ -97,7 +97,7 @@ def simulate(run: StudentRun, cluster: Cluster, workers: int, batch: int, base: 
     taken = lookup[longest]
     compute, slowest = float(taken.mean()), taken.max(axis=1)
     terms = run.step_terms(cluster, workers, batch)
-    served = run.serving_seconds(machine, workers, batch)
+    served = run.serving_seconds(machine, workers, batch, run.workers_serve(cluster, workers, batch))
     waiting = float(np.maximum(0.0, served - (slowest + terms.network)).mean())
     found = Scaled(
         workers,

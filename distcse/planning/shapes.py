@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from distcse.errors import EncoderError, ModelLoadError
 from distcse.models import resolve_model
+from distcse.models.attention import takes_prepared_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import has_known_layers
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
@@ -82,6 +83,11 @@ class Shape:
     """Whether the last layer is computed only at the token that pooling reads (see models/fast/last_layer.py)."""
     packs: bool = False
     """Whether a batch on a CPU skips its padding (see models/fast/packing.py)."""
+    can_record: bool = False
+    """Whether the forward pass can be recorded as a CUDA graph (see models/attention.py)."""
+    config: Any = field(default=None, repr=False, compare=False)
+    """The backbone's transformers config, from which launches are counted."""
+    trust_remote_code: bool = False
 
     @property
     def parameters(self) -> int:
@@ -110,6 +116,17 @@ class Shape:
     def forward_flops(self, length: int | float) -> float:
         """Return the forward FLOPs per token in a text of `length` tokens."""
         return self.linear_flops + self.attention_flops(length)
+
+    def launches(self, training: bool, half: bool) -> int:
+        """Return the operations that the host launches in a pass (see `count_launches`).
+
+        Args:
+            training: Whether gradients are computed.
+            half: Whether the pass runs in a half precision.
+        """
+        from distcse.planning.launches import count_launches
+
+        return count_launches(self.config, self.layers, training, half, self.trust_remote_code)
 
     def with_depth(self, layers: int) -> Shape:
         """Return this shape with another number of layers."""
@@ -146,6 +163,9 @@ def read_shape(section: EncoderSection) -> Shape:
         embedding_parameters=shape.embedding_parameters + sum(dense.parameters for dense in head),
         single_token=section.is_fast and pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
         packs=section.is_fast and pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
+        can_record=takes_prepared_mask(backbone),
+        config=config,
+        trust_remote_code=section.trust_remote_code,
     )
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from distcse.device_defaults import BY_KIND, GPU
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.planning.lengths import Lengths
-from distcse.planning.machines import Cluster, Machine
+from distcse.planning.machines import STEP_HOST, Cluster, Machine
 from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
-from distcse.planning.network import Traffic, gradient_bytes, step_traffic, transfer_seconds
+from distcse.planning.network import (
+    BACKWARD_SHARE,
+    Traffic,
+    gradient_bytes,
+    hidden_seconds,
+    step_traffic,
+    transfer_seconds,
+)
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
-from distcse.planning.terms import ListSizes, ObjectiveWork, list_seconds, objective_work
+from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, objective_work, served_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
@@ -24,8 +32,9 @@ STSB_TOKENS = 15.1
 """Sentences of STS-B dev, and their measured mean length in BERT's WordPiece tokens."""
 _ADAMW_BYTES = 40.0
 """Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
-_BATCH_TOKENS = 4096
-"""Tokens per batch of a dev score."""
+_MAX_UTILIZATION = 0.5
+"""Share of a step that a server may be busy. The estimates of both times can be wrong by a factor of two together, and
+workers that compute lists cost them little."""
 _EAGER_BELOW = 128
 """Tokens below which attention on a CPU is eager (see models/loading.py)."""
 
@@ -229,12 +238,21 @@ class StudentRun:
             sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
         )
 
-    def traffic(self, workers: int, batch: int, kind: str = "gpu") -> Traffic:
-        """Return the bytes that a worker of a kind (`cpu` or `gpu`) moves in a step."""
+    def traffic(self, workers: int, batch: int, kind: str = "gpu", by_workers: bool = False) -> Traffic:
+        """Return the bytes that a worker of a kind (`cpu` or `gpu`) moves in a step.
+
+        Args:
+            workers: Number of workers.
+            batch: Sentences per step, over all workers.
+            kind: `cpu` or `gpu`.
+            by_workers: Whether workers compute the lists of teachers with tables (see `workers_serve`). Default: False.
+        """
         lists, training = self.lists(workers, batch), self.recipe.training
         gradients = gradient_bytes(self._sent_elements(batch * training.gradient_accumulation, kind), workers, training)
-        serving = len(self.teachers) if self.needs_lists else 0
-        return step_traffic(gradients, self.student.dimension, lists.rows, lists.length, workers, serving)
+        served = self._served(by_workers) if self.needs_lists else []
+        gathered = sum(self._computed_dimensions(by_workers))
+        width = self.student.dimension
+        return step_traffic(gradients, width, lists.rows, lists.length, workers, len(served), gathered)
 
     def _sent_elements(self, sentences: int, kind: str) -> float:
         """Return the gradient elements that a worker sends after a number of sentences.
@@ -248,13 +266,41 @@ class StudentRun:
         tables = 2 if self.has_detector else 1
         return self.trained - tables * ((words - seen) * self.student.embedding_size - words)
 
-    def serving_seconds(self, machine: Machine, workers: int, batch: int) -> float:
-        """Return the seconds in which the slowest teacher's servers answer all workers for one step."""
+    def workers_serve(self, cluster: Cluster, workers: int, batch: int) -> bool:
+        """Return whether workers, rather than servers, compute the lists of teachers with tables (`teachers.serve`).
+
+        `auto` decides so where servers would be busy for more than half of a step.
+        """
+        section = self.recipe.teachers
+        if section.serve != "auto" or not self.recipe.uses_ray:
+            return section.serve == "worker"
+        dimensions, lists = self._computed_dimensions(True), self.lists(workers, batch)
+        served = served_seconds(cluster.machine, cluster.network, dimensions, lists, workers, section.num_servers)
+        return falls_behind(served, self.busy_seconds(cluster, workers, batch))
+
+    def busy_seconds(self, cluster: Cluster, workers: int, batch: int) -> float:
+        """Return the seconds of a worker's step without the teachers' lists."""
+        terms = self._compute_terms(cluster.machine, workers, batch, None)
+        traffic = replace(self.traffic(workers, batch, cluster.machine.kind), lists=0.0)
+        return (terms + self._network(traffic, workers, cluster, terms)).seconds(cluster.machine.kind)
+
+    def serving_seconds(self, machine: Machine, workers: int, batch: int, by_workers: bool = False) -> float:
+        """Return the seconds in which the slowest teacher's servers answer all workers for one step; see `traffic`."""
         if not self.needs_lists:
             return 0.0
         lists = self.lists(workers, batch)
-        times = [self._serving_time(teacher, machine, lists) for teacher in self.teachers]
-        return max(times) * workers / min(workers, self.recipe.teachers.num_servers)
+        times = [self._serving_time(teacher, machine, lists) for teacher in self._served(by_workers)]
+        return max(times, default=0.0) * workers / min(workers, self.recipe.teachers.num_servers)
+
+    def _served(self, by_workers: bool) -> list[TeacherWork]:
+        """Return the teachers that have servers."""
+        return [teacher for teacher in self.teachers if not (by_workers and teacher.serving == "table")]
+
+    def _computed_dimensions(self, by_workers: bool) -> list[int]:
+        """Return the dimensions of the teachers whose lists workers compute; of endpoints and custom classes unknown ones."""
+        if not (by_workers and self.needs_lists):
+            return []
+        return [teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.serving == "table"]
 
     def _serving_time(self, teacher: TeacherWork, machine: Machine, lists: ListSizes) -> float:
         if teacher.shape is None:
@@ -271,7 +317,9 @@ class StudentRun:
         assert teacher.shape is not None
         length = lengths.mean(teacher.kind.section.max_length)
         work = Pass(teacher.shape, texts, length, False, teacher.kind.precision)
-        batches = max(1.0, work.tokens / self.recipe.teachers.tokens_per_batch)
+        batches = max(
+            1.0, work.tokens / (self.recipe.teachers.tokens_per_batch or BY_KIND[machine.kind].frozen_batch_tokens)
+        )
         return _in_batches(work, batches, machine)
 
     def pass_seconds(self, teacher: TeacherWork, machine: Machine, rows: float) -> float:
@@ -282,7 +330,33 @@ class StudentRun:
 
     def step_terms(self, cluster: Cluster, workers: int, batch: int, length: float | None = None) -> Terms:
         """Return the seconds of one step, by resource; `length` is the padded length, by default the expected one."""
-        machine, rows = cluster.machine, batch / workers
+        machine = cluster.machine
+        by_workers = self.workers_serve(cluster, workers, batch)
+        total = self._compute_terms(machine, workers, batch, length)
+        for dimension in self._computed_dimensions(by_workers):
+            total += cosine_terms(machine, dimension, self.lists(workers, batch))
+        traffic = self.traffic(workers, batch, machine.kind, by_workers)
+        total += self._network(traffic, workers, cluster, total)
+        served = self.serving_seconds(machine, workers, batch, by_workers)
+        return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
+
+    def _network(self, traffic: Traffic, workers: int, cluster: Cluster, computed: Terms) -> Terms:
+        """Return the seconds for which workers wait for transfers, after those that the backward pass hides."""
+        kind = cluster.machine.kind
+        accumulation = self.recipe.training.gradient_accumulation
+        backward = BACKWARD_SHARE * computed.seconds(kind) / accumulation  # that of the update's last batch
+        hidden = hidden_seconds(traffic, workers, cluster, backward)
+        return Terms(network=transfer_seconds(traffic, workers, cluster) - hidden)
+
+    def records_steps(self, machine: Machine, workers: int) -> bool:
+        """Return whether a step is recorded as a CUDA graph, which takes the host one launch (`training.cuda_graphs`)."""
+        mode = self.recipe.training.cuda_graphs
+        possible = machine.kind == "gpu" and GPU.records_steps and workers == 1 and self.student.can_record
+        return possible and (mode == "on" or (mode == "auto" and not self.recipe.changes_to_record))
+
+    def _compute_terms(self, machine: Machine, workers: int, batch: int, length: float | None) -> Terms:
+        """Return the seconds of a worker's passes, loss and update."""
+        rows = batch / workers
         passes = self.passes(rows, machine.kind, length) + self.no_grad_passes(workers)
         total = self.objective(workers, batch).terms(machine)
         for work in passes:
@@ -291,20 +365,35 @@ class StudentRun:
         share = workers if self.recipe.training.zero_stage else 1
         moved = _ADAMW_BYTES * self.trained / share / self.recipe.training.gradient_accumulation
         total += Terms(traffic=moved / (machine.optimizer or machine.bandwidth))
-        total += Terms(network=transfer_seconds(self.traffic(workers, batch, machine.kind), workers, cluster))
-        served = self.serving_seconds(machine, workers, batch)
-        return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
+        if machine.kind == "gpu":
+            launched = 0.0 if self.records_steps(machine, workers) else total.host
+            total = replace(total, host=launched + STEP_HOST)
+        return total
 
-    def dev_seconds(self, machine: Machine, step: float) -> float:
+    def dev_seconds(self, machine: Machine, step: float, workers: int = 1) -> float:
         """Return the seconds that training pauses for all dev scores and their checkpoints.
 
-        Training waits for an asynchronous score if it takes longer than the steps until the next one, and always for the last.
+        Training waits for an asynchronous score, and on a GPU for a checkpoint, if it takes longer than the steps until the
+        next one, and always for the last.
+
+        Args:
+            machine: A worker's device.
+            step: Seconds of a training step.
+            workers: Workers that share a score's sentences on GPUs. Default: 1.
         """
-        score, checkpoint = self._score_seconds(machine), 12.0 * self.trained / machine.disk
-        pause = score
-        if self.recipe.evaluation.async_eval is not None:
-            pause = max(0.0, score - self.recipe.evaluation.eval_steps * step)
-        return self.dev_scores * checkpoint + (self.dev_scores - 1) * pause + score
+        score, checkpoint = self._score_seconds(machine), self.checkpoint_seconds(machine)
+        on_gpu = machine.kind == "gpu"
+        interval = self.recipe.evaluation.eval_steps * step
+        is_async = self.recipe.evaluation.async_eval is not None
+        if on_gpu and GPU.shards_dev_scores and not is_async:
+            score /= workers
+        pause = max(0.0, score - interval) if is_async else score
+        written = max(0.0, checkpoint - interval) if on_gpu else checkpoint
+        return (self.dev_scores - 1) * (pause + written) + score + checkpoint
+
+    def checkpoint_seconds(self, machine: Machine) -> float:
+        """Return the seconds in which a checkpoint of weights and moments is written: on a GPU, while training continues."""
+        return 12.0 * self.trained / machine.disk
 
     def _score_seconds(self, machine: Machine) -> float:
         score = self.recipe.dev_score
@@ -315,7 +404,11 @@ class StudentRun:
         else:
             texts, length = float(self.recipe.evaluation.num_heldout), self.lengths.mean(self.recipe.student.max_length)
         work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
-        encoded = _in_batches(work, max(1.0, work.tokens / _BATCH_TOKENS), machine) if texts else 0.0
+        encoded = (
+            _in_batches(work, max(1.0, work.tokens / BY_KIND[machine.kind].frozen_batch_tokens), machine)
+            if texts
+            else 0.0
+        )
         return encoded + texts / machine.tokenise
 
     def dev_flops(self) -> float:
@@ -358,6 +451,16 @@ class StudentRun:
 
     def _queue_bytes(self, batch: int) -> float:
         return 4.0 * self.lists(1, batch).queued * self.student.dimension
+
+
+def falls_behind(served: float, busy: float) -> bool:
+    """Return whether servers could not keep ahead of training.
+
+    Args:
+        served: Seconds for all workers' lists of a step.
+        busy: Seconds of a worker's step without the lists.
+    """
+    return served > _MAX_UTILIZATION * busy
 
 
 def _in_batches(work: Pass, batches: float, machine: Machine) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distcse.planning.machines import Machine
@@ -73,6 +74,12 @@ def objective_work(objective: ObjectiveSection, lists: ListSizes, teachers: int)
     return ObjectiveWork(6.0 * products * lists.width, touched, calls, touched / 4)
 
 
+def cosine_terms(machine: Machine, dimension: int, lists: ListSizes) -> Terms:
+    """Return the seconds in which a worker computes its lists of one teacher from gathered vectors, on its device in fp32."""
+    moved = 4.0 * (lists.length * dimension + 4 * lists.rows * lists.length)  # product, two norms, clipping
+    return Terms(2 * lists.rows * lists.length * dimension / machine.rate("fp32"), moved / machine.bandwidth)
+
+
 def list_seconds(machine: Machine, dimension: int, lists: ListSizes, references: int | None) -> float:
     """Return the seconds in which one host thread computes one worker's similarity lists of a step from a table.
 
@@ -84,3 +91,23 @@ def list_seconds(machine: Machine, dimension: int, lists: ListSizes, references:
         return gathered + 2 * rows * length * dimension / machine.host_matmul
     ranked = 2 * length * references * dimension / machine.host_matmul + length * references / machine.sort
     return gathered + ranked + 2 * rows * length * references / (machine.host_matmul / 2)
+
+
+def served_seconds(
+    machine: Machine, network: float, dimensions: Sequence[int], lists: ListSizes, workers: int, servers: int
+) -> float:
+    """Return the seconds in which the servers of teachers with tables compute and send all workers' lists of a step.
+
+    Args:
+        machine: The machine of a server.
+        network: Bytes per second that a node sends.
+        dimensions: Dimension of each teacher's vectors.
+        lists: Sizes of one worker's lists.
+        workers: Number of workers.
+        servers: Servers per teacher, among which the workers are distributed.
+    """
+    if not dimensions:
+        return 0.0
+    sent = 4.0 * lists.rows * lists.length * len(dimensions) / network
+    slowest = max(sent, *(list_seconds(machine, dimension, lists, None) for dimension in dimensions))
+    return slowest * workers / min(workers, servers)

@@ -1,13 +1,19 @@
-"""Rank space on a GPU: the computations of `space.py` in PyTorch; only the results are copied to the host."""
+"""Rank space on a GPU: the computations of `space.py` in PyTorch; only the results are copied to the host.
+
+Whether the histogram of a row is accurate enough is known on the device. The host reads it together with the results, so that
+it waits once per call; blocks with rows that must be sorted are then computed again, which takes a second wait.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.device import is_gpu
+from distcse.device import HostCopies, is_gpu, to_device
 from distcse.models.fast.mkldnn_linear import build_inner_products
 from distcse.rank_space.space import BINS, MAX_BINNING_ERROR, Ranker, RankSpace, require_two, unit_scale
 
@@ -42,54 +48,92 @@ class DeviceRankSpace:
     """
 
     def __init__(self, references: NDArray[np.float32], rank_method: str = "sort", device: str = "cuda") -> None:
-        self._references = torch.from_numpy(require_two(references)).to(device)
-        self._rank_vectors = sorted_ranks if rank_method == "sort" else histogram_ranks
+        self._references = to_device(torch.from_numpy(require_two(references)), device)
+        self._device = self._references.device
+        self._is_histogram = rank_method == "histogram"
 
     def __len__(self) -> int:
         return len(self._references)
 
-    @torch.no_grad()
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Return (m, n) unit rank vectors of (m, d) unit vectors on the host, written to `out` if it is given."""
         ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
         step = max(1, _BYTES // (8 * max(len(self), BINS)))
-        for begin in range(0, len(vectors), step):
-            ranks[begin : begin + step] = self._ranks(vectors[begin : begin + step]).cpu().numpy()
+        begins = range(0, len(vectors), step)
+        per_wait = max(1, _BYTES // (4 * step * len(self)))
+        for first in range(0, len(begins), per_wait):
+            waited = begins[first : first + per_wait]
+            blocks = self._compute([vectors[begin : begin + step] for begin in waited], lambda block: block)
+            for begin, block in zip(waited, blocks, strict=True):
+                ranks[begin : begin + step] = block
         return ranks
 
-    @torch.no_grad()
     def similarities(self, vectors: NDArray[np.floating], rows: slice = slice(None)) -> NDArray[np.float32]:
         """Return the (R, m) Spearman correlations between R selected rows and all of (m, d) unit vectors."""
-        ranks = self._ranks(vectors)
-        return products(ranks[rows], ranks).cpu().numpy()
+        (similarities,) = self.lists([vectors], rows)
+        return similarities
 
-    def _ranks(self, vectors: NDArray[np.floating]) -> Tensor:
-        on_device = torch.from_numpy(np.ascontiguousarray(vectors, dtype=np.float32)).to(self._references.device)
-        return self._rank_vectors(on_device @ self._references.T)
+    def lists(self, batches: Iterable[NDArray[np.floating]], rows: slice = slice(None)) -> list[NDArray[np.float32]]:
+        """Return the `similarities` of each batch, with one wait for all of them."""
+        return self._compute(list(batches), lambda ranks: products(ranks[rows], ranks))
+
+    @torch.no_grad()
+    def _compute(
+        self, blocks: Sequence[NDArray[np.floating]], finish: Callable[[Tensor], Tensor]
+    ) -> list[NDArray[np.float32]]:
+        """Rank the references for blocks of (m, d) vectors; return `finish` of each block's (m, n) ranks on the host."""
+        copies = HostCopies(self._device)
+        for block in blocks:
+            ranks, is_inexact = self._ranks(block)
+            copies.add(finish(ranks))
+            copies.add(is_inexact)
+        copied = copies.wait()
+        results, inexact = copied[::2], copied[1::2]
+        finished = [result.numpy() for result in results]
+        again = {number: rows.nonzero()[:, 0] for number, rows in enumerate(inexact) if rows.any()}
+        exact = HostCopies(self._device)
+        for number, rows in again.items():
+            exact.add(finish(self._ranks(blocks[number], rows)[0]))
+        for number, result in zip(again, exact.wait(), strict=True):
+            finished[number] = result.numpy()
+        return finished
+
+    def _ranks(self, vectors: NDArray[np.floating], rows_to_sort: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (m, n) ranks of (m, d) vectors, and whether each of the m rows must be sorted instead."""
+        block = torch.from_numpy(np.ascontiguousarray(vectors, dtype=np.float32))
+        similarities = to_device(block, self._device) @ self._references.T
+        if not self._is_histogram:
+            return sorted_ranks(similarities), torch.zeros(len(block), dtype=torch.bool, device=self._device)
+        ranks, is_inexact = histogram_ranks(similarities)
+        if rows_to_sort is not None:
+            rows = to_device(rows_to_sort, self._device)
+            ranks.index_copy_(0, rows, sorted_ranks(similarities.index_select(0, rows)))
+        return ranks, is_inexact
 
 
 def sorted_ranks(similarities: Tensor) -> Tensor:
     """Compute (m, n) unit rank vectors of (m, n) float32 similarities by sorting (see `space.rank_vectors`)."""
     rows, n = similarities.shape
-    unit_ranks = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2) * unit_scale(n)
+    unit_ranks = (torch.arange(n, dtype=torch.float64, device=similarities.device) - (n - 1) / 2) * unit_scale(n)
     order = similarities.argsort(dim=1, stable=True)
-    return torch.empty_like(similarities).scatter_(1, order, unit_ranks.float().to(order.device).expand(rows, n))
+    return torch.empty_like(similarities).scatter_(1, order, unit_ranks.float().expand(rows, n))
 
 
-def histogram_ranks(similarities: Tensor) -> Tensor:
-    """Compute approximate (m, n) unit rank vectors of (m, n) float32 similarities (see `space.histogram_rank_vectors`)."""
+def histogram_ranks(similarities: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute approximate unit rank vectors of (m, n) float32 similarities (see `space.histogram_rank_vectors`).
+
+    Returns:
+        (m, n) rank vectors, and (m,) whether a row's error is too large, so that it must be sorted.
+    """
     n = similarities.shape[1]
     low, high = similarities.aminmax(dim=1, keepdim=True)
     is_constant = ~(low < high)
     bins = ((similarities - low) * ((BINS - 1) / (high - low))).masked_fill(is_constant, 0.0).long()
     counts = torch.zeros(len(bins), BINS, device=bins.device).scatter_add_(1, bins, torch.ones_like(similarities))
     counts = counts.double()
-    inexact = is_constant[:, 0] | (counts.pow(3).sum(dim=1) - n > MAX_BINNING_ERROR * n * (n**3 - n))
+    is_inexact = is_constant[:, 0] | (counts.pow(3).sum(dim=1) - n > MAX_BINNING_ERROR * n * (n**3 - n))
     mean_ranks = counts.cumsum(dim=1) - (counts + n) / 2
-    ranks = (mean_ranks * unit_scale(n)).float().gather(1, bins)
-    if inexact.any():
-        ranks[inexact] = sorted_ranks(similarities[inexact])
-    return ranks
+    return (mean_ranks * unit_scale(n)).float().gather(1, bins), is_inexact
 
 
 def products(ranks: Tensor, others: Tensor) -> Tensor:

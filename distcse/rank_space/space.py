@@ -7,7 +7,7 @@ similarities to the references (RankEncoder Eq. 3 and 4).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -141,6 +141,10 @@ class Ranker(Protocol):
         """Return the (R, m) Spearman correlations between R selected rows and all of (m, d) unit vectors."""
         ...
 
+    def lists(self, batches: Iterable[NDArray[np.floating]], rows: slice = ...) -> list[NDArray[np.float32]]:
+        """Return the `similarities` of each batch of vectors."""
+        ...
+
 
 class RankSpace:
     """Computes rank vectors and Spearman correlations with n references, on the CPU.
@@ -178,6 +182,10 @@ class RankSpace:
         """Return the (R, m) Spearman correlations between R selected rows and all of (m, d) unit vectors."""
         ranks = self.ranks(vectors)
         return inner_products(ranks[rows], ranks)
+
+    def lists(self, batches: Iterable[NDArray[np.floating]], rows: slice = slice(None)) -> list[NDArray[np.float32]]:
+        """Return the `similarities` of each batch of vectors."""
+        return [self.similarities(vectors, rows) for vectors in batches]
 
 
 def require_two(references: NDArray[np.float32]) -> NDArray[np.float32]:

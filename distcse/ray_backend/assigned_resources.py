@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import ray
 
+from distcse import host
+
 
 def use_assigned_gpus() -> None:
-    """Hide all GPUs from an actor that reserved none, because Ray does not. Call it before PyTorch initializes CUDA."""
-    if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """Restrict an actor to the GPUs that Ray assigned to it. Call it before PyTorch initializes CUDA."""
+    use_gpus(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0))
+
+
+def use_gpus(gpus: float) -> None:
+    """Restrict an actor's process to its GPUs.
+
+    All GPUs are hidden from an actor that reserved none, because Ray's newer versions leave `CUDA_VISIBLE_DEVICES` as it is for
+    `num_gpus=0`. An actor with a fraction of a GPU gets that fraction of its memory, so that it cannot exhaust that of others.
+
+    Args:
+        gpus: GPUs that the actor reserved, alone or together with actors that do not compute at the same time.
+    """
+    if not gpus:
+        host.hide_gpus()
+    elif gpus < 1:
+        from distcse.device import limit_memory  # imports PyTorch, which servers of cached tables do not need
+
+        limit_memory(gpus)
 
 
 def use_assigned_threads() -> None:

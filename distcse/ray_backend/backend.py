@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from distcse.data import Corpus
 from distcse.events import Reporter
-from distcse.experiments.backend import Backend, EmbeddingRequest
+from distcse.experiments.backend import Backend, DeviceCall, EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
+from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, Resources
-from distcse.ray_backend.cluster import cluster, starting_ray
+from distcse.ray_backend.cluster import cluster, starting_ray, wait_for_ray
 from distcse.recipe import BaseRecipe
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
+
+T = TypeVar("T")
 
 
 def choose_backend(recipe: BaseRecipe) -> Backend:
@@ -50,6 +54,7 @@ class RayCluster:
     def nodes(self) -> list[Node]:
         from distcse.ray_backend.nodes import alive
 
+        wait_for_ray()
         return alive()
 
     def is_one_cpu(self) -> bool:
@@ -69,7 +74,10 @@ class RayCluster:
 
 
 class RayBackend:
-    """Embeds and serves in actors, trains in Ray Train workers and groups of actors (see `Backend`)."""
+    """Embeds and serves in actors, trains in Ray Train workers and groups of actors (see `Backend`).
+
+    Functions run in actors too, unless the cluster is this machine without a GPU: there, another process would cost seconds.
+    """
 
     cluster = RayCluster()
     is_for_trials = False
@@ -87,11 +95,18 @@ class RayBackend:
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
+        from distcse.experiments.distillation.resources import plan_run
+        from distcse.ray_backend.list_serving import choose_serving
+        from distcse.ray_backend.nodes import alive
         from distcse.ray_backend.teacher_servers import served
         from distcse.ray_backend.train_workers import train_in_workers
 
-        with served(spec.recipe.teachers, corpus, tables, reporter) as servers:
-            return train_in_workers(spec, servers, reporter)
+        nodes = alive()
+        resources = plan_run(spec.recipe, nodes)
+        spec = choose_serving(spec, tables, resources.per_worker, nodes, reporter)
+        served_teachers = [number for number in range(len(tables)) if number not in spec.worker_tables]
+        with served(spec.recipe.teachers, corpus, tables, resources.server_gpus, reporter, served_teachers) as servers:
+            return train_in_workers(spec, servers, resources, reporter)
 
     @contextmanager
     def open_groups(
@@ -107,3 +122,11 @@ class RayBackend:
         finally:
             for group in groups:
                 group.close()
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        if self.cluster.is_one_cpu():
+            return LocalBackend().run_on_devices(calls, options, reporter)
+        with self.cluster.joined():
+            from distcse.ray_backend.device_actors import run_calls
+
+            return run_calls(calls, options, reporter)

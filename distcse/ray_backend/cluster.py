@@ -253,7 +253,7 @@ def worker_environment(gpus: float) -> dict[str, str]:
     Secrets such as HF_TOKEN are excluded: a worker uses those of its node.
 
     Args:
-        gpus: GPUs of the worker. With 0, all GPUs are hidden from it, which Ray does not do by itself.
+        gpus: GPUs of the worker. With 0, all GPUs are hidden from it, which newer versions of Ray do not do by themselves.
     """
     public = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET_SUFFIXES)}
     passed_on = {

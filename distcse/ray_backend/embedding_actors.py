@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cached_property
 
 import ray
@@ -20,13 +21,15 @@ from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
 from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
-from distcse.teachers.embedding import embed_shard
+from distcse.teachers import embedding
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.resources import embedding_actor_resources, request_embedding_actors
+from distcse.teachers.resources import EMBEDDING, plan_embedding, request_embedding_actors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
 
 _POLL_S = 1.0
+_MAX_TASK_SHARDS, _MIN_TASKS = 8, 4
+"""Most shards of a GPU actor's task, and fewest tasks per actor, so that all actors end at about the same time."""
 
 
 class EmbeddingActor(HeartbeatActor):
@@ -38,7 +41,7 @@ class EmbeddingActor(HeartbeatActor):
         corpus: ArtifactStore,
         table: ArtifactStore,
         identity: TableIdentity,
-        tokens_per_batch: int,
+        tokens_per_batch: int | None,
     ) -> None:
         use_assigned_gpus()
         use_assigned_threads()
@@ -52,9 +55,21 @@ class EmbeddingActor(HeartbeatActor):
         # Not in the constructor: loading can hang too, and an actor has no heartbeat before its constructor returns.
         return kind_of(self._teacher).open_embedder()
 
-    def embed(self, shard: int) -> int:
-        """Embed one shard and return its number of rows."""
-        return embed_shard(self._encoder, self._corpus, self._table, shard, self._tokens_per_batch)
+    def embed(self, shards: Sequence[int]) -> int:
+        """Embed shards, except those that this task stored before it was interrupted; return their number of rows."""
+        missing = [shard for shard in shards if not self._table.is_intact(shard)]
+        done = embedding.embed_shards(self._encoder, self._corpus, self._table, missing, self._tokens_per_batch)
+        return sum(done) + sum(len(self._table.shard_range(shard)) for shard in set(shards).difference(missing))
+
+
+def embedding_tasks(missing: Sequence[int], actors: int, is_on_gpu: bool) -> list[Sequence[int]]:
+    """Split missing shards into the actors' tasks.
+
+    A task on a CPU is one shard. An actor on a GPU stores a shard and tokenizes the next but one while its GPU computes, which
+    only shards of one task can.
+    """
+    size = max(1, min(_MAX_TASK_SHARDS, len(missing) // (_MIN_TASKS * actors))) if is_on_gpu else 1
+    return [missing[begin : begin + size] for begin in range(0, len(missing), size)]
 
 
 def embed_shards(request: EmbeddingRequest) -> None:
@@ -70,7 +85,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     teacher, section, table, reporter = request.teacher, request.section, request.table, request.reporter
     nodes = alive()
     usable = nodes_with(nodes, section.node_labels, "teachers.node_labels")
-    each = embedding_actor_resources(section, usable)
+    each = {"CPU": 1.0, "GPU": plan_embedding(section, nodes, request.gpu_mode, [teacher]).of(EMBEDDING)}
     count = min(len(request.missing), section.embedding_workers or max(1, count_fitting(usable, each)))
     refuse_impossible([request_embedding_actors(section, count, each)], nodes)
     actor_class = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
@@ -86,8 +101,8 @@ def embed_shards(request: EmbeddingRequest) -> None:
     )
     heartbeats, stop_after = [actor.beat.remote() for actor in actors], time.monotonic() + STOPPED_WAIT_S
     pool, done = ActorPool(actors), 0
-    for shard in request.missing:
-        pool.submit(lambda actor, shard: actor.embed.options(name=f"embed shard {shard}").remote(shard), shard)
+    for shards in embedding_tasks(request.missing, count, is_on_gpu=each["GPU"] > 0):
+        pool.submit(lambda actor, shards: actor.embed.options(name=_task_name(shards)).remote(shards), shards)
     try:
         with monitor_heartbeats(section, reporter) as monitor:
             for number, actor in enumerate(actors):
@@ -118,3 +133,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+def _task_name(shards: Sequence[int]) -> str:
+    return f"embed shard {shards[0]}" if len(shards) == 1 else f"embed shards {shards[0]} to {shards[-1]}"

@@ -21,7 +21,9 @@ from distcse.errors import DistcseError, ProcessLostError, WorkFailedError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask
-from distcse.experiments.distillation.resources import EVALUATOR_ALTERNATIVE, evaluator_requests
+from distcse.experiments.distillation.resources import EVALUATOR_ALTERNATIVE
+from distcse.experiments.distillation.teacher_clients import teacher_clients
+from distcse.placement.resources import ResourceRequest
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.event_channel import unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
@@ -40,8 +42,8 @@ class EvaluatorActor(HeartbeatActor):
     @cached_property
     def _task(self) -> DistillationTask:
         # Not in the constructor: heartbeats start after it, so a hang in loading would not be noticed.
-        clients = [RemoteTeacherClient(server, lambda _: None) for server in self._servers.values()]
-        task = DistillationTask(self._spec, BatchLoader(self._spec, 0, 1), clients)
+        served = {number: RemoteTeacherClient(server, lambda _: None) for number, server in self._servers.items()}
+        task = DistillationTask(self._spec, BatchLoader(self._spec, 0, 1), teacher_clients(self._spec, served))
         task.model.to(default_device()).eval()
         return task
 
@@ -59,11 +61,14 @@ class RemoteEvaluator:
     Args:
         spec: The run.
         servers: The worker's server of each teacher, by the teacher's number.
+        request: CPUs, GPUs and node labels of the actor.
         reporter: Receives a warning when the actor is unresponsive.
     """
 
-    def __init__(self, spec: TrainSpec, servers: Mapping[int, Any], reporter: Reporter) -> None:
-        self._spec, self._servers = spec, servers
+    def __init__(
+        self, spec: TrainSpec, servers: Mapping[int, Any], request: ResourceRequest, reporter: Reporter
+    ) -> None:
+        self._spec, self._servers, self._request = spec, servers, request
         self._monitor = monitor_heartbeats(spec.recipe.teachers, reporter)
         self._actor: Any = None
         self._pending: Any = None
@@ -77,14 +82,13 @@ class RemoteEvaluator:
 
     def begin(self, state: ModelState) -> None:
         if self._actor is None:
-            (request,) = evaluator_requests(self._spec.recipe)
             self._actor = (
                 ray.remote(**RESTARTABLE)(EvaluatorActor)
                 .options(
                     name=f"dev-scores-{unique_name(self._spec.run.name)}",
-                    num_cpus=request.each["CPU"],
-                    num_gpus=request.each["GPU"],
-                    label_selector=request.labels,
+                    num_cpus=self._request.each["CPU"],
+                    num_gpus=self._request.each["GPU"],
+                    label_selector=self._request.labels,
                 )
                 .remote(self._spec, self._servers)
             )

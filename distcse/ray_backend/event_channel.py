@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from distcse.errors import DistcseError
 from distcse.events import Event, Reporter
 from distcse.ray_backend.versions import ping
 
@@ -29,19 +30,29 @@ class EventActor:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._stop = False
-        self._worker: Any = None
+        self._workers: dict[int, Any] = {}
+        self._failure: bytes | None = None
         self._finished = False
         self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
     def start(self, rank: int, worker: Any) -> None:
-        """Record rank 0's worker actor; a restarted one calls this again."""
+        """Record a worker's actor; a restarted one calls this again."""
+        self._workers[rank] = worker
         if rank == 0:
-            self._worker, self._finished, self._returned = worker, False, None
+            self._finished, self._returned, self._failure = False, None, None
 
     def finish(self, rank: int, returned: bytes | None) -> None:
         """Record that rank 0 has finished, so that the end of its actor is no loss, and the value that it sends."""
         if rank == 0:
             self._finished, self._returned = True, returned
+
+    def fail(self, error: bytes) -> None:
+        """Record the error that ended a worker, the first if there are several."""
+        self._failure = self._failure or error
+
+    def workers(self) -> list[Any]:
+        """Return the actors of all workers."""
+        return list(self._workers.values())
 
     def returned(self) -> bytes | None:
         """Return the value that rank 0 has sent; None if it has not finished, or if this actor has restarted since."""
@@ -52,10 +63,10 @@ class EventActor:
         self._events.append(event)
         return self._stop
 
-    def take(self) -> tuple[Any, bool, list[Event]]:
-        """Return rank 0's worker actor (None if unknown), whether it has finished, and the events since the last call."""
+    def take(self) -> tuple[Any, bool, bytes | None, list[Event]]:
+        """Return rank 0's actor (None if unknown), whether it has finished, a worker's error, and the new events."""
         events, self._events = self._events, []
-        return self._worker, self._finished, events
+        return self._workers.get(0), self._finished, self._failure, events
 
     def stop(self) -> None:
         """Request that the run stops at its next report."""
@@ -80,6 +91,8 @@ class EventChannel:
         self._worker: Any = None
         self._finished = False
         self._taking: Any = None
+        self._failure: bytes | None = None
+        self._failed_at = 0.0
         self._idle_since: float | None = time.monotonic()
 
     def idle_s(self) -> float:
@@ -105,12 +118,27 @@ class EventChannel:
         if not ray.wait([self._taking], timeout=_ANSWER_TIMEOUT_S)[0]:
             return
         taken, self._taking = self._taking, None
-        worker, self._finished, events = ray.get(taken)
+        worker, self._finished, failure, events = ray.get(taken)
         self._worker = worker or self._worker
+        if failure is not None and self._failure is None:
+            self._failed_at = time.monotonic()
+        self._failure = failure
         if not self.has_started and (worker is not None or events):
             self.has_started, self._idle_since = True, None
         for event in events:
             reporter.emit(event)
+
+    def failure(self, after_s: float) -> DistcseError | None:
+        """Return the error that ended a worker at least `after_s` seconds before the last `relay`; None if there is none."""
+        if self._failure is None or time.monotonic() - self._failed_at < after_s:
+            return None
+        error: DistcseError = ray.cloudpickle.loads(self._failure)
+        return error
+
+    def kill_workers(self) -> None:
+        """Kill the processes of all workers."""
+        for worker in ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S):
+            ray.kill(worker)
 
     def returned(self) -> Any:
         """Return the value that rank 0 sent; None if the actor has lost it in a restart, or does not answer."""
@@ -156,6 +184,12 @@ def announce_worker(actor: Any, rank: int) -> bool:
     return True
 
 
+def announce_failure(actor: Any, error: DistcseError) -> None:
+    """In a worker: report to the driver that an error has ended it, which other workers may not have."""
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(actor.fail.remote(ray.cloudpickle.dumps(error)), timeout=_ANSWER_TIMEOUT_S)
+
+
 def announce_end(actor: Any, rank: int, returned: Any) -> None:
     """In a worker: report to the driver that it has finished, so that the end of its process is no loss.
 
@@ -167,6 +201,12 @@ def announce_end(actor: Any, rank: int, returned: Any) -> None:
     sent = None if returned is None or rank else ray.cloudpickle.dumps(returned)
     with suppress(RayActorError, GetTimeoutError):
         ray.get(actor.finish.remote(rank, sent), timeout=_ANSWER_TIMEOUT_S)
+
+
+def flush(actor: Any) -> None:
+    """In a worker: wait until the actor has the events that this process sent before."""
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(ping(actor), timeout=_ANSWER_TIMEOUT_S)
 
 
 def reporter_of(actor: Any) -> Reporter:

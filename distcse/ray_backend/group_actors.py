@@ -18,7 +18,9 @@ from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PairScorer, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
+from distcse.placement.gpu_shares import process_group_backend
 from distcse.placement.resources import format_resources
+from distcse.ray_backend.assigned_resources import use_gpus
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, reporter_of, unique_name
 from distcse.ray_backend.network import use_interface_of
@@ -39,6 +41,7 @@ class TrainingActor:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
+        use_gpus(gpus)
         self._rank, self._workers, self._gpus = rank, workers, gpus
         self._trainer = PhaseTrainer(context)
 
@@ -58,8 +61,7 @@ class TrainingActor:
 
         use_interface_of(ray.util.get_node_ip_address())
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
-        # NCCL refuses two workers on one GPU.
-        backend = "nccl" if self._gpus >= 1 else "gloo"
+        backend = process_group_backend(self._workers, self._gpus)
         dist.init_process_group(backend, init_method=f"tcp://{address}", rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
@@ -77,10 +79,11 @@ class TrainingActor:
 class ScoringActor:
     """Ray actor that is one scorer of a group."""
 
-    def __init__(self, context: GroupContext, cpus: float) -> None:
+    def __init__(self, context: GroupContext, cpus: float, gpus: float) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(cpus)))
+        use_gpus(gpus)
         self._scorer = PairScorer(context)
 
     def score(self, phase: Phase, part: int, parts: int) -> Scores:
@@ -220,7 +223,7 @@ class RayGroup:
             trainer = ray.remote(TrainingActor).options(name=f"trainer-{suffix}-{rank}", num_cpus=cpus, **common)
             scorer = ray.remote(ScoringActor).options(name=f"scorer-{suffix}-{rank}", num_cpus=0, **common)
             self._trainers.append(trainer.remote(self._context, rank, number, cpus, gpus))
-            self._scorers.append(scorer.remote(self._context, cpus))
+            self._scorers.append(scorer.remote(self._context, cpus, gpus))
         (address,) = self._get([self._trainers[0].address.remote()])
         self._get([trainer.join.remote(address) for trainer in self._trainers])
 

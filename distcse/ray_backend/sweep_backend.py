@@ -15,6 +15,7 @@ from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.ray_backend.backend import RayBackend, RayCluster
 from distcse.recipe import Sweep, TeachersSection
+from distcse.teachers.serving import cosine_tables
 from distcse.teachers.table import EmbeddingTable
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
@@ -33,14 +34,20 @@ class RaySweepBackend:
         section: TeachersSection,
         corpus: Corpus,
         tables: Sequence[EmbeddingTable | None],
-        in_own_process: bool,
+        resources: TrialResources,
         reporter: Reporter,
     ) -> Iterator[Backend]:
         from distcse.ray_backend.teacher_servers import served
         from distcse.ray_backend.trial_backend import TrialBackend
 
-        numbers = [number for number, table in enumerate(tables) if table is None or not in_own_process]
-        with served(section, corpus, tables, reporter, numbers) as servers:
+        in_own_process = resources.in_own_process
+        read_by_trials = cosine_tables(section, tables) if section.serve == "worker" else {}
+        numbers = [
+            number
+            for number, table in enumerate(tables)
+            if table is None or not (in_own_process or number in read_by_trials)
+        ]
+        with served(section, corpus, tables, resources.server_gpus, reporter, numbers) as servers:
             yield TrialBackend(servers, in_own_process)
 
     def search(

@@ -153,6 +153,7 @@ def served(
     section: TeachersSection,
     corpus: Corpus,
     tables: Sequence[EmbeddingTable | None],
+    gpus: float,
     reporter: Reporter,
     teacher_indices: Sequence[int] | None = None,
 ) -> Iterator[Any]:
@@ -162,6 +163,7 @@ def served(
         section: The teachers.
         corpus: The corpus whose row ids are requested.
         tables: Each teacher's table, or None for a live teacher.
+        gpus: GPUs of a server that computes with a model or ranks.
         reporter: Receives warnings of unresponsive actors.
         teacher_indices: Indices of the teachers that have servers. Default: all.
 
@@ -176,7 +178,7 @@ def served(
             if table is not None
             else live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
         )
-        factories[number] = make, server_resources(section, teacher)
+        factories[number] = make, server_resources(section, teacher, gpus)
     job = _run_token()
     # Pinned to the driver's node: losing another node must not end the pool, which would end all servers.
     driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -238,7 +240,7 @@ def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[]
     return lambda: serving(teacher, EmbeddingTable(store.path, identity))
 
 
-def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int) -> Callable[[], Teacher]:
+def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Callable[[], Teacher]:
     """Return a function that loads a teacher and opens the corpus in a server's process."""
     from distcse.teachers.kinds import open_live  # imported here, so that servers of tables do not import PyTorch
 

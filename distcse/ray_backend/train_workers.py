@@ -18,13 +18,20 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from distcse.errors import DistcseError, EncoderError, ProcessLostError, RunError, StoppedEarlyError, WorkersLostError
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.distillation.resources import requests_of_run, resources_per_worker
+from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
+from distcse.placement.gpu_shares import process_group_backend
 from distcse.placement.resources import Resources, count_fitting, format_resources
 from distcse.ray_backend.cluster import worker_environment
-from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_worker, reporter_of
+from distcse.ray_backend.event_channel import (
+    EventChannel,
+    announce_end,
+    announce_failure,
+    announce_worker,
+    reporter_of,
+)
 from distcse.ray_backend.network import use_interface_of
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, responsive_nodes
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, responsive_nodes
 from distcse.ray_backend.versions import (
     has_returned_value,
     is_lost_event_actor,
@@ -44,28 +51,32 @@ if TYPE_CHECKING:
 
 _WAIT_WARNING_S = 60.0
 """Seconds without a started worker after which the run warns."""
+_FAILURE_WAIT_S = 10.0
+"""Seconds after a worker's error for the others to return theirs, before they are killed."""
 
 
-def train_in_workers(spec: TrainSpec, servers: Any, reporter: Reporter) -> TrainResult:
+def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
     """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
     Args:
         spec: The run.
         servers: The actor that holds the teachers' servers.
+        resources: What the workers and the other processes of the training reserve.
         reporter: Receives rank 0's events in this process; its stop request is passed on to the workers.
 
     Raises:
         WorkersLostError: Workers failed more often than training.max_failures allows.
         ClusterTooSmallError: A lost node was not replaced in time.
         ProcessLostError: The event channel or Ray Train's controller was lost.
+        OutOfMemoryError: A step needs more memory than a worker's device has.
         StoppedEarlyError: The run was asked to stop while no worker trained.
     """
-    training, resources = spec.recipe.training, resources_per_worker(spec.recipe, alive())
+    training = spec.recipe.training
     if training.min_workers is None:
         return _run_trainer(spec, servers, reporter, training.workers, resources, training.max_failures)
     failures = 0
     while True:
-        workers = _workers_now(spec.recipe, resources)
+        workers = _workers_now(spec.recipe, resources.per_worker)
         if workers < training.workers:
             reporter.emit(
                 LogMessage(
@@ -85,19 +96,25 @@ def train_in_workers(spec: TrainSpec, servers: Any, reporter: Reporter) -> Train
 
 
 def _run_trainer(
-    spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: Resources, max_failures: int
+    spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: RunResources, max_failures: int
 ) -> TrainResult:
+    per_worker = resources.per_worker
+    gpus = per_worker.get("GPU", 0.0)
     start_autoscaling_coordinator()
     channel = EventChannel(spec.run.name)
     trainer = _TrainerWithoutDatasets(
         _train_loop_per_worker,
-        train_loop_config={"spec": spec, "servers": servers, "events": channel.actor},
-        # NCCL refuses two workers on one GPU.
-        torch_config=_NodeNetworkTorchConfig(backend="nccl" if resources.get("GPU", 0.0) >= 1 else "gloo"),
+        train_loop_config={
+            "spec": spec,
+            "servers": servers,
+            "events": channel.actor,
+            "evaluator": resources.evaluator,
+        },
+        torch_config=_NodeNetworkTorchConfig(backend=process_group_backend(workers, gpus)),
         scaling_config=ScalingConfig(
             num_workers=workers,
-            use_gpu=bool(resources.get("GPU")),
-            resources_per_worker=dict(resources),
+            use_gpu=bool(gpus),
+            resources_per_worker=dict(per_worker),
             label_selector=spec.recipe.training.node_labels,
         ),
         run_config=RunConfig(
@@ -105,14 +122,14 @@ def _run_trainer(
             name=f"train-{time.time_ns()}",
             storage_path=str(spec.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
-            worker_runtime_env={"env_vars": worker_environment(resources.get("GPU", 0.0))},
+            worker_runtime_env={"env_vars": worker_environment(gpus)},
         ),
     )
     # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
     watchdog = ResourceWatchdog(
-        requests_of_run(spec.recipe, resources, workers),
+        resources.requests(spec.recipe, workers),
         lambda warning: reporter.emit(LogMessage(warning, warning=True)),
     )
     warn_at, has_warned = time.monotonic() + _WAIT_WARNING_S, False
@@ -123,11 +140,15 @@ def _run_trainer(
                 raise StoppedEarlyError(
                     f"stopped while no worker trained. Resume from the last checkpoint: --resume {spec.run}"
                 )
+            if (failure := channel.failure(_FAILURE_WAIT_S)) is not None and not running.done():
+                # The other workers wait for the failed one in a collective operation.
+                channel.kill_workers()
+                raise failure
             watchdog.check()
             if not has_warned and time.monotonic() > warn_at:
                 has_warned = True
                 if not channel.has_started:
-                    needed = f"{workers} workers of {format_resources(resources)} each"
+                    needed = f"{workers} workers of {format_resources(per_worker)} each"
                     warning = f"no worker has started for {_WAIT_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
                     reporter.emit(LogMessage(warning, warning=True))
             time.sleep(0.2)
@@ -203,30 +224,34 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
     with gc_paused():
         from distcse.distributed import on_all_ranks
         from distcse.experiments.distillation.distillation_task import train_student
-        from distcse.ray_backend.assigned_resources import use_assigned_threads
+        from distcse.experiments.distillation.teacher_clients import teacher_clients
+        from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics
         from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 
     silence_train_reports()
+    use_assigned_gpus()
     use_assigned_threads()
     spec: TrainSpec = config["spec"]
     try:
         servers = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
     except DistcseError as error:
         return error
-    clients = [
-        RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
+    served = {
+        number: RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
         for number, server in servers.items()
-    ]
+    }
     reporter = reporter_of(config["events"])
-    is_async = spec.recipe.evaluation.async_eval is not None
-    context = RemoteEvaluator(spec, servers, reporter) if is_async else nullcontext()
+    request = config["evaluator"]
+    context = nullcontext() if request is None else RemoteEvaluator(spec, servers, request, reporter)
     try:
         with context as evaluator:
-            return train_student(spec, clients, reporter, ray.train.report, evaluator)
+            return train_student(spec, teacher_clients(spec, served), reporter, ray.train.report, evaluator)
     except (EncoderError, RunError) as error:
-        # All workers raise it at the same step. A restart would repeat it, so it is returned, not raised.
+        # A restart would repeat it, so it is returned, not raised. Most errors are raised by all workers at the same step; one
+        # without memory is alone.
+        announce_failure(config["events"], error)
         return error
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from distcse.data import Corpus
 from distcse.errors import RunRecordError
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.backend import DeviceCall, EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.distillation_task import train_student
+from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
+from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Resources
 from distcse.ray_backend.metrics import QueueMetrics, metered
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 from distcse.storage import to_uri
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
+
+T = TypeVar("T")
 
 
 class TrialBackend:
@@ -55,24 +60,32 @@ class TrialBackend:
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Train the student with the shared teachers."""
-        if not self._in_own_process:
-            from distcse.ray_backend.train_workers import (
-                train_in_workers,  # Ray Train, which trials in one process do not need
-            )
-
-            return train_in_workers(spec, self._servers, reporter)
         section = spec.recipe.teachers
+        if section.serve == "worker":
+            spec = with_worker_tables(spec, tables)
+        if not self._in_own_process:
+            # Ray Train, which trials in one process do not need
+            from distcse.experiments.distillation.resources import plan_run
+            from distcse.ray_backend.nodes import alive
+            from distcse.ray_backend.train_workers import train_in_workers
+
+            return train_in_workers(spec, self._servers, plan_run(spec.recipe, alive()), reporter)
         servers = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
-        sources = [
-            LocalTeacherClient(serving(teacher, table))
+        served: dict[int, TeacherClient] = {
+            number: LocalTeacherClient(serving(teacher, table))
             if table is not None
             else RemoteTeacherClient(servers[number], QueueMetrics(spec.run.name, number, worker=0).track)
             for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
-        ]
-        return train_student(spec, sources, reporter)
+            if number not in spec.worker_tables
+        }
+        return train_student(spec, teacher_clients(spec, served), reporter)
 
     def open_groups(
         self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
     ) -> AbstractContextManager[list[Group]]:
         """Raise an error: the groups of a mutual distillation's trial run in the trial's process, with `LocalBackend`."""
         raise NotImplementedError
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        """Call the functions in the trial's process, which has the trial's device."""
+        return LocalBackend().run_on_devices(calls, options, reporter)

@@ -27,7 +27,7 @@ BEFORE_IMPORT = {
 """Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
 
 SEES_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables with which Ray does not hide GPUs from a task that reserves none. `num_gpus=0` always hides them."""
+"""Variables with which Ray does not hide GPUs from a process that reserves none: the default of 2.60, not of 2.53."""
 
 LOCAL_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",

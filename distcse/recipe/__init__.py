@@ -36,6 +36,7 @@ from distcse.recipe.losses.rank_regression import RankRegressionSection
 from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import ObjectiveSection
+from distcse.recipe.resources import GpuMode, ResourcesSection
 from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
 from distcse.recipe.section import decided
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
@@ -55,6 +56,7 @@ __all__ = [
     "EvaluationSection",
     "FalseNegativesSection",
     "FinalRunsSection",
+    "GpuMode",
     "GroupSection",
     "InfoNCESection",
     "LoggersSection",
@@ -76,6 +78,7 @@ __all__ = [
     "Recipe",
     "RecipeInputs",
     "RegressionSection",
+    "ResourcesSection",
     "ScheduleSection",
     "SearchSection",
     "StorageSection",

@@ -13,6 +13,7 @@ from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
     from distcse.recipe.loggers import LoggersSection
+    from distcse.recipe.resources import GpuMode, ResourcesSection
     from distcse.recipe.schema import CorpusSection, StorageSection
     from distcse.recipe.teachers import TeacherSection
     from distcse.recipe.training import LoopSection
@@ -37,7 +38,8 @@ class RecipeInputs:
 class BaseRecipe(Section):
     """The settings of one run. Each kind of run has a subclass with its keys, registered with `register_recipe`.
 
-    A subclass has at least the keys `name`, `seed`, `storage` and `loggers`. One that loads encoders has `models` too.
+    A subclass has at least the keys `name`, `seed`, `storage` and `loggers`. One that loads encoders has `models` too, and one
+    that lets the user choose GPUs `resources`.
     """
 
     title: ClassVar[str]
@@ -59,6 +61,7 @@ class BaseRecipe(Section):
         name: str
         seed: int
         models: ModelsSection = ModelsSection()
+        resources: ResourcesSection
         storage: StorageSection
         loggers: LoggersSection
 
@@ -71,6 +74,11 @@ class BaseRecipe(Section):
     def uses_ray(self) -> bool:
         """Whether the run needs a Ray cluster."""
         return False
+
+    @property
+    def gpu_mode(self) -> GpuMode:
+        """`resources.gpu`; `auto` for a kind of recipe without that section."""
+        return self.resources.gpu if "resources" in type(self).model_fields else "auto"
 
     @property
     def dev_score(self) -> str:

@@ -15,6 +15,7 @@ from distcse.recipe.losses.loss_section import registered_losses
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
 from distcse.recipe.paths import absolute, absolute_folder, absolute_location, absolute_paths
+from distcse.recipe.resources import ResourcesSection, check_gpu_keys
 from distcse.recipe.section import Gpus, Name, Precision, Section
 from distcse.recipe.teachers import TeachersSection
 from distcse.recipe.training import TrainingSection
@@ -69,7 +70,8 @@ class AsyncEvalSection(Section):
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of the process."""
     gpus: Gpus | None = None
-    """GPUs of the process, or a fraction of one; null assigns none, with a warning where its nodes have GPUs."""
+    """GPUs of the process, or a fraction of one; null assigns a quarter of one, or less, where that fits next to the workers.
+    A larger number is lowered to that, with a warning, if the workers would otherwise get no GPU."""
 
 
 class EvaluationSection(Section):
@@ -160,11 +162,13 @@ class Recipe(BaseRecipe):
         "teachers.embedding_workers",
         "teachers.gpus_per_actor",
         "teachers.num_servers",
+        "teachers.serve",
         "teachers.node_labels",
         "teachers.prefetch_steps",
         "teachers.tokens_per_batch",
         "teachers.heartbeat_timeout_s",
         "evaluation.final_suites",
+        "resources",
         "storage.cache",
         "loggers",
     )
@@ -195,6 +199,8 @@ class Recipe(BaseRecipe):
     """How all models are computed."""
     evaluation: EvaluationSection = EvaluationSection()
     """Dev scores and final evaluation."""
+    resources: ResourcesSection = ResourcesSection()
+    """Resources that the run may use."""
     storage: StorageSection = StorageSection()
     """Where runs and caches are stored."""
     loggers: LoggersSection = LoggersSection()
@@ -276,12 +282,30 @@ class Recipe(BaseRecipe):
             raise ValueError(
                 "teachers.rank_noise_group is noise on lists, and no term learns from any; write teachers.rank_noise_group: null"
             )
+        if self.teachers.serve == "worker" and not (terms.keys_that_need("lists", "clean_lists") or terms.custom):
+            raise ValueError(
+                "teachers.serve: worker computes lists in the workers, and no term learns from any; write teachers.serve: auto"
+            )
         for section in terms.terms.values():
             section.check_recipe(self)
         return self
 
     @model_validator(mode="after")
     def _step_can_be_recorded(self) -> Recipe:
+        if self.training.cuda_graphs == "on" and (fixes := self._terms_to_drop):
+            raise ValueError(
+                "training.cuda_graphs records steps that do the same work in the same memory every time; "
+                f"write {', '.join(fixes)}, or training.cuda_graphs: off"
+            )
+        return self
+
+    @property
+    def changes_to_record(self) -> list[str]:
+        """Changes of the recipe without which a step cannot be captured as a CUDA graph."""
+        return [*(f"training.{fix}" for fix in self.training.changes_to_record), *self._terms_to_drop]
+
+    @property
+    def _terms_to_drop(self) -> list[str]:
         terms = self.objective
         changing = [*terms.keys_that_need("detector", active=True), *terms.keys_that_need("queue", active=True)]
         fixes = [f"{key}: null" for key in changing]
@@ -289,11 +313,18 @@ class Recipe(BaseRecipe):
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
         if self.student.trust_remote_code:
             fixes.append("student.trust_remote_code: false")
-        if self.training.cuda_graphs and fixes:
-            raise ValueError(
-                "training.cuda_graphs records steps that do the same work in the same memory every time; "
-                f"write {', '.join(fixes)}, or training.cuda_graphs: false"
-            )
+        return fixes
+
+    @model_validator(mode="after")
+    def _gpus_do_not_contradict(self) -> Recipe:
+        evaluator = self.evaluation.async_eval
+        gpus = {
+            "training.gpus_per_worker": self.training.gpus_per_worker,
+            "evaluation.async_eval.gpus": evaluator.gpus if evaluator is not None else None,
+        }
+        if any(teacher.endpoint is None for teacher in self.teachers.encoders):
+            gpus["teachers.gpus_per_actor"] = self.teachers.gpus_per_actor
+        check_gpu_keys(self.resources.gpu, gpus)
         return self
 
     @model_validator(mode="after")

@@ -83,9 +83,11 @@ class TeacherSection(EncoderSection):
     """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster for tens of
     thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000)."""
     precision: FrozenPrecision = "auto"
-    """Precision of the frozen forward pass and, on a GPU, of the weights, which halves their memory below fp32. fp16 changes
-    cosines by up to 6e-4, bf16 by 4e-3 (MiniLM, 512 sentences); tables are stored in fp16 either way. `auto` is bf16 where
-    all devices that may host this teacher have fast bf16 units, else fp32."""
+    """Precision of the frozen forward pass and, on a GPU, of its matrices, which halves their memory below fp32. fp16 changes
+    cosines by up to 3.3e-4, bf16 by 2.6e-3 on a GPU and 4e-3 on a CPU
+    ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if only
+    GPUs may host this teacher (bf16 for T5 and Gemma, which overflow in fp16), bf16 where all devices have fast bf16 units,
+    else fp32."""
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:
@@ -113,11 +115,18 @@ class TeachersSection(Section):
     mode: Literal["auto", "table", "live"] = "auto"
     """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
     wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
+    serve: Literal["auto", "actor", "worker"] = "auto"
+    """Who computes lists of cosines from a table during training. `actor`: servers, on CPUs, a block of steps ahead; without
+    Ray, a thread of this process. `worker`: every training worker reads the vectors of its rows a block ahead, gathers
+    those of the others and computes the cosines on its device, which scales to large batches on many workers. Lists are
+    equal to 1e-6. `auto` is `worker` where servers would slow the training down (only with Ray, and not in sweeps), else
+    `actor`; the log names the choice. Live, cross-encoder and rank-space teachers always have servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
     gpus_per_actor: Gpus | None = None
     """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
-    one GPU to an embedding actor where there are GPUs, and none to a server, which runs during training."""
+    embedding actors one GPU each (a part of one if there are fewer GPUs than `embedding_workers`), and servers, which run during
+    training, what fits next to the workers."""
     node_labels: Labels | None = None
     """Node labels that embedding actors and servers require; null allows any node."""
     num_servers: Annotated[int, Field(ge=1)] = 1
@@ -126,7 +135,7 @@ class TeachersSection(Section):
     """Seconds without a heartbeat before a server, an embedding actor or the dev-score process counts as hung and is killed
     and restarted. Heartbeats are sent during work, however long a list or a shard takes."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Steps whose lists are sent as one object; the next block is always prefetched."""
+    """Steps whose lists are sent, or whose vectors a worker reads, as one block; the next block is always prefetched."""
     shard_rows: Annotated[int, Field(ge=1)] = 4096
     """Rows per table shard, which is the most work lost when an embedding actor is killed."""
     rank_noise_group: Annotated[int, Field(ge=2)] | None = None
@@ -136,5 +145,6 @@ class TeachersSection(Section):
     """In ListNet and ListMLE, weigh each sentence pair by exp(-spread / disagreement_scale). The spread is the standard
     deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
     Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
-    tokens_per_batch: Annotated[int, Field(ge=64)] = 4096
-    """Tokens per forward pass of a frozen model."""
+    tokens_per_batch: Annotated[int, Field(ge=64)] | None = None
+    """Tokens per forward pass of a teacher, with padding. null is 4,096 on a CPU and 16,384 on a GPU; a GPU that runs out of
+    memory continues with half, and logs it."""

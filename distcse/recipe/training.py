@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from distcse.recipe.resources import can_share_gpu
 from distcse.recipe.section import Gpus, Labels, Precision, Section
 
 _DECIDED = {
@@ -78,7 +79,8 @@ class LoopSection(Section):
     fp32. `auto` is bf16 where all devices that may train have fast bf16 units (reported by PyTorch, and measured on a CPU),
     else fp32."""
     engine: Literal["auto", "deepspeed", "torch"] = "auto"
-    """`auto` is DeepSpeed where it is installed, else plain PyTorch."""
+    """`auto` is plain PyTorch where steps are captured as CUDA graphs, else DeepSpeed where it is installed, else plain
+    PyTorch."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
     deepspeed: dict[str, Any] | None = None
@@ -128,7 +130,9 @@ class TrainingSection(LoopSection):
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, or a fraction of one; null assigns one where the cluster has enough for all workers, else none."""
+    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, or more than half of one next to servers and the
+    dev-score process, and none where there are fewer GPUs than workers. With at most 0.5, two workers may be placed on one GPU,
+    which needs engine: torch, because NCCL refuses it."""
     node_labels: Labels | None = None
     """Node labels that workers require; null allows any node."""
     dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None
@@ -139,9 +143,12 @@ class TrainingSection(LoopSection):
     backward pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass of all chunks but one;
     the gradient is that of the full batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null
     processes the batch as one."""
-    cuda_graphs: bool = False
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
-    instead of thousands. Needs one worker and engine: torch. Not run on a GPU yet."""
+    instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
+    accumulation, no gradient cache, no custom term, no queue and no detection; where the capture fails, steps run eagerly, and
+    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails. Not run on a GPU
+    yet."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after losing a worker or node."""
 
@@ -186,19 +193,40 @@ class TrainingSection(LoopSection):
         return self
 
     @model_validator(mode="after")
+    def _gpu_can_be_shared(self) -> Self:
+        if can_share_gpu(self.workers, self.gpus_per_worker) and self.engine != "torch":
+            raise ValueError(
+                f"gpus_per_worker is {self.gpus_per_worker:g}, with which two workers may be placed on one GPU; NCCL refuses "
+                "that, and DeepSpeed communicates by NCCL on GPUs; write engine: torch, or gpus_per_worker: 1"
+            )
+        return self
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _graphs_are_text(cls, value: object) -> object:
+        """Accept `on` and `off` without quotes, which YAML reads as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
     def _can_be_recorded(self) -> Self:
+        fixes = self.changes_to_record + (["engine: torch"] if self.engine == "auto" else [])
+        if self.cuda_graphs == "on" and fixes:
+            raise ValueError(
+                f"cuda_graphs records the entire step of one worker; write {', '.join(fixes)}, or cuda_graphs: off"
+            )
+        return self
+
+    @property
+    def changes_to_record(self) -> list[str]:
+        """Changes of this section without which a step cannot be captured as a CUDA graph; `engine: auto` needs none."""
         fixes = {
-            "engine: torch": self.engine != "torch",
+            "engine: torch": self.engine == "deepspeed" or self.zero_stage > 0,
             "workers: 1": self.workers > 1,
             "gradient_accumulation: 1": self.gradient_accumulation > 1,
             "grad_cache_chunk: null": self.grad_cache_chunk is not None,
             "dropout_rng_streams: null": self.dropout_rng_streams not in (None, 1),
         }
-        if self.cuda_graphs and (wanted := [fix for fix, is_needed in fixes.items() if is_needed]):
-            raise ValueError(
-                f"cuda_graphs records the entire step of one worker; write {', '.join(wanted)}, or cuda_graphs: false"
-            )
-        return self
+        return [fix for fix, is_needed in fixes.items() if is_needed]
 
     @property
     def worker_counts(self) -> list[int]:

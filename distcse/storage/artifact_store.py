@@ -7,7 +7,7 @@ are written to the mirror, then uploaded, and downloaded where they are missing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +142,14 @@ class ArtifactStore(ABC):
     @abstractmethod
     def has_folder(self) -> bool:
         """Return whether the folder is stored, without downloading it."""
+
+    @abstractmethod
+    def keep_only(self, names: Collection[str]) -> None:
+        """Delete all files of the folder that `publish` stored except some. Readers see all of the others, or none.
+
+        Raises:
+            StorageError: The disk or the object storage refuses it.
+        """
 
     @abstractmethod
     def delete_folder(self) -> None:

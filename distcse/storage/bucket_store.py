@@ -6,7 +6,8 @@ A file is one object. A folder is stored as a unit: all of its files, or none.
              <content>/<file>      the files, in a folder named by their joint checksum
 
 Only the upload of one object is atomic. Files are therefore never overwritten, because other content has another name. The
-record is uploaded after all files; old content is deleted after that. A download finds a record, and either exactly its files or
+record is uploaded after all files; old content is deleted after that. If only some files of a folder are kept, a new record
+without the others replaces the old one before these are deleted. A download finds a record, and either exactly its files or
 none of them. A folder exists if its record exists. Listings, which may be outdated, serve only for cleaning up and recovery.
 """
 
@@ -16,10 +17,10 @@ import fcntl
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,17 @@ class BucketStore(ArtifactStore):
     def has_folder(self) -> bool:
         return self._stored_record() is not None
 
+    def keep_only(self, names: Collection[str]) -> None:
+        record = self._stored_record()
+        dropped = {} if record is None else {name: entry for name, entry in record.files.items() if name not in names}
+        if record is not None and dropped:
+            kept = replace(record, files={name: entry for name, entry in record.files.items() if name in names})
+            objects.write(f"{self.uri}/{_RECORD}", dump_checked_json(asdict(kept)).encode())
+            self._delete_files(replace(record, files=dropped))
+        for file in self._local_files():
+            if file.relative_to(self.path).as_posix() not in names:
+                file.unlink(missing_ok=True)
+
     def delete_folder(self) -> None:
         if (record := self._stored_record()) is not None:
             objects.delete(f"{self.uri}/{_RECORD}")
@@ -170,8 +182,11 @@ class BucketStore(ArtifactStore):
         return f"{self.uri}/{record.content}/{name}"
 
     def _store(self, name: str, file: Path, new: _Record, old: _Record | None) -> None:
-        same = old is not None and old.files.get(name) == new.files[name] and new.files[name][0] <= _MAX_COPY_BYTES
-        if not (old and same and objects.copy(self._file_uri(old, name), self._file_uri(new, name))):
+        same = old is not None and old.files.get(name) == new.files[name]
+        if old and same and old.content == new.content:  # a part of this content, left by `keep_only`
+            return
+        can_copy = same and new.files[name][0] <= _MAX_COPY_BYTES
+        if not (old and can_copy and objects.copy(self._file_uri(old, name), self._file_uri(new, name))):
             objects.write(self._file_uri(new, name), file)
 
     def _delete_files(self, record: _Record) -> None:

@@ -19,7 +19,7 @@ class Digest:
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def update(self, content: bytes) -> None:
+    def update(self, content: bytes | memoryview) -> None:
         """Add content."""
         self._digest.update(content)
 

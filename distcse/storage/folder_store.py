@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +44,12 @@ class FolderStore(ArtifactStore):
 
     def has_folder(self) -> bool:
         return self.path.is_dir()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        with storage_errors(self.path):
+            for file in self.path.rglob("*"):
+                if file.is_file() and file.relative_to(self.path).as_posix() not in names:
+                    file.unlink()
 
     def delete_folder(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

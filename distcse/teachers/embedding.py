@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distcse.data import Corpus
+from distcse.models import Encoder
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -27,11 +29,29 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
     return EmbeddingTable.locate(cache, identity)
 
 
-def embed_shard(encoder: Embedder, corpus: Corpus, table: EmbeddingTable, shard: int, tokens_per_batch: int) -> int:
-    """Embed the rows of one shard in the table's precision, store them, and return their number."""
-    rows = table.shard_range(shard)
-    vectors = encoder.encode(
-        corpus.texts(rows), batch_tokens=tokens_per_batch, precision=table.identity.precision, normalize=False
+def embed_shards(
+    encoder: Embedder, corpus: Corpus, table: EmbeddingTable, shards: Sequence[int], tokens_per_batch: int | None
+) -> Iterator[int]:
+    """Embed shards in the table's precision, store each, and then yield its number of rows.
+
+    A model on a GPU embeds the next shard while one is stored.
+
+    Args:
+        encoder: The teacher.
+        corpus: The table's corpus.
+        table: The table.
+        shards: Numbers of the shards.
+        tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
+    """
+    rows = [table.shard_range(shard) for shard in shards]
+    texts, precision = (corpus.texts(each) for each in rows), table.identity.precision
+    each_vectors = (
+        encoder.encode_each(texts, batch_tokens=tokens_per_batch, precision=precision, normalize=False)
+        if isinstance(encoder, Encoder)
+        else (
+            encoder.encode(each, batch_tokens=tokens_per_batch, precision=precision, normalize=False) for each in texts
+        )
     )
-    table.write_shard(shard, vectors)
-    return len(rows)
+    for shard, shard_rows, vectors in zip(shards, rows, each_vectors, strict=True):
+        table.write_shard(shard, vectors)
+        yield len(shard_rows)

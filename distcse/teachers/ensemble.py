@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.data import duplicate_mask
+from distcse.device import to_device
 from distcse.losses import TeacherOutputs, disagreement_weights, mix_lists, shuffle_rank_groups
 from distcse.teachers.teacher import Teacher
+
+if TYPE_CHECKING:
+    from distcse.teachers.worker_vectors import WorkerVectors
 
 Lists = NDArray[np.float32]
 Batches = Callable[[int, int], NDArray[np.int64]]
@@ -47,23 +51,29 @@ class LocalTeacherClient:
 @dataclass(frozen=True)
 class _Block:
     first: int
-    answers: list[Future[Lists]]
+    answers: dict[int, Future[Lists]]
+    """Lists by teacher index."""
+    own: Future[Tensor] | None
+    """Vectors of this worker's rows, for the teachers whose lists it computes itself."""
 
 
 class TeacherEnsemble:
     """Computes the weighted mean of T teachers' lists for every step, prefetching one block of steps.
 
     Args:
-        clients: One client per teacher.
+        clients: One client per teacher. Those of teachers whose lists the worker computes itself get no request.
         weights: The teachers' weights, by row id.
         batches: `batches(first, count)` returns the (count, L) row ids of the lists of steps `first` to `first + count`. It
             must be a pure function of the step, because lists are requested before training reaches the step.
         rows: This worker's slice of each global batch.
         steps: The steps to train.
-        block_steps: Maximum number of steps in a block. Default: 32. A teacher's block has at most 32 MiB.
+        block_steps: Maximum number of steps in a block. Default: 32. A teacher's block of lists, and all teachers' block of
+            vectors, has at most 32 MiB.
         shuffle: Rank noise: size of the groups that `shuffle_rank_groups` permutes, and a function from step to seed.
             Default: none.
         disagreement_scale: `scale` of `disagreement_weights`. Default: all pairs have weight 1.
+        worker_vectors: Computes the lists of some teachers in this worker, on whose device all lists are then mixed.
+            Default: of none; lists are mixed on the CPU.
 
     Source:
         RankCSE (Liu et al. 2023), §4.4, for any number of teachers.
@@ -79,10 +89,14 @@ class TeacherEnsemble:
         block_steps: int = 32,
         shuffle: tuple[int, Callable[[int], int]] | None = None,
         disagreement_scale: float | None = None,
+        worker_vectors: WorkerVectors | None = None,
     ) -> None:
         if not clients:
             raise ValueError("clients is empty; pass at least one")
-        self._clients = clients
+        self._worker_vectors = worker_vectors
+        computed = worker_vectors.teachers if worker_vectors is not None else []
+        self._served = {number: client for number, client in enumerate(clients) if number not in computed}
+        self._device = torch.device("cpu") if worker_vectors is None else worker_vectors.device
         self._weights = weights
         self._disagreement_scale = disagreement_scale
         self._batches = batches
@@ -102,9 +116,10 @@ class TeacherEnsemble:
             self._blocks.append(self._request_block(self._blocks[0].first + self._block_steps))
         block = self._blocks[0]
         started = time.perf_counter()
-        answers = [answer.result() for answer in block.answers]
+        answers = {number: answer.result()[step - block.first] for number, answer in block.answers.items()}
+        own = None if block.own is None else block.own.result()[step - block.first]
         self.wait_s += time.perf_counter() - started
-        lists = torch.from_numpy(np.stack([answer[step - block.first] for answer in answers]))
+        lists = self._stack(step, answers, own)
         columns = self._batches(step, 1)[0]
         weights = self._weights(columns[self._rows])
         scale = self._disagreement_scale
@@ -114,15 +129,33 @@ class TeacherEnsemble:
             return TeacherOutputs(mixed, pair_weights)
         group, seed_of = self._shuffle
         # Exclude duplicates: permuting would assign their similarity of 1 to an unrelated sentence.
-        duplicates = torch.from_numpy(duplicate_mask(columns, self._rows))
+        duplicates = to_device(torch.from_numpy(duplicate_mask(columns, self._rows)), self._device)
         noisy = shuffle_rank_groups(mixed, group, seed_of(step), self._rows.start or 0, duplicates)
         return TeacherOutputs(noisy, pair_weights, clean_similarities=mixed)
 
+    def _stack(self, step: int, answers: dict[int, Lists], own: Tensor | None) -> Tensor:
+        """Return the (T, R, L) lists of a step, on the device; `own` are the vectors for those computed in this worker."""
+        served = to_device(torch.from_numpy(np.stack(list(answers.values()))), self._device) if answers else None
+        if self._worker_vectors is None or own is None:
+            assert served is not None
+            return served
+        lists = self._worker_vectors.lists(step, own)
+        if served is not None:
+            lists.update(zip(answers, served, strict=True))
+        return torch.stack([lists[number] for number in sorted(lists)])
+
     def _request_block(self, first: int) -> _Block:
-        columns = self._batches(first, min(self._block_steps, self._steps.stop - first))
-        return _Block(first, [client.request(columns, self._rows) for client in self._clients])
+        count = min(self._block_steps, self._steps.stop - first)
+        own = None if self._worker_vectors is None else self._worker_vectors.request(first, count)
+        if not self._served:
+            return _Block(first, {}, own)
+        columns = self._batches(first, count)
+        answers = {number: client.request(columns, self._rows) for number, client in self._served.items()}
+        return _Block(first, answers, own)
 
     def _limit_block_steps(self, block_steps: int) -> int:
-        columns = self._batches(self._steps.start, 1).shape[1]
-        list_bytes = len(range(columns)[self._rows]) * columns * np.dtype(np.float32).itemsize
-        return max(1, min(block_steps, int(_MAX_BLOCK_BYTES // list_bytes)))
+        step_bytes = [] if self._worker_vectors is None else [self._worker_vectors.step_bytes]
+        if self._served:
+            columns = self._batches(self._steps.start, 1).shape[1]
+            step_bytes.append(len(range(columns)[self._rows]) * columns * np.dtype(np.float32).itemsize)
+        return max(1, min(block_steps, int(_MAX_BLOCK_BYTES // max(step_bytes))))

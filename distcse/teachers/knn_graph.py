@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError
-from distcse.storage import dump_label, load_checked_label, open_store, text_checksum
+from distcse.storage import ArtifactStore, dump_label, load_checked_label, open_store, text_checksum
 from distcse.teachers.knn import knn
-from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.table import EmbeddingTable, TableIdentity
 
 _FORMAT = 1
 _FILE, _LABEL = "neighbors.npy", "graph.json"
@@ -39,36 +41,55 @@ def joined_vectors(
     return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
 
-def prepare_knn_graph(
-    tables: Sequence[EmbeddingTable], alphas: Sequence[float], num_neighbors: int, cache: Path
-) -> Path:
-    """Compute the neighbor graph of a corpus, or find it in the cache, and return its folder.
+@dataclass(frozen=True)
+class KnnGraphSpec:
+    """Describes a neighbor graph; small enough to send to another process."""
 
-    Args:
-        tables: One complete table per teacher, of the same corpus.
-        alphas: The teachers' weights.
-        num_neighbors: Neighbors per row.
-        cache: The cache folder.
+    tables: Sequence[tuple[ArtifactStore, TableIdentity]]
+    """Folder and identity of each teacher's complete table, all of the same corpus."""
+    alphas: Sequence[float]
+    """The teachers' weights."""
+    num_neighbors: int
+    """Neighbors per row."""
+    cache: ArtifactStore
+    """The cache folder."""
 
-    Raises:
-        MissingDependencyError: faiss is not installed.
-        StorageWriteError: The cache cannot be written.
-    """
-    identity = [_FORMAT, [table.identity.key for table in tables], [a / sum(alphas) for a in alphas], num_neighbors]
-    key = text_checksum(json.dumps(identity))
-    folder = cache / "knn_graphs" / key
-    store = open_store(folder)
-    store.fetch_folder()
-    if _is_intact(folder):
+    @property
+    def store(self) -> ArtifactStore:
+        """The graph's folder in the cache."""
+        return self.cache / "knn_graphs" / text_checksum(json.dumps(self._identity))
+
+    def find(self) -> Path | None:
+        """Return the graph's folder; None if the cache has no intact graph."""
+        store = self.store
+        store.fetch_folder()
+        if not _is_intact(store.path):
+            return None
         store.publish()
-        return folder
-    vectors = joined_vectors(tables, alphas, np.arange(tables[0].identity.rows))
-    _, found = knn(vectors, num_neighbors, "training.neighbor_batching")
-    with store.write_folder(lambda: _is_intact(folder)) as temporary:
-        np.save(temporary / _FILE, _drop_self(found)[:, :num_neighbors].astype(np.int32))
-        (temporary / _LABEL).write_text(dump_label(temporary / _FILE, inputs=identity))
-    store.publish()
-    return folder
+        return store.path
+
+    def prepare(self) -> Path:
+        """Return the graph's folder, after computing the graph unless it is in the cache.
+
+        Raises:
+            MissingDependencyError: faiss is not installed.
+            StorageWriteError: The cache cannot be written.
+        """
+        if (folder := self.find()) is not None:
+            return folder
+        store, tables = self.store, [EmbeddingTable(store.path, identity) for store, identity in self.tables]
+        vectors = joined_vectors(tables, self.alphas, np.arange(tables[0].identity.rows))
+        _, found = knn(vectors, self.num_neighbors, "training.neighbor_batching")
+        with store.write_folder(lambda: _is_intact(store.path)) as temporary:
+            np.save(temporary / _FILE, _drop_self(found)[:, : self.num_neighbors].astype(np.int32))
+            (temporary / _LABEL).write_text(dump_label(temporary / _FILE, inputs=self._identity))
+        store.publish()
+        return store.path
+
+    @property
+    def _identity(self) -> list[Any]:
+        weights = [alpha / sum(self.alphas) for alpha in self.alphas]
+        return [_FORMAT, [identity.key for _, identity in self.tables], weights, self.num_neighbors]
 
 
 def knn_graph_checksum(folder: Path) -> str:

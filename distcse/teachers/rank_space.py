@@ -33,4 +33,4 @@ class RankSpaceTeacher:
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """Return the (B, R, C) rank-space similarities in [-1, 1] of (B, C) row ids; see `Teacher.similarities`."""
-        return np.stack([self._space.similarities(self._table.vectors(batch), rows) for batch in columns])
+        return np.stack(self._space.lists((self._table.vectors(batch) for batch in columns), rows))

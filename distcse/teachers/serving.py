@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from distcse.recipe import TeacherSection
+from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import TableTeacher, Teacher
 
@@ -24,3 +26,17 @@ def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
 
     drawn = np.random.default_rng(_REFERENCES_SEED).permutation(table.identity.rows)[: teacher.num_references]
     return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device(), teacher.is_fast)
+
+
+def cosine_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:
+    """Return the tables whose cosines are their teacher's lists, by teacher index: what training workers can compute.
+
+    Args:
+        section: The teachers.
+        tables: One per teacher; None for a live teacher.
+    """
+    return {
+        number: table
+        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
+        if table is not None and teacher.similarity == "cosine"
+    }

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +128,7 @@ class EmbeddingTable:
     def missing_shards(self) -> list[int]:
         """Return the shards that are missing or damaged. Call it once per run: it computes every shard's checksum."""
         with ThreadPoolExecutor(max_workers=4) as pool:
-            intact = list(pool.map(self._is_intact, range(self.identity.shards)))
+            intact = list(pool.map(self.is_intact, range(self.identity.shards)))
         return [shard for shard, is_intact in enumerate(intact) if not is_intact]
 
     def write_shard(self, shard: int, vectors: NDArray[np.float32]) -> None:
@@ -154,6 +155,16 @@ class EmbeddingTable:
         write_text_atomic(self._label(shard), label)
         self._stored(shard).publish(self._parts(shard))
 
+    @property
+    def dimension(self) -> int:
+        """d, the size of a vector.
+
+        Raises:
+            EmbeddingTableError: The first shard is missing or damaged.
+            ObjectStorageError: It cannot be downloaded.
+        """
+        return int(self._open(0).shape[1])
+
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of n row ids. They are normalized again, because float16 changes norms by 1e-4.
 
@@ -165,27 +176,52 @@ class EmbeddingTable:
             ObjectStorageError: A shard cannot be downloaded.
         """
         ids = np.asarray(rows, dtype=np.int64)
+        if not len(ids):
+            return np.empty((0, 0), dtype=np.float32)
+        found = self._gather(ids, np.dtype(np.float32))
+        found /= self._norms(ids, found)
+        return found
+
+    def stored_vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float16]:
+        """Read the vectors of n row ids as they are stored; their norms are between 0.9999 and 1.0001.
+
+        Returns:
+            (n, d) float16 vectors.
+
+        Raises:
+            EmbeddingTableError: A shard is missing or damaged.
+            ObjectStorageError: A shard cannot be downloaded.
+        """
+        ids = np.asarray(rows, dtype=np.int64)
+        found: NDArray[np.float16] = self._gather(ids, np.dtype(np.float16))
+        self._norms(ids, found.astype(np.float32))  # raises for a damaged row
+        return found
+
+    def _gather(self, ids: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Gather (n, d) vectors from their shards, converted to a type but not normalized."""
         order = np.argsort(ids, kind="stable")
-        shards = ids[order] // self.identity.shard_rows
-        bounds = np.flatnonzero(np.diff(shards)) + 1
-        out: NDArray[np.float32] | None = None
+        bounds = np.flatnonzero(np.diff(ids[order] // self.identity.shard_rows)) + 1
+        found = np.empty((len(ids), self._open(int(ids[0] // self.identity.shard_rows)).shape[1]), dtype=dtype)
         for indices in np.split(order, bounds):
             shard = int(ids[indices[0]] // self.identity.shard_rows)
-            part = self._open(shard)[ids[indices] - shard * self.identity.shard_rows]
-            if out is None:
-                out = np.empty((len(ids), part.shape[1]), dtype=np.float32)
-            out[indices] = part
-        if out is None:
-            return np.empty((0, 0), dtype=np.float32)
-        norms = np.linalg.norm(out, axis=1, keepdims=True)
-        if not (np.isfinite(norms) & (norms > 0)).all():
-            row = ids[np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))[0]]
+            found[indices] = self._open(shard)[ids[indices] - shard * self.identity.shard_rows]
+        return found
+
+    def _norms(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the (n, 1) norms of rows' vectors.
+
+        Raises:
+            EmbeddingTableError: A vector is zero, NaN or infinite.
+        """
+        norms: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
+        is_intact = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
+        if not is_intact.all():
+            row = ids[np.flatnonzero(~is_intact)[0]]
             raise EmbeddingTableError(
                 f"table {self.store} is damaged at row {row} in shard {row // self.identity.shard_rows}; "
                 "start the run again to embed the shard again"
             )
-        out /= norms
-        return out
+        return norms
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         if shard not in self._opened:
@@ -203,7 +239,7 @@ class EmbeddingTable:
                 ) from None
         return self._opened[shard]
 
-    def _is_intact(self, shard: int) -> bool:
+    def is_intact(self, shard: int) -> bool:
         """Return whether a shard is complete. Trust its record in object storage: only the server downloads the shard."""
         stored = self._stored(shard)
         if stored.has_folder():

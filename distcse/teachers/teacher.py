@@ -37,7 +37,7 @@ class Embedder(Protocol):
         self,
         texts: Sequence[str],
         *,
-        batch_tokens: int = ...,
+        batch_tokens: int | None = ...,
         normalize: bool | None = ...,
         precision: str = ...,
         on_progress: Callable[[int], None] | None = ...,
@@ -65,10 +65,10 @@ class LiveTeacher:
         encoder: The encoder.
         corpus: The corpus whose row ids are requested.
         precision: Precision of the forward pass.
-        tokens_per_batch: Maximum number of tokens in a forward pass.
+        tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
     """
 
-    def __init__(self, encoder: Embedder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
+    def __init__(self, encoder: Embedder, corpus: Corpus, precision: str, tokens_per_batch: int | None) -> None:
         self._encoder = encoder
         self._corpus = corpus
         self._precision = precision

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from distcse.device import is_gpu
 from distcse.distributed import broadcast, on_rank_zero
-from distcse.errors import DivergedError
+from distcse.errors import DistcseError, DivergedError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoint_writer import CheckpointWriter
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
 from distcse.trainer.engines import Engine
+from distcse.trainer.snapshot import Snapshot
 from distcse.trainer.step_log import ADVICE
 from distcse.trainer.task import EvaluatedTask
 
@@ -22,7 +25,11 @@ ReportToTrain = Callable[[dict[str, float]], None]
 
 
 class CheckpointManager:
-    """Scores the model and writes its checkpoints. Every worker calls it; rank 0's score is used.
+    """Scores the model and writes its checkpoints. Every worker calls it; rank 0's score is used, and rank 0 writes.
+
+    With a GPU, checkpoints are written in a thread while training continues. At most one is being written: the next evaluation
+    waits for it. Its event and its errors come with the next report or evaluation, or at the end of the context. On CPUs,
+    training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
 
     With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, and a run that
     resumes from it requests that score again. A killed and resumed run therefore has the same scores as an undisturbed one.
@@ -53,47 +60,87 @@ class CheckpointManager:
         self._evaluator = None if evaluator is None or task.metric_name is None else evaluator
         self._pending: int | None = None
         self._blocked_s = 0.0
+        self._in_background = is_gpu(engine.device)
+        self._writer = CheckpointWriter[CheckpointSaved](self._in_background)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Wait for the checkpoint that is being written, except after a KeyboardInterrupt.
+
+        Raises:
+            DistcseError: Writing failed and nothing else did. Otherwise, the reason is a warning.
+        """
+        if error is None:
+            self._finish_write()
+        elif isinstance(error, Exception):
+            try:
+                self._take_written()
+            except DistcseError as failed:
+                self._emit(LogMessage(f"the last checkpoint was not written: {failed}", warning=True))
 
     def evaluate_and_save(self, state: TrainerState, should_evaluate: bool) -> TrainerState:
-        """Write a checkpoint, and score its model if `should_evaluate`. No worker returns before the checkpoint is complete.
+        """Save a checkpoint, and score its model if `should_evaluate`, after the previous checkpoint is complete.
 
         Returns:
             The state with the scores that have arrived; finished, if training must stop early.
 
         Raises:
             DivergedError: A dev score, weight or optimizer moment is not finite.
-            StorageWriteError: The checkpoint cannot be written.
+            StorageWriteError: The previous checkpoint or, on a CPU, this one cannot be written.
         """
-        if self._evaluator is None:
-            state = self._stop_early(self._evaluate_here(state)) if should_evaluate else state
-            self._save(state, self._model_state(state))
-            return state
-        state = self._collect_pending(state)
+        self._finish_write()
+        evaluator = self._evaluator if should_evaluate else None
+        if self._evaluator is not None:
+            state = self._collect_pending(state)
+        elif should_evaluate:
+            state = self._evaluate_here(state)
         state = self._stop_early(state) if should_evaluate else state
-        model_state = self._model_state(state)
-        if should_evaluate:
-            self._request(model_state, state.step)
-        if state.finished:
-            state = self._take_pending(self._evaluator, state)
-        self._save(state, model_state)
+        snapshot = self._engine.snapshot()
+        if evaluator is not None:
+            self._pending = state.step
+        if evaluator is not None and (state.finished or not self._in_background):
+            self._begin(evaluator, partial(self._finite_state, snapshot, state.step))
+            if state.finished:  # the last checkpoint contains its own score
+                state = self._take_pending(evaluator, state)
+            evaluator = None
+        if snapshot is not None:
+            self._writer.start(partial(self._write, snapshot, state, evaluator))
+        if not self._in_background:
+            self._finish_write()
         return state
 
     def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> None:
         """Request the restored checkpoint's own score again if it was pending when the run ended."""
-        if should_evaluate and not state.finished and all(step != state.step for step, _ in state.scores):
-            self._request(restored, state.step)
+        is_scored = any(step == state.step for step, _ in state.scores)
+        if self._evaluator is not None and should_evaluate and not state.finished and not is_scored:
+            self._pending = state.step
+            self._begin(self._evaluator, lambda: restored)
 
     def collect(self, state: TrainerState) -> TrainerState:
-        """Return the state with the pending score, if it has arrived."""
-        if self._evaluator is None or self._pending is None or not on_rank_zero(self._evaluator.is_ready):
-            return state
-        return self._collect_pending(state)
+        """Report a checkpoint that has been written, and return the state with the pending score, if it has arrived.
 
-    def _request(self, model_state: ModelState, step: int) -> None:
-        if self._evaluator is not None:
-            self._pending = step
-            with self._blocking():
-                on_rank_zero(partial(self._evaluator.begin, model_state))
+        Raises:
+            DivergedError: A dev score, or a weight or moment of the checkpoint, is not finite.
+            StorageWriteError: The checkpoint could not be written.
+        """
+        evaluator = self._evaluator if self._pending is not None else None
+        if not self._in_background and evaluator is None:
+            return state
+
+        def report_written() -> bool:
+            if self._writer.is_busy():  # and has not begun the score, or could not mark its checkpoint as the best
+                return False
+            self._take_written()
+            return evaluator is not None and evaluator.is_ready()
+
+        return self._collect_pending(state) if on_rank_zero(report_written) else state
+
+    def _begin(self, evaluator: AsyncEvaluator, model_state: Callable[[], ModelState]) -> None:
+        """Begin a score while training waits."""
+        with self._blocking():
+            on_rank_zero(lambda: evaluator.begin(model_state()))
 
     def _collect_pending(self, state: TrainerState) -> TrainerState:
         """Wait for the pending score, and mark its checkpoint, which is already written, as the best if it is."""
@@ -148,19 +195,29 @@ class CheckpointManager:
         self._emit(LogMessage(f"stopped early at step {state.step}: {scores_since_best} dev scores without a new best"))
         return TrainerState(state.step, state.scores, finished=True)
 
-    def _model_state(self, state: TrainerState) -> ModelState:
-        """Gather weights and moments, and raise `DivergedError` if one is not finite."""
-        model_state = self._engine.state()
-        if (name := model_state.first_not_finite()) is not None:
-            rows = self._task.describe_batch(max(0, state.step - 1))
+    def _write(self, snapshot: Snapshot, state: TrainerState, evaluator: AsyncEvaluator | None) -> CheckpointSaved:
+        """Write a checkpoint, and begin its score if there is an evaluator. Runs in the writer's thread."""
+        model_state = self._finite_state(snapshot, state.step)
+        if evaluator is not None:
+            evaluator.begin(model_state)
+        return CheckpointSaved(state.step, str(self._checkpoints.save(model_state, state)))
+
+    def _finite_state(self, snapshot: Snapshot | None, step: int) -> ModelState:
+        """Return rank 0's weights and moments, and raise `DivergedError` if one is not finite."""
+        assert snapshot is not None
+        model_state = snapshot.state()
+        if not snapshot.is_finite() and (name := model_state.first_not_finite()) is not None:
+            rows = self._task.describe_batch(max(0, step - 1))
             raise DivergedError(
-                f"{name} is not finite after step {state.step} ({rows}), although every loss was: its gradient is not{ADVICE}"
+                f"{name} is not finite after step {step} ({rows}), although every loss was: its gradient is not{ADVICE}"
             )
         return model_state
 
-    def _save(self, state: TrainerState, model_state: ModelState) -> None:
-        def save() -> None:
-            folder = self._checkpoints.save(model_state, state)
-            self._emit(CheckpointSaved(state.step, str(folder)))
+    def _finish_write(self) -> None:
+        """Wait for the checkpoint that is being written, and report it."""
+        on_rank_zero(self._take_written)
 
-        on_rank_zero(save)
+    def _take_written(self) -> None:
+        """Wait for the writer, and emit the event of its checkpoint, on this thread: listeners may end the run."""
+        if (saved := self._writer.take()) is not None:
+            self._emit(saved)

@@ -1,8 +1,10 @@
 """Checkpoints: weights, AdamW's moments and the trainer state, in safetensors and JSON, for any number of workers.
 
-    <run>/checkpoints/step-000125/state.safetensors   weight/NAME, exp_avg/NAME, exp_avg_sq/NAME
-                                  trainer_state.json   step, updates, dev scores, checksums
-                      latest, best                     name of a step folder, replaced atomically
+    <run>/checkpoints/step-000125/weights.safetensors      parameters and buffers, by name
+                                  exp_avg.safetensors      AdamW's moments, by parameter name; deleted from the best
+                                  exp_avg_sq.safetensors   checkpoint once two newer ones exist
+                                  trainer_state.json       step, updates, dev scores, checksums of the other files
+                      latest, best                         name of a step folder, replaced atomically
 
 DeepSpeed's checkpoints are pickles tied to the ZeRO stage and world size. Here, every engine gathers full tensors by parameter
 name. Any engine, ZeRO stage and number of workers can resume any checkpoint, and nothing is unpickled.
@@ -12,14 +14,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from distcse.errors import CheckpointError, RunError, StorageError
@@ -34,9 +37,15 @@ from distcse.storage import (
     storage_errors,
     to_uri,
 )
+from distcse.trainer.tensor_file import write_tensors
 
-_STATE, _TRAINER_STATE = "state.safetensors", "trainer_state.json"
-_STEP_FOLDER = re.compile(r"step-\d+")
+WEIGHTS = "weights"
+"""Kind of the tensors that are parameters or buffers; the other kinds are AdamW's moments."""
+_TRAINER_STATE = "trainer_state.json"
+_WEIGHTS_FILE = f"{WEIGHTS}.safetensors"
+_JOINT_FILE = "state.safetensors"
+"""The only file of tensors in the earlier format: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME."""
+_STEP_FOLDER, _TENSOR_FILE = re.compile(r"step-\d+"), re.compile(r"\w+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,24 @@ class ModelState:
     updates: int
     """Number of optimizer updates."""
 
+    @classmethod
+    def of_kinds(cls, kinds: Mapping[str, dict[str, Tensor]], updates: int) -> ModelState:
+        """Make a state of tensors by kind and name, as `by_kind` returns them."""
+        moments: dict[str, dict[str, Tensor]] = {}
+        for kind, tensors in kinds.items():
+            if kind != WEIGHTS:
+                for name, tensor in tensors.items():
+                    moments.setdefault(name, {})[kind] = tensor
+        return cls(kinds[WEIGHTS], moments, updates)
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors by kind and name; the kinds are `weights`, `exp_avg` and `exp_avg_sq`."""
+        kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: self.weights}
+        for name, moments in self.moments.items():
+            for kind, tensor in moments.items():
+                kinds.setdefault(kind, {})[name] = tensor
+        return kinds
+
     def first_not_finite(self) -> str | None:
         """Return the name of a weight or moment that contains NaN or infinity; None if all are finite."""
         tensors = {**self.weights, **{f"{kind} of {n}": t for n, m in self.moments.items() for kind, t in m.items()}}
@@ -81,8 +108,8 @@ class ModelState:
 class CheckpointStore:
     """Checkpoints of one training.
 
-    The store keeps the latest and the best checkpoint, or the latest two if these are the same. If one file is damaged on
-    disk, training can thus resume from the other checkpoint.
+    The store keeps the latest two checkpoints, so that training can resume from one if a file of the other is damaged on disk.
+    Of the best checkpoint, if it is none of them, it keeps the weights.
 
     Args:
         run: The training's folder.
@@ -113,14 +140,14 @@ class CheckpointStore:
         target = self._store / f"step-{trainer_state.step:06d}"
         with storage_errors(target.path):
             _write(state, trainer_state, target)
-            previous = self._read_pointer("latest")
+            previous = self._previous(target.path)
             self._publish(target)
             # Update `best` first: a run killed in between resumes from the previous checkpoint and repeats this save. In the
             # opposite order, it would resume after a best checkpoint that nothing points to.
             if trainer_state.best is not None and trainer_state.best[0] == trainer_state.step:
                 self._point("best", target.name)
             self._point("latest", target.name)
-        self._remove_unneeded(previous)
+        self._remove_unneeded({target.path, previous})
         return target.path
 
     def _publish(self, target: ArtifactStore) -> None:
@@ -248,60 +275,87 @@ class CheckpointStore:
             )
         return None
 
-    def _remove_unneeded(self, previous: Path | None) -> None:
-        latest, best = self._read_pointer("latest"), self._read_pointer("best")
-        has_separate_best = best is not None and best != latest and (self._store / best.name).has_folder()
-        needed = {latest, best} if has_separate_best else {latest, previous}
-        for folder in {*self._steps(), *self._store.path.glob("step-*")} - needed:
+    def _previous(self, folder: Path) -> Path | None:
+        """Return the newest checkpoint before another one. A listing may be outdated, so the pointer counts too."""
+        known = {self._read_pointer("latest"), *self._steps()}
+        return max(
+            (found for found in known if found is not None and _step(found) < _step(folder)), key=_step, default=None
+        )
+
+    def _remove_unneeded(self, resumable: set[Path | None]) -> None:
+        """Delete checkpoints that are neither resumable nor the best, and the moments of the best if it is not resumable."""
+        best = self._read_pointer("best")
+        for folder in {*self._steps(), *self._store.path.glob("step-*")} - {*resumable, best}:
             (self._store / folder.name).delete_folder()
+        if best is not None and best not in resumable:
+            (self._store / best.name).keep_only({_WEIGHTS_FILE, _JOINT_FILE, _TRAINER_STATE})
         for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write(state: ModelState, trainer_state: TrainerState, target: ArtifactStore) -> None:
-    """Write both files of a checkpoint to its local folder."""
-    tensors = {f"weight/{name}": tensor for name, tensor in state.weights.items()}
-    for name, moments in state.moments.items():
-        tensors.update({f"{kind}/{name}": tensor for kind, tensor in moments.items()})
+    """Write the files of a checkpoint to its local folder, those of tensors in parallel."""
+    files = {f"{kind}.safetensors": tensors for kind, tensors in state.by_kind().items()}
     with target.write_folder() as folder:
-        save_file(_unshare_storage(tensors), folder / _STATE)
-        content = {**asdict(trainer_state), "updates": state.updates, "state": checksum(folder / _STATE)}
+        with ThreadPoolExecutor(len(files), thread_name_prefix="checkpoint-file") as pool:
+            checksums = pool.map(lambda name: write_tensors(folder / name, files[name]), files)
+        content = {
+            **asdict(trainer_state),
+            "updates": state.updates,
+            "files": dict(zip(files, checksums, strict=True)),
+        }
         (folder / _TRAINER_STATE).write_text(dump_checked_json(content), encoding="utf-8")
 
 
-def _unshare_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Clone tensors that share memory or are views of larger ones, because safetensors cannot save them."""
-    unshared, seen = {}, set()
-    for name, tensor in tensors.items():
-        address, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        is_sole_owner = address not in seen and size == tensor.nbytes
-        unshared[name] = tensor.contiguous() if is_sole_owner else tensor.clone(memory_format=torch.contiguous_format)
-        seen.add(address)
-    return unshared
-
-
 def load_model_state(folder: Path) -> ModelState:
-    """Read a checkpoint's tensors.
+    """Read a checkpoint's weights and moments.
+
+    Raises:
+        CheckpointError: A file is missing or damaged. An older best checkpoint has no moments.
+    """
+    content = _load_trainer_json(folder)
+    with _checkpoint_errors(folder):
+        kinds = (
+            _load_joint_file(folder, content)
+            if _JOINT_FILE in _checksums(content)
+            else {name.removesuffix(".safetensors"): _load_file(folder, name, content) for name in _checksums(content)}
+        )
+        return ModelState.of_kinds(kinds, int(content["updates"]))
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Read a checkpoint's weights.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
     content = _load_trainer_json(folder)
-    try:
-        if checksum(folder / _STATE) != content["state"]:
-            raise ValueError(f"the checksum of {_STATE} differs")
-        tensors = load_file(folder / _STATE)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise _checkpoint_error(folder, error) from error
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    with _checkpoint_errors(folder):
+        if _JOINT_FILE in _checksums(content):
+            return _load_joint_file(folder, content)[WEIGHTS]
+        return _load_file(folder, _WEIGHTS_FILE, content)
+
+
+def _checksums(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the checksums of a checkpoint's files by name, and raise ValueError if a name leads outside its folder."""
+    files: dict[str, str] = {_JOINT_FILE: content["state"]} if "state" in content else content["files"]
+    if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
+        raise ValueError(f"{_TRAINER_STATE} names no files of tensors")
+    return files
+
+
+def _load_file(folder: Path, name: str, content: Mapping[str, Any]) -> dict[str, Tensor]:
+    if checksum(folder / name) != _checksums(content)[name]:
+        raise ValueError(f"the checksum of {name} differs")
+    return load_file(folder / name)
+
+
+def _load_joint_file(folder: Path, content: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    kinds: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _load_file(folder, _JOINT_FILE, content).items():
         kind, _, name = key.partition("/")
-        if kind == "weight":
-            weights[name] = tensor
-        else:
-            moments.setdefault(name, {})[kind] = tensor
-    return ModelState(weights, moments, int(content["updates"]))
+        kinds.setdefault(WEIGHTS if kind == "weight" else kind, {})[name] = tensor
+    return kinds
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
@@ -315,14 +369,16 @@ def load_trainer_state(folder: Path) -> TrainerState:
 
 
 def _load_trainer_json(folder: Path) -> dict[str, Any]:
-    try:
+    with _checkpoint_errors(folder):
         return load_checked_json(folder / _TRAINER_STATE)
-    except (OSError, ValueError) as error:
-        raise _checkpoint_error(folder, error) from error
 
 
-def _checkpoint_error(folder: Path, error: Exception) -> RunError:
-    return CheckpointError(f"checkpoint {to_uri(folder)} cannot be read ({error})")
+@contextmanager
+def _checkpoint_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {to_uri(folder)} cannot be read ({error})") from error
 
 
 def _step(folder: Path) -> int:

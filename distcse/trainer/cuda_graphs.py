@@ -4,7 +4,7 @@ A step of BERT-base launches about 8,000 kernels, which takes the host longer th
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
 rate is a tensor, and the dropout seed is set before the replay.
 
-`CudaGraphs` has not run on a GPU yet. CPU tests compare everything else with the eager step.
+`CudaGraphs` has not run on a GPU yet; tests record on a simulated one, and compare with the eager step.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from distcse.device import gpu_module
+from distcse.compat.torch import leave_capture
+from distcse.device import default_device, gpu_module
+from distcse.device_defaults import defaults_of
+from distcse.distributed import world_size
 from distcse.errors import CUDAGraphError
+from distcse.events import Listener, LogMessage
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 from distcse.trainer.engines import Engine
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
+GraphMode = Literal["auto", "on", "off"]
+"""Values of `training.cuda_graphs`."""
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 
@@ -61,8 +67,13 @@ class CudaGraphs:
         graph = self._module.CUDAGraph()
         gc.collect()  # no tensor may be freed while calls are recorded
         # thread_local: a teacher's thread may allocate during the recording.
-        with first_error(self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")):
-            result = call()
+        recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        try:
+            with first_error(recording):
+                result = call()
+        except RuntimeError:
+            leave_capture(self._module)
+            raise
 
         def replay() -> T:
             graph.replay()
@@ -86,6 +97,33 @@ def first_error(recording: AbstractContextManager[Any]) -> Iterator[None]:
         raise reason or exit_error from None
 
 
+def records_steps(mode: GraphMode) -> bool:
+    """Return whether a training in this process records its steps: on a GPU, with one worker, unless `mode` is off."""
+    return mode != "off" and world_size() == 1 and defaults_of(default_device()).records_steps
+
+
+def open_step(take_step: TakeStep, device: torch.device, mode: GraphMode, emit: Listener) -> TakeStep:
+    """Return the step to take: `take_step`, or one that records it.
+
+    Args:
+        take_step: The eager step.
+        device: Device of the training.
+        mode: `on` raises an error if a step cannot be recorded; `auto` continues with eager steps.
+        emit: Receives what was chosen, on a GPU.
+    """
+    if not records_steps(mode):
+        if mode == "on":
+            problem = "training.cuda_graphs has no effect without a GPU, or with several workers; steps run eagerly"
+            emit(LogMessage(problem, warning=True))
+        return take_step
+
+    def run_eagerly(reason: str) -> None:
+        emit(LogMessage(f"steps run eagerly: they cannot be recorded as CUDA graphs ({reason})", warning=True))
+
+    emit(LogMessage("steps are recorded as CUDA graphs; training.cuda_graphs=off runs them eagerly"))
+    return CudaGraphStep(take_step, CudaGraphs(device), None if mode == "on" else run_eagerly)
+
+
 class CudaGraphStep:
     """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
@@ -93,11 +131,16 @@ class CudaGraphStep:
         take_step: The eager step. It must use `TorchEngine` with one worker and no gradient accumulation; the inputs must
             contain one dropout seed, and the model must not replace its tensors.
         recorder: Records the step.
+        on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
     """
 
-    def __init__(self, take_step: TakeStep, recorder: Recorder) -> None:
+    def __init__(
+        self, take_step: TakeStep, recorder: Recorder, on_failure: Callable[[str], None] | None = None
+    ) -> None:
         self._take_step = take_step
         self._recorder = recorder
+        self._on_failure = on_failure
+        self._has_failed = False
         self._lr: Tensor | None = None
         self._seen: set[Any] = set()
         self._recorded: dict[Any, tuple[list[Tensor], Callable[[], dict[str, Tensor]]]] = {}
@@ -115,23 +158,22 @@ class CudaGraphStep:
             The loss terms, as the eager step returns them.
 
         Raises:
-            CUDAGraphError: The step cannot be recorded.
+            CUDAGraphError: The step cannot be recorded, and there is no `on_failure`.
         """
         if self._lr is None:
             self._lr = torch.zeros((), device=engine.device)
         self._lr.fill_(lr)  # also a tensor in eager steps: a resumed run must compute the same as replayed ones
         tensors = _find_parts(inputs, Tensor)
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if shape not in self._recorded and (shape not in self._seen or len(self._recorded) == MAX_GRAPHS):
+        if shape in self._seen - self._recorded.keys() and len(self._recorded) < MAX_GRAPHS and not self._has_failed:
+            static_inputs = _map_parts(inputs, torch.clone, Tensor)
+            recorded = self._record(engine, task, static_inputs, self._lr)
+            if recorded is not None:
+                self._recorded[shape] = _find_parts(static_inputs, Tensor), recorded
+        if shape not in self._recorded:
             self._seen.add(shape)
             with self._recorder.warming():
                 return self._take_step(engine, task, inputs, self._lr)
-        if shape not in self._recorded:
-            static_inputs = _map_parts(inputs, torch.clone, Tensor)
-            self._recorded[shape] = (
-                _find_parts(static_inputs, Tensor),
-                self._record(engine, task, static_inputs, self._lr),
-            )
         static_tensors, replay = self._recorded[shape]
         for static, new in zip(static_tensors, tensors, strict=True):
             static.copy_(new)
@@ -146,7 +188,9 @@ class CudaGraphStep:
         task: TrainingTask[ModelInputs, LossInputs, Output],
         inputs: StepInputs[ModelInputs, LossInputs],
         lr: Tensor,
-    ) -> Callable[[], dict[str, Tensor]]:
+    ) -> Callable[[], dict[str, Tensor]] | None:
+        """Record the step; None if it cannot be recorded and `on_failure` is there."""
+
         def take_step() -> dict[str, Tensor]:
             with rng_is_fixed():
                 return self._take_step(engine, task, inputs, lr)
@@ -155,10 +199,15 @@ class CudaGraphStep:
             return self._recorder.record(take_step)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            raise CUDAGraphError(
-                f"this student's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
-                "training.cuda_graphs=false"
-            ) from error
+            if self._on_failure is None:
+                raise CUDAGraphError(
+                    f"this student's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
+                    "training.cuda_graphs=off"
+                ) from error
+        self._has_failed = True
+        task.model.zero_grad()  # the attempt's gradients have no values
+        self._on_failure(reason)
+        return None
 
 
 def _find_parts(inputs: Any, kind: type[T]) -> list[T]:

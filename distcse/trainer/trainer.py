@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from distcse.device import is_gpu
+from distcse.device import default_device
 from distcse.distributed import broadcast, on_all_ranks, rank
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
@@ -14,11 +15,12 @@ from distcse.recipe import LoopSection
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
-from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep
+from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
 from distcse.trainer.engines import Engine, make_engine
+from distcse.trainer.out_of_memory import explain_out_of_memory
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog
-from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
+from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TrainingTask
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def train(
     reporter: Reporter,
     report_to_train: ReportToTrain | None = None,
     evaluator: AsyncEvaluator | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: GraphMode = "off",
+    key: str = "training",
 ) -> TrainResult:
     """Train a task from its latest checkpoint, if there is one, to its end. Every worker calls it.
 
@@ -55,13 +58,15 @@ def train(
         reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
         report_to_train: Called by every worker after every dev score. Default: none.
         evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
-        cuda_graphs: Whether to record the step as a CUDA graph on a GPU. Default: False.
+        cuda_graphs: Whether to record the step as a CUDA graph on a GPU; see `open_step`. Default: off.
+        key: Recipe key of `section`, for messages. Default: training.
 
     Raises:
         DivergedError: A loss, a dev score or a weight is not finite. The previous checkpoint remains the latest.
         StorageWriteError: A checkpoint cannot be written. The previous one remains the latest.
         CheckpointError: There are checkpoints, but all are damaged.
-        CUDAGraphError: The step cannot be recorded as a CUDA graph.
+        CUDAGraphError: `cuda_graphs` is on, and the step cannot be recorded.
+        OutOfMemoryError: A step needs more memory than the device has.
         RunTakenOverError: A later start of the run has taken over its directory.
     """
     reporter = reporter if rank() == 0 else Reporter()
@@ -71,43 +76,46 @@ def train(
     if restored is not None:
         reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
-    engine = make_engine(task.model, section, task.rows, restored)
-    take_step = _graph_step(engine, reporter) if cuda_graphs else training_step
-    manager = CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator)
+    explain = partial(explain_out_of_memory, device=default_device(), section=section, key=key)
+    records = records_steps(cuda_graphs)
+    engine = explain(partial(make_engine, task.model, section, task.rows, restored, records))
+    take_step = open_step(training_step, engine.device, cuda_graphs, reporter.emit)
     log = StepLog(task)
     task.on_start(state.step)
-    if restored is None and task.evaluates_initial_model:
-        state = manager.evaluate_and_save(state, should_evaluate=True)
-    elif restored is not None:
-        manager.resume(state, restored, should_evaluate=task.should_evaluate(state.step))
+    with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:
+        if restored is None and task.evaluates_initial_model:
+            state = manager.evaluate_and_save(state, should_evaluate=True)
+        elif restored is not None:
+            manager.resume(state, restored, should_evaluate=task.should_evaluate(state.step))
 
-    log.resume()
-    updates = task.steps // section.gradient_accumulation
-    stop = False
-    for step in range(state.step, task.steps):
-        lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
-        task.model.train()
-        inputs = task.prepare_batch(step, engine.device)  # the teachers' lists are prefetched
-        log.add(take_step(engine, task, inputs, lr))
+        log.resume()
+        updates = task.steps // section.gradient_accumulation
+        stop = False
+        task.model.train()  # once, and after each evaluation: it takes a millisecond for BERT-base
+        for step in range(state.step, task.steps):
+            lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
+            inputs = task.prepare_batch(step, engine.device)  # the teachers' lists are prefetched
+            log.add(explain(partial(take_step, engine, task, inputs, lr)))
 
-        done = step + 1
-        is_last = done == task.steps
-        if done % section.log_every == 0 or is_last:
-            reporter.emit(log.report(done, lr))
-            ends_update = done % section.gradient_accumulation == 0
-            stop = bool(broadcast(reporter.stop_requested() and ends_update))
-            state = manager.collect(state)
-            log.resume()  # step times exclude collecting a score
-        should_evaluate = task.should_evaluate(done) or is_last
-        if should_evaluate or stop:
-            log.check_finite(done)
-            log.pause()
-            state = TrainerState(done, state.scores, finished=is_last)
-            # A stop after an evaluation step scores it too, because the resumed run would not.
-            state = manager.evaluate_and_save(state, should_evaluate)
-            log.resume()
-        if stop or state.finished:
-            break
+            done = step + 1
+            is_last = done == task.steps
+            if done % section.log_every == 0 or is_last:
+                reporter.emit(log.report(done, lr))
+                ends_update = done % section.gradient_accumulation == 0
+                stop = bool(broadcast(reporter.stop_requested() and ends_update))
+                state = manager.collect(state)
+                log.resume()  # step times exclude collecting a score
+            should_evaluate = task.should_evaluate(done) or is_last
+            if should_evaluate or stop:
+                log.check_finite(done)
+                log.pause()
+                state = TrainerState(done, state.scores, finished=is_last)
+                # A stop after an evaluation step scores it too, because the resumed run would not.
+                state = manager.evaluate_and_save(state, should_evaluate)
+                task.model.train()
+                log.resume()
+            if stop or state.finished:
+                break
     engine.close()
     return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=stop and not state.finished)
 
@@ -134,14 +142,3 @@ def finished_state(checkpoints: CheckpointStore) -> TrainerState | None:
     except RunError:  # damaged; `train` reports it and resumes from an older checkpoint
         return None
     return state if state is not None and state.finished else None
-
-
-def _graph_step(engine: Engine, reporter: Reporter) -> TakeStep:
-    if is_gpu(engine.device):
-        return CudaGraphStep(training_step, CudaGraphs(engine.device))
-    reporter.emit(
-        LogMessage(
-            "training.cuda_graphs has no effect, because this machine has no GPU; steps run eagerly", warning=True
-        )
-    )
-    return training_step

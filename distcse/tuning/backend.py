@@ -40,7 +40,7 @@ class SweepBackend(Protocol):
         section: TeachersSection,
         corpus: Corpus,
         tables: Sequence[EmbeddingTable | None],
-        in_own_process: bool,
+        resources: TrialResources,
         reporter: Reporter,
     ) -> AbstractContextManager[Backend]:
         """Start the teachers' servers that all trials share; they end with the block.
@@ -49,7 +49,7 @@ class SweepBackend(Protocol):
             section: The teachers.
             corpus: The sentences.
             tables: Each teacher's table, or None for a live teacher.
-            in_own_process: Whether trials train in their own process, which reads the tables itself.
+            resources: Resources of the servers and trials. Trials that train in their own process read the tables themselves.
             reporter: Receives warnings of unresponsive servers.
 
         Returns:

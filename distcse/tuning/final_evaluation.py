@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from distcse.device import default_device
-from distcse.evaluation import Evaluation, LoadOptions, evaluate, open_candidate
+from distcse.evaluation import (
+    Evaluation,
+    LoadOptions,
+    ModelResults,
+    Tasks,
+    compare_models,
+    measure_model,
+    open_candidate,
+)
 from distcse.events import Reporter
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
 from distcse.experiments.trials import Trials
+from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
-from distcse.storage import open_store
+from distcse.recipe.resources import GpuMode
+from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.records import Trial
 from distcse.tuning.summary import BEST, variant_of
 
 
-def measure(trials: Trials, runs: Sequence[Trial], folder: Path, reporter: Reporter) -> Evaluation | None:
+def measure(
+    trials: Trials, runs: Sequence[Trial], folder: Path, gpu_mode: GpuMode, backend: Backend, reporter: Reporter
+) -> Evaluation | None:
     """Evaluate the models of the final runs on the test sets, and write each model's overlap with its training text.
 
     Args:
         trials: What the experiment knows of its trials.
         runs: The final runs.
         folder: The folder with the runs' folders.
+        gpu_mode: Whether GPUs may be used: `resources.gpu`.
+        backend: Where the models are evaluated, one after the other on each device.
         reporter: Receives progress.
 
     Returns:
         The evaluation; None without test sets or models.
+
+    Raises:
+        StoppedEarlyError: A stop was requested before all models were evaluated.
     """
+    started_at = time.perf_counter()
     tasks = trials.labelled_tasks()
     if not tasks.tasks:
         return None
-    device, precision = default_device(), trials.evaluation_precision
+    precision = trials.evaluation_precision
     found: list[tuple[str, Path, TrainedSection]] = []
     for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
         title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", folder / run.name
@@ -45,19 +68,37 @@ def measure(trials: Trials, runs: Sequence[Trial], folder: Path, reporter: Repor
             found.append((f"{title}, {name}" if name else title, model, section))
     if not found:
         return None
-    # A generator, so that only one model is in memory: those of all seeds and groups may not fit on the device.
-    candidates = (
-        open_candidate(
-            name,
-            str(model),
-            LoadOptions(
-                device=device,
-                precision=precision,
-                trust_remote_code=section.trust_remote_code,
-                is_fast=section.is_fast,
-            ),
+    calls = [
+        DeviceCall(
+            f"evaluation of {name}",
+            partial(_measure, name, open_store(model), str(model), section, precision, tasks),
+            model_memory(str(model)),
         )
         for name, model, section in found
+    ]
+    options = DeviceOptions(written={"storage.runs": folder}, uses_gpu=gpu_mode != "none")
+    results = backend.run_on_devices(calls, options, reporter)
+    devices = ", ".join(sorted({model.device for model in results}))
+    settings = {"STS": "all", "device": devices, "precision": precision}
+    return compare_models(results, tasks, settings=settings, started_at=started_at)
+
+
+def _measure(
+    name: str,
+    model: ArtifactStore,
+    source: str,
+    section: TrainedSection,
+    precision: str,
+    tasks: Tasks,
+    reporter: Reporter,
+) -> ModelResults:
+    model.fetch_folder()
+    options = LoadOptions(
+        device=default_device(),
+        precision=precision,
+        trust_remote_code=section.trust_remote_code,
+        is_fast=section.is_fast,
     )
-    settings = {"STS": "all", "device": device, "precision": precision}
-    return evaluate(candidates, tasks, settings=settings, emit=reporter.emit)
+    candidate = open_candidate(name, str(model.path), options)
+    candidate = replace(candidate, info=replace(candidate.info, source=source))
+    return measure_model(candidate, tasks, reporter.emit)

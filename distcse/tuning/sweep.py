@@ -21,9 +21,12 @@ from distcse.errors import RunDirectoryError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
+from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
-from distcse.experiments.trials import Trials
+from distcse.experiments.run_scope import joined_for_devices
+from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
+from distcse.placement.gpu_plan import report_plans
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.runs.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
 from distcse.runs.lease import Lease
@@ -34,7 +37,7 @@ from distcse.tuning.final_evaluation import measure
 from distcse.tuning.records import Trial, find_best_trial, read_trials
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
-from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
+from distcse.tuning.trial_resources import TrialResources, plans_of_trials, trial_resources
 from distcse.tuning.trial_table import write_tables
 from distcse.tuning.trial_tracking import track_trials
 
@@ -133,7 +136,8 @@ def run_sweep(
         DistcseError: The sweep cannot continue. Ended trials are not repeated on resuming.
     """
     space = check(recipe, sweep)
-    with Lease.held(directory, reporter):
+    policy = gpu_policy(recipe.gpu_mode, computes_here=False)
+    with policy, Lease.held(directory, reporter), joined_for_devices(backend.cluster):
         reporter = Reporter(combine_listeners(reporter.emit), reporter.stop_requested)
         return _run(recipe, sweep, space, directory, backend, reporter)
 
@@ -153,13 +157,12 @@ def _run(
     with backend.cluster.joined():
         require_trial_loggers(sweep.loggers)  # fail before the teachers embed the corpus
         nodes = backend.cluster.nodes()
-        resources = trial_resources(recipe, sweep, [node.resources for node in nodes])
-        for warning in lost_gpus_of_trials(recipe, sweep, resources, nodes):
-            reporter.emit(LogMessage(warning, warning=True))
-        recipe = _with_precisions(recipe, backend.cluster, directory, resources.gpus, reporter)
+        resources = trial_resources(recipe, sweep, nodes)
+        report_plans(plans_of_trials(recipe, sweep, resources, nodes), reporter.emit)
+        recipe = _with_precisions(recipe, backend.cluster, directory, resources.trial_gpus, reporter)
         shared = experiment_of(recipe).trials
         _require_shared(recipe, shared, backend.cluster, directory)
-        with _trial_backend(shared, backend, resources.in_own_process, reporter) as trial_backend:
+        with _trial_backend(shared, backend, resources, reporter) as trial_backend:
             try:
                 trained = shared.recipe(resources.cpus, resources.gpus)
                 context = TrialContext(trained, open_store(directory / _TRIALS), trial_backend)
@@ -179,14 +182,16 @@ def _run(
     write_tables(trials, directory)
     if best_trial is not None and not interrupted:
         final_results = read_trials(directory / _FINAL_RUNS)
-        evaluation = measure(experiment_of(recipe).trials, final_results, directory / _FINAL_RUNS, reporter)
+        folder = directory / _FINAL_RUNS
+        trials_of_recipe = experiment_of(recipe).trials
+        evaluation = measure(trials_of_recipe, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
         if evaluation is not None:
             evaluation.write(directory / "evaluation.json")
     return SweepResult(recipe, sweep, directory, trials, best_trial, final_results, evaluation, interrupted)
 
 
 def _with_precisions(
-    recipe: BaseRecipe, cluster: Cluster, directory: Path, gpus: float, reporter: Reporter
+    recipe: BaseRecipe, cluster: Cluster, directory: Path, gpus: TrialGpus, reporter: Reporter
 ) -> BaseRecipe:
     """Return the recipe with the precisions that all trials share, and save it for a resumed sweep."""
     decided = experiment_of(recipe).trials.with_precisions(cluster, reporter, gpus)
@@ -204,7 +209,7 @@ def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: Cluster, direct
 
 @contextmanager
 def _trial_backend(
-    trials: Trials, backend: SweepBackend, in_own_process: bool, reporter: Reporter
+    trials: Trials, backend: SweepBackend, resources: TrialResources, reporter: Reporter
 ) -> Iterator[Backend | None]:
     """Build the teachers' tables and start their servers once for all trials.
 
@@ -215,7 +220,7 @@ def _trial_backend(
     if shared is None or section is None:
         yield None
         return
-    with backend.serve_trials(section, shared.corpus, shared.tables, in_own_process, reporter) as trial_backend:
+    with backend.serve_trials(section, shared.corpus, shared.tables, resources, reporter) as trial_backend:
         yield trial_backend
 
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distcse.errors import ClusterTooSmallError
 from distcse.experiments.registry import experiment_of
-from distcse.experiments.trials import TrialRequest
-from distcse.placement.gpu_shortfall import GpuRole, lost_gpus
+from distcse.experiments.trials import TrialGpus, TrialRequest
+from distcse.placement.gpu_plan import GpuPlan, plan_gpus
+from distcse.placement.gpu_shares import GpuRole
 from distcse.placement.resources import (
     Node,
-    ResourceRequest,
     Resources,
     count_fitting,
     even_share,
     format_nodes,
     format_resources,
 )
-from distcse.recipe import BaseRecipe, Sweep
-from distcse.teachers.gpus import embedding_roles, server_roles
-from distcse.teachers.resources import server_demands
+from distcse.recipe import BaseRecipe, GpuMode, Sweep
+from distcse.teachers.resources import SERVERS, plan_embedding, server_demands, server_roles
 
+_TRIALS = "trials"
+"""Name of the trials' GPU role."""
 _TRAINER_CPUS = 0.01
 """CPUs that a trial's process reserves if it trains in separate worker processes."""
 
@@ -40,6 +41,8 @@ class TrialResources:
     """Training workers of one trial; with 0 or 1, the trial trains in its own process."""
     leaves_threads: bool = False
     """Whether a stopped trial's threads may train on for a while."""
+    server_gpus: float = 0.0
+    """GPUs of one server that computes with a model or ranks, for all trials."""
 
     @property
     def in_own_process(self) -> bool:
@@ -52,12 +55,17 @@ class TrialResources:
         return self.in_own_process and not self.leaves_threads
 
     @property
+    def trial_gpus(self) -> TrialGpus:
+        """GPUs of the trials and their servers."""
+        return TrialGpus(self.gpus, self.server_gpus)
+
+    @property
     def reserved(self) -> dict[str, float]:
         """What a trial's process reserves: almost nothing if a trainer reserves for its workers."""
         return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _TRAINER_CPUS}
 
 
-def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Resources]) -> TrialResources:
+def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> TrialResources:
     """Return how many trials fit into the cluster's CPUs and GPUs, and an even share of the CPUs for each.
 
     `training.cpus_per_worker` and `gpus_per_worker` may be fractions: with 0.5, two trials share a core or GPU. A mutual
@@ -66,17 +74,19 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Resources]
     Args:
         recipe: The sweep's recipe.
         sweep: `search.concurrent` sets the number of trials; null is as many as fit.
-        nodes: Resources of each node of the cluster.
+        nodes: The nodes of the cluster.
 
     Raises:
         ClusterTooSmallError: `search.concurrent` trials do not fit.
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
     """
     request = experiment_of(recipe).trials.request
-    left = _without_servers(request, nodes)
-    workers, cpu, wants_gpu = request.workers, request.cpus_per_worker, request.gpus_per_worker
+    plan = _plan_training(request, sweep, nodes, recipe.gpu_mode)
+    gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
+    left = _without_servers(request, server_gpus, [node.resources for node in nodes])
+    workers, cpu = request.workers, request.cpus_per_worker
     each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
-    gpu = float(any(node.get("GPU", 0.0) >= 1 for node in left)) if wants_gpu is None else wants_gpu
-    left = [node for node in left if not gpu or node.get("GPU", 0.0) >= gpu]
+    left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
     concurrent = sweep.search.concurrent or max(1, fits)
     total_workers = each * concurrent
@@ -89,41 +99,55 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Resources]
             f"across nodes, but the free resources ({format_nodes(left)}) fit {count_fitting(left, one)}; lower "
             "search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
-    return TrialResources(concurrent, cpu, gpu, workers, request.leaves_threads)
+    return TrialResources(concurrent, cpu, gpu, workers, request.leaves_threads, server_gpus)
 
 
-def lost_gpus_of_trials(
+def plans_of_trials(
     recipe: BaseRecipe, sweep: Sweep, resources: TrialResources, nodes: Sequence[Node]
-) -> list[str]:
-    """Return a warning for every role of a sweep that uses none of its nodes' GPUs. See `trial_resources` for the arguments."""
-    request = experiment_of(recipe).trials.request
-    if request.teachers is None:  # no other process of the sweep uses GPUs
-        return []
-    number = max(1, resources.workers) * (sweep.search.concurrent or 1)
-    each, keys = {"CPU": resources.cpus, "GPU": resources.gpus}, {"GPU": "training.gpus_per_worker"}
+) -> list[GpuPlan]:
+    """Return the plans of a sweep's GPUs: those of the embedding pass, then those of the trials and their servers.
+
+    Raises:
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
+    """
+    request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
+    embedding = [] if request.teachers is None else [plan_embedding(request.teachers, nodes, mode)]
+    plan = _plan_training(request, sweep, nodes, mode)
+    if resources.gpus:  # more trials may fit than had to
+        trials, *servers = plan.roles
+        workers = replace(trials, number=max(1, request.workers) * resources.concurrent)
+        plan = replace(plan, roles=[workers, *servers])
+    return [*embedding, plan]
+
+
+def _plan_training(request: TrialRequest, sweep: Sweep, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
+    """Decide the GPUs of the trials that run at once, at least one, and of the servers that they share."""
     trials = GpuRole(
-        name="the trials",
-        demand=ResourceRequest("the trials", number, each, None, "sweep.search.concurrent", keys),
-        is_decided=request.gpus_per_worker is not None,
-        needs_full_gpu=True,
-        rule="a trial needs a node with 1 free GPU",
+        _TRIALS,
+        max(1, request.workers) * (sweep.search.concurrent or 1),
+        None,
+        request.gpus_per_worker,
+        "search.concurrent" if request.workers <= 1 else "training.workers",
+        "training.gpus_per_worker",
+        needs_own_gpu=request.workers > 1,
     )
-    roles = [trials, *server_roles(request.teachers, reads_tables_itself=resources.in_own_process)]
-    return [*lost_gpus(embedding_roles(request.teachers, nodes), nodes), *lost_gpus(roles, nodes)]
+    servers = [] if request.teachers is None else server_roles(request.teachers, request.workers <= 1)
+    return plan_gpus([trials, *servers], nodes, mode)
 
 
-def _without_servers(request: TrialRequest, nodes: Sequence[Resources]) -> list[Resources]:
+def _without_servers(request: TrialRequest, gpus: float, nodes: Sequence[Resources]) -> list[Resources]:
     """Return the nodes' resources without those of the teachers' servers."""
     left = list(nodes)
-    for demand in server_demands(request.teachers) if request.teachers is not None else []:
+    for demand in server_demands(request.teachers, gpus) if request.teachers is not None else []:
         left = _without(left, demand.number, demand.each)
     return left
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:
-    """Return what is left on nodes after placing `number` processes, each on the node with the most CPUs left."""
+    """Return what is left on nodes after placing `number` processes, each on the node with the most GPUs, then CPUs, left."""
+    kind = "GPU" if each.get("GPU") else "CPU"
     left = [dict(node) for node in nodes]
     for _ in range(number):
-        most = max(left, key=lambda node: node.get("CPU", 0.0), default={})
-        most.update({kind: max(0.0, most.get(kind, 0.0) - amount) for kind, amount in each.items() if amount})
+        most = max(left, key=lambda node: (node.get(kind, 0.0), node.get("CPU", 0.0)), default={})
+        most.update({name: max(0.0, most.get(name, 0.0) - amount) for name, amount in each.items() if amount})
     return list(left)

@@ -53,8 +53,10 @@ def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_fi
     done = run_command(asked, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
     assert done.returncode == 0, done.stderr
     message = (
-        "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 free GPUs; write "
+        "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 GPUs, since two workers do "
+        "not share one by default; write "
     )
+    assert "GPUs 3: embedding actors 3 x 1; then training workers none" in done.stderr
     assert done.stderr.count(message) == 1 and "GPUs 3; workers 4, each with CPUs 0.1, GPUs 0" in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from distcse import host
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelError
 from distcse.events import DevScore, Event, Reporter, StepReport
-from distcse.experiments.distillation.resources import resources_per_worker
+from distcse.experiments.distillation.resources import plan_run
 from distcse.models import Encoder
+from distcse.ray_backend.assigned_resources import use_assigned_gpus
 from distcse.ray_backend.nodes import alive
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
@@ -104,7 +107,10 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 
 
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
-    """Selected layers, neighbor batching, a queue, joined regression targets and disagreement weights, together."""
+    """Selected layers, neighbor batching, a queue, joined regression targets and disagreement weights, together.
+
+    The workers and the dev-score evaluator read the tables; a thread serves the local run's lists.
+    """
     overrides = (
         "student.layers=auto",
         "student.num_layers=2",
@@ -118,7 +124,8 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
         "training.dropout_rng_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*overrides, *workers), Reporter())
+    by_workers = ("teachers.serve=worker", "evaluation.async_eval={}")
+    on_ray = run(recipe_with(*overrides, *workers, *by_workers), Reporter())
     local = run(recipe_with(*overrides, "training.workers=0"), Reporter())
     assert on_ray.recipe.student.layers == local.recipe.student.layers
     assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))
@@ -132,6 +139,26 @@ def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeR
         )
     with fails_with(ClusterTooSmallError, "1 GPUs", " 0"):
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
+
+
+class GpuWatcher:
+    """Actor that restricts itself to its GPUs, and tells what it sees."""
+
+    def __init__(self) -> None:
+        use_assigned_gpus()
+
+    def see(self) -> tuple[str | None, bool]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), host.hides_gpus()
+
+
+@pytest.mark.oldest_ray
+def test_an_actor_that_reserves_no_gpu_sees_none(cluster: None) -> None:
+    """Of Ray's versions, older ones hide GPUs from it, and newer ones do not."""
+    import ray
+
+    actor = ray.remote(num_cpus=0)(GpuWatcher).remote()
+    assert ray.get(actor.see.remote()) == ("", True)
+    ray.kill(actor)
 
 
 @pytest.mark.oldest_ray
@@ -183,13 +210,13 @@ def test_labels_that_no_node_has_are_refused_immediately(
     label = next(iter(node["Labels"].items()))
     for override in ("training.node_labels", "teachers.node_labels"):
         recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
-        assert resources_per_worker(recipe, alive())["CPU"] >= 1
+        assert plan_run(recipe, alive()).per_worker["CPU"] >= 1
         matching = make_recipe(
             tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
         )
-        assert resources_per_worker(matching, alive()) == resources_per_worker(recipe, alive())
+        assert plan_run(matching, alive()).per_worker == plan_run(recipe, alive()).per_worker
         not_matching = make_recipe(
             tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
         )
         with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
-            resources_per_worker(not_matching, alive())
+            plan_run(not_matching, alive())

@@ -13,6 +13,7 @@ import pytest
 from distcse.errors import ClusterTooSmallError, RunDirectoryError, SearchSpaceError
 from distcse.events import Event, Reporter, StageProgress, TrialUpdate
 from distcse.models import Encoder
+from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.tune import search
 from distcse.recipe import Recipe, load_recipe, read_recipe
 from distcse.report.sweep_page import write_sweep_pages
@@ -24,7 +25,7 @@ from distcse.tuning.trial_resources import trial_resources
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe, rows_embedded
 from tests.pairs import make_mutual_recipe
-from tests.sweeps import LR, ON_RAY, TAU2, make_sweep, resources_of_nodes, run_new_sweep
+from tests.sweeps import LR, ON_RAY, TAU2, make_sweep, run_new_sweep
 from tests.tensorboard import scalars
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -161,7 +162,7 @@ def test_a_trial_without_a_gpu_sees_none(
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3]}}, search={"algorithm": "grid", "concurrent": 1})
     context, resources = (
         TrialContext(recipe, open_store(tmp_path / "trials")),
-        trial_resources(recipe, sweep, resources_of_nodes()),
+        trial_resources(recipe, sweep, alive()),
     )
     search(context, Space(sweep, recipe), sweep, tmp_path / "search", resources, Reporter())
     (seen,) = (tmp_path / "trials").glob("*/seen")
@@ -192,7 +193,7 @@ def test_sweeps_that_cannot_run_are_refused(recipe: Recipe, tmp_path: Path) -> N
         update={"training": recipe.training.model_copy(update={"workers": 2, "cpus_per_worker": None})}
     )
     one_trial = make_sweep(tmp_path, {TAU2: {"uniform": [0.05, 0.1]}}, search={"concurrent": 1})
-    resources = trial_resources(two, one_trial, resources_of_nodes())
+    resources = trial_resources(two, one_trial, alive())
     assert resources.reserved["CPU"] + 2 * resources.cpus <= 6  # else its workers would never start
     with fails_with(SearchSpaceError, "parameters.teachers.encoders.0.alpha", "evaluation.dev=agreement"):
         run_new_sweep(recipe, make_sweep(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}))

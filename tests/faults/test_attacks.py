@@ -40,7 +40,7 @@ from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.storage import checksum, dump_checked_json
 from distcse.teachers.knn_graph import open_knn_graph
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_weights
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
@@ -327,6 +327,17 @@ def test_an_adapter_is_not_followed_to_its_model(model: Path) -> None:
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../elsewhere"}))
     with fails_with(UnsupportedModelError, str(model), "adapter"):
         Encoder.load(model, pooling="mean")
+
+
+@pytest.mark.parametrize("files", [{"../weights.safetensors": ""}, {"/etc/passwd": ""}, ["weights.safetensors"], 5])
+def test_a_checkpoint_names_only_its_own_files(tmp_path: Path, files: object) -> None:
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    state = {"step": 1, "scores": [], "finished": False, "updates": 1, "files": files}
+    (folder / "trainer_state.json").write_text(dump_checked_json(state))
+    for load in (load_model_state, load_weights):
+        with fails_with(CheckpointError, str(folder), "trainer_state.json"):
+            load(folder)
 
 
 @pytest.mark.parametrize("pointer", ["../../elsewhere", "/etc", "step-000001/../../..", "", "\0", "step-9" * 100])

@@ -28,6 +28,7 @@ from distcse.errors import (
 )
 from distcse.events import Event, LogMessage, Reporter
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
+from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
@@ -142,10 +143,10 @@ def test_a_damaged_shard_is_embedded_again(tmp_path: Path, damage: Damage, name:
 def test_a_damaged_layer_selection_is_computed_again(recipe_with: MakeRecipe, damage: Damage) -> None:
     recipe = recipe_with("student.layers=auto", "student.num_layers=1")
     corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
-    chosen = with_chosen_layers(recipe, corpus, Reporter())
+    chosen = with_chosen_layers(recipe, corpus, LocalBackend(), Reporter())
     (file,) = (Path(recipe.storage.cache) / "layers").iterdir()
     damage(file)
-    assert with_chosen_layers(recipe, corpus, Reporter()) == chosen
+    assert with_chosen_layers(recipe, corpus, LocalBackend(), Reporter()) == chosen
     assert load_checked_json(file)["layers"] == chosen.student.layers
 
 
@@ -156,7 +157,7 @@ def make_state(value: float) -> ModelState:
     return ModelState({"w": torch.full((500,), value)}, {"w": {"exp_avg": torch.ones(500)}}, int(value))
 
 
-@pytest.mark.parametrize("name", ["state.safetensors", "trainer_state.json"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "exp_avg.safetensors", "trainer_state.json"])
 def test_the_previous_checkpoint_is_used_if_the_latest_is_damaged(tmp_path: Path, damage: Damage, name: str) -> None:
     checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
@@ -199,7 +200,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_weights(recipe_with:
     assert train_job(spec, tables, stop_after=8).interrupted
     latest = CheckpointStore(spec.run.path).latest()
     assert latest is not None and load_trainer_state(latest).step > 3
-    flip(latest / "state.safetensors")
+    flip(latest / "exp_avg.safetensors")
     events: list[Event] = []
     train_job(spec, tables, events)
     assert any(isinstance(event, LogMessage) and event.warning and str(latest) in event.text for event in events)

@@ -500,7 +500,7 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         "model/distcse/contamination.json",
     ):
         (run / name).write_bytes(content)
-    for name in ("trainer_state.json", "state.safetensors"):
+    for name in ("trainer_state.json", "weights.safetensors", "exp_avg.safetensors"):
         (step / name).write_bytes(content)
     for work in (
         lambda: RunDirectory.reopen(run, []),

@@ -107,7 +107,7 @@ def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: lis
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (line for line in done.stderr.splitlines() if " precision " in line)
-    if cpu_speed().precision == "bf16":
+    if cpu_speed().is_fast_at("bf16"):
         assert "bf16: student; fp32: teacher 0, teacher 1, evaluation (" in line
     else:
         assert "fp32: student, teacher 0, teacher 1, evaluation (" in line

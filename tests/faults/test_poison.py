@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def test_a_teacher_that_outputs_nan_is_reported_in_one_line(cluster: None, recip
 class CrashingActor(embedding_actors.EmbeddingActor):
     """Crashes at every shard, as when out of memory."""
 
-    def embed(self, shard: int) -> int:
+    def embed(self, shards: Sequence[int]) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 

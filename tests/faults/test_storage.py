@@ -332,6 +332,38 @@ def test_a_reader_sees_the_old_folder_or_the_new_one(
     assert fail_at_every_point(gate, replace, check_reader) >= 4
 
 
+def test_a_reader_sees_a_folder_with_all_files_or_with_those_that_are_kept(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    content, kept = {"a": "1", "b": "2", "c": "3"}, {"a": "1"}
+    number = 0
+
+    def reduce() -> None:
+        machine("writer")
+        nonlocal number
+        number += 1
+        gate_refuses, gate.refuses = gate.refuses, lambda method, path: None
+        fill(open_store(f"{bucket}/{number}/x"), **content).publish()
+        gate.refuses = gate_refuses
+        gate.changes.clear()
+        open_store(f"{bucket}/{number}/x").keep_only({"a", "z"})
+
+    def check_reader(succeeded: bool) -> None:
+        machine(f"reader{number}")
+        folder = open_store(f"{bucket}/{number}/x")
+        assert folder.fetch_folder()
+        assert content_of(folder) == kept or (not succeeded and content_of(folder) == content)
+
+    assert fail_at_every_point(gate, reduce, check_reader) >= 3
+    machine("writer")
+    reduced = open_store(f"{bucket}/{number}/x")
+    assert content_of(reduced) == kept
+    fill(reduced, **content).publish()  # the same content again: what is stored is not copied to itself
+    machine("other")
+    assert open_store(f"{bucket}/{number}/x").fetch_folder()
+    assert content_of(open_store(f"{bucket}/{number}/x")) == content
+
+
 def test_a_reader_sees_all_of_a_new_or_deleted_folder_or_none(
     bucket: str, gate: Gate, machine: Callable[[str], None]
 ) -> None:
@@ -355,7 +387,7 @@ def test_a_reader_sees_all_of_a_new_or_deleted_folder_or_none(
 
 
 def make_state(step: int) -> ModelState:
-    return ModelState({"w": torch.full((3,), float(step))}, {}, step)
+    return ModelState({"w": torch.full((3,), float(step))}, {"w": {"exp_avg": torch.ones(3)}}, step)
 
 
 def make_position(step: int, best: int = 0) -> TrainerState:
@@ -447,10 +479,10 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     storage = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache")
     overrides = ("objective.regression={}", "student.projection=none", "training.neighbor_batching={per_anchor: 1}")
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *storage, *overrides)
-    prepared = PreparedCorpus.prepare(recipe, Reporter())
+    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     (table,) = prepared.tables(LocalBackend(), Reporter())
     run_path = RunDirectory.create(recipe).path
-    spec = prepared.spec(run_path, [table], Reporter(), Lease.acquire(run_path))
+    spec = prepared.spec(run_path, [table], LocalBackend(), Reporter(), Lease.acquire(run_path))
     assert table is not None and spec.lease is not None and spec.neighbors is not None
     assert spec.targets is not None and spec.targets.projection is not None
     teacher, corpus = recipe.teachers.encoders[0], open_store(prepared.corpus.directory)

@@ -12,6 +12,7 @@ import torch
 
 import distcse.data.token_table
 from distcse.data import Corpus, TokenTable
+from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.distillation.distillation_task import train_student
@@ -137,7 +138,7 @@ def test_an_embedding_pass_processes_little_padding(data: Path, minilm: str) -> 
 
     from distcse.models import resolve_model
 
-    tokenizer, budget = AutoTokenizer.from_pretrained(resolve_model(minilm)), TeachersSection().tokens_per_batch
+    tokenizer, budget = AutoTokenizer.from_pretrained(resolve_model(minilm)), CPU.frozen_batch_tokens
     token_ids = tokenizer(wiki_sentences(data, 2000), truncation=True, max_length=32)["input_ids"]
     batches = by_length(token_ids, budget)
     assert sorted(index for batch in batches for index in batch) == list(range(2000))

@@ -14,6 +14,7 @@ from torch import Tensor
 from distcse.experiments.distillation.model import StudentModel
 from distcse.models.detection import Vocabulary, edits
 from distcse.recipe import Recipe
+from tests.gpusim import simulated
 from tests.jobs import make_recipe, make_spec
 from tests.models import make_masked_lm
 from tests.training_step import TrainingStep
@@ -25,7 +26,7 @@ MakeRecipe = Callable[..., Recipe]
 
 def choose_by_id(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
     """In place of random choices, which differ between numbers of streams."""
-    return (ids % 3 == 0) & mask.bool() & ~torch.isin(ids, torch.tensor(words.special))
+    return (ids % 3 == 0) & mask.bool() & ~torch.isin(ids, torch.tensor(words.special, device=ids.device))
 
 
 def mask_all(ids: Tensor, chosen: Tensor, words: Vocabulary) -> Tensor:
@@ -73,7 +74,7 @@ def first_step(spec: Any, rank: int = 0, workers: int = 1) -> tuple[float, dict[
     share, _ = step.loss()
     step.engine.backward(share)
     named = step.task.model.named_parameters()
-    gradient = {name: p.grad for name, p in named if p.grad is not None}
+    gradient = {name: p.grad.cpu() for name, p in named if p.grad is not None}
     loss = share.detach().clone()
     if workers > 1:
         for part in (loss, *gradient.values()):
@@ -98,6 +99,20 @@ def test_streams_and_chunks_have_the_loss_of_one_pass(operation: str, recipe_of:
         found = first_step(make_spec(recipe_of(part, override, f"training.{part}"))[0])
         assert len(found[2]) > 1 and max(found[2]) == max(expected[2])  # streams of several lengths
         assert_equal(found, expected)
+
+
+@pytest.mark.usefixtures("_fixed_edits")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("part", ["", "training.dropout_rng_streams=4", "training.grad_cache_chunk=8"])
+def test_a_gpu_has_the_loss_of_a_cpu(part: str, operation: str, recipe_of: MakeRecipe) -> None:
+    """Its host does not know the longest edited sentence: rows are padded further, and what is beyond is not counted."""
+    override = f"objective.detection.operation={operation}"
+    expected = first_step(make_spec(recipe_of("cpu", override))[0])
+    spec, _ = make_spec(recipe_of("gpu", override, *([part] if part else [])))
+    with simulated():
+        found = first_step(spec)
+    assert found[2] == {max(expected[2])}
+    assert_equal(found, expected)
 
 
 def test_without_the_batchs_length_the_loss_differs(

@@ -39,6 +39,15 @@ def test_cpus_and_gpus_are_reported() -> None:
     assert the_only(machine.check_gpus()).verdict in ("ok", "fail")
 
 
+def test_a_required_gpu_is_checked_where_the_run_trains(recipe_with: Callable[..., Recipe]) -> None:
+    with host.gpus_hidden():
+        found = the_only(machine.check_gpus(recipe_with("resources.gpu=required")))
+        assert found.verdict == "fail" and "resources.gpu=auto" in found.fix
+        assert "required" not in the_only(machine.check_gpus(recipe_with())).line
+        on_cluster = recipe_with("resources.gpu=required", "training.workers=1")
+        assert "required" not in the_only(machine.check_gpus(on_cluster)).line
+
+
 def test_memory_is_the_kernels_available_memory(tmp_path: Path) -> None:
     assert "available" in the_only(machine.check_memory()).found
     meminfo = tmp_path / "meminfo"

@@ -30,6 +30,7 @@ from distcse.experiments.run_scope import open_run
 from distcse.health.sources import check_models, check_text
 from distcse.losses import ListNet
 from distcse.models import Encoder, model_fingerprint, resolve_model
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import (
@@ -112,7 +113,7 @@ class Soup(Experiment[SoupRecipe]):
         self,
         backend: Backend,
         reporter: Reporter,
-        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
         check_storage(self.recipe.storage, ["runs"])
         for number, model in enumerate(self.recipe.soup):

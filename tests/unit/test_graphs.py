@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from distcse.errors import CUDAGraphError, InvalidValueError
-from distcse.events import Event, LogMessage, StepReport
+from distcse.events import Event, Listener, LogMessage, StepReport
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.trainer import cuda_graphs as graphs
 from distcse.trainer import trainer
 from distcse.trainer.cuda_graphs import CudaGraphStep
+from distcse.trainer.task import TakeStep
 from tests.failures import fails_with
 from tests.jobs import make_spec, train, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
 Parts = dict[str, Tensor]
-GRAPHS = "training.cuda_graphs=true"
+GRAPHS = "training.cuda_graphs=on"
 
 
 class CpuRecorder:
@@ -56,7 +57,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     """Replace the recorder of CUDA graphs in training steps."""
     found = CpuRecorder()
 
-    monkeypatch.setattr(trainer, "_graph_step", lambda engine, reporter: CudaGraphStep(trainer.training_step, found))
+    def open_step(take_step: TakeStep, device: torch.device, mode: graphs.GraphMode, emit: Listener) -> TakeStep:
+        return take_step if mode == "off" else CudaGraphStep(take_step, found)
+
+    monkeypatch.setattr(trainer, "open_step", open_step)
     return found
 
 
@@ -86,7 +90,7 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
     monkeypatch.setattr(graphs, "MAX_GRAPHS", max_graphs)
     monkeypatch.setattr(trainer, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
     runs, losses = [], []
-    for more in ((), (GRAPHS,)):
+    for more in (("training.cuda_graphs=off",), (GRAPHS,)):
         events: list[Event] = []
         spec, tables = make_spec(recipe_with("training.epochs=3", f"training.lr={2**-10}", *overrides, *more))
         result = train(spec, tables, events)
@@ -116,9 +120,9 @@ def test_a_step_that_cannot_be_recorded_is_an_error(
 
     monkeypatch.setattr(recorder, "record", refuse)
     spec, tables = make_spec(recipe_with(GRAPHS))
-    with fails_with(CUDAGraphError, "(operation not permitted when stream is capturing)", "training.cuda_graphs=false"):
+    with fails_with(CUDAGraphError, "(operation not permitted when stream is capturing)", "training.cuda_graphs=off"):
         train(spec, tables)
-    _, recipe = RunDirectory.reopen(spec.run.path, ["training.cuda_graphs=false"])
+    _, recipe = RunDirectory.reopen(spec.run.path, ["training.cuda_graphs=off"])
     assert isinstance(recipe, Recipe)
     assert train(replace(spec, recipe=recipe), tables).state.finished
 
@@ -141,7 +145,7 @@ def test_attention_that_computes_the_padding_in_a_step_is_refused(
     recipe_with: MakeRecipe, recorder: CpuRecorder, tiny: Callable[..., Any]
 ) -> None:
     spec, tables = make_spec(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
-    with fails_with(CUDAGraphError, spec.recipe.student.backbone, "training.cuda_graphs=false"):
+    with fails_with(CUDAGraphError, spec.recipe.student.backbone, "training.cuda_graphs=off"):
         train(spec, tables)
 
 
@@ -156,7 +160,7 @@ def test_a_graphs_tensors_keep_their_addresses(recipe_with: MakeRecipe, recorder
 
         def step(lr: Any) -> None:
             update(lr)
-            tensors = [*engine._model.state_dict().values(), engine._optimizer._updates]
+            tensors = [*engine._model.state_dict().values(), engine._optimizer.updates]
             tensors += [moment for kinds in engine._optimizer.moments.values() for moment in kinds.values()]
             addresses.append({tensor.data_ptr() for tensor in tensors})
             assert all(parameter.grad is None for parameter in engine._parameters.values())
@@ -200,5 +204,5 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
 def test_recipes_whose_steps_cannot_be_recorded_are_refused(
     overrides: tuple[str, ...], fix: str, recipe_with: MakeRecipe
 ) -> None:
-    with fails_with(InvalidValueError, fix, "cuda_graphs: false"):
+    with fails_with(InvalidValueError, fix, "cuda_graphs: off"):
         recipe_with(GRAPHS, *overrides)

@@ -11,7 +11,7 @@ import pytest
 
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
 from distcse.events import Event, StageProgress
-from distcse.experiments.mutual.mining import mine_pairs
+from distcse.experiments.mutual.mining import mine_pairs, prepare_mining
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
@@ -31,7 +31,7 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
         source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, num_neighbors: 10}}}}"
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
-        return mine_pairs(recipe, events.append), recipe, events
+        return mine_pairs(recipe, prepare_mining(recipe), events.append), recipe, events
 
     return run
 

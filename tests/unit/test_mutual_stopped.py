@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
+from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -214,7 +215,7 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
     with directory.leased(Reporter()) as lease:
         from distcse.experiments.mutual.pairs import load_pairs
 
-        load_pairs(recipe, directory.path, Reporter())
+        load_pairs(recipe, directory.path, LocalBackend(), Reporter())
         context = GroupContext(recipe, 0, open_store(directory.path), lease)
         passes: list[tuple[int, int]] = []
         original = PairScorer.score

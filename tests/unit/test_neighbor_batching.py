@@ -15,7 +15,8 @@ from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.preparation import require_vectors
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.teachers.knn_graph import open_knn_graph, prepare_knn_graph
+from distcse.storage import open_store
+from distcse.teachers.knn_graph import KnnGraphSpec, open_knn_graph
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.failures import fails_with
 from tests.jobs import make_spec, train_with_and_without_interruption
@@ -67,6 +68,11 @@ def test_steps_can_be_requested_in_any_order_and_the_order_is_stable_between_rel
     for step in (17, 2, 4, 5, 4, 5, 0, 19):
         assert np.array_equal(jumping.batch(step), expected[step])
     assert make().batch(0).tolist() == PINNED
+
+
+def prepare_knn_graph(tables: list[EmbeddingTable], alphas: list[float], num_neighbors: int, cache: Path) -> Path:
+    stored = [(table.store, table.identity) for table in tables]
+    return KnnGraphSpec(stored, alphas, num_neighbors, open_store(cache)).prepare()
 
 
 def test_the_graph_uses_the_weighted_mean_of_the_teachers_and_is_cached(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_the_even_share_of_cpus() -> None:
     assert even_share([8, 2], 3) == 2.6
     assert even_share([0, 4], 4) == 1
     assert count_fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
+    assert even_share([64, 14], 8, most=[1, 7]) == 2  # not 8: the first node has one GPU
+
+
+def test_a_fraction_of_a_gpu_is_on_one_gpu() -> None:
+    assert count_fitting([{"GPU": 4.0}], {"GPU": 0.75}) == 4  # not 5
+    assert count_fitting([{"GPU": 4.0}, {"GPU": 0.5}], {"GPU": 0.25}) == 18
+    assert count_fitting([{"GPU": 3.0}], {"GPU": 2.0}) == 1
 
 
 def test_the_interface_of_an_address() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
@@ -32,10 +34,13 @@ from distcse.planning.calibration import (
     describe_machine,
     this_machine,
 )
+from distcse.planning.launches import count_launches
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import (
+    GPU_LAUNCH,
     GPUS,
     NOT_MEASURED,
+    STEP_HOST,
     Cluster,
     Factors,
     builtin_cpu,
@@ -44,7 +49,7 @@ from distcse.planning.machines import (
     parse_cluster,
 )
 from distcse.planning.memory import activation_bytes, sampler_bytes, states
-from distcse.planning.network import Traffic, gradient_bytes, step_traffic, transfer_seconds
+from distcse.planning.network import Traffic, gradient_bytes, hidden_seconds, step_traffic, transfer_seconds
 from distcse.planning.passes import Pass, Terms
 from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import scaling, simulate, teachers_seconds
@@ -206,6 +211,55 @@ def test_a_step_on_a_cpu_skips_padding_and_unread_tokens(
     estimated = make_pass(shape, 32, longest, training=True, unpadded_length=mean).flops
     assert estimated == pytest.approx(counter.get_total_flops(), rel=0.06)
     assert make_pass(replace(shape, single_token=False), 32, longest, training=True).flops > 1.1 * estimated
+
+
+# Launches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_do_not_depend_on_the_batch_and_grow_by_layer(kind: str, tiny: Callable[..., Path]) -> None:
+    config = AutoConfig.from_pretrained(tiny(kind))
+    forward = [count_launches(config, layers, False, False) for layers in (1, 2, 4)]
+    assert forward[2] - forward[1] == 2 * (forward[1] - forward[0]) > 0
+    assert count_launches(config, 2, True, False) > 2 * forward[1]
+    assert count_launches(config, 2, False, True) > forward[1]  # autocast converts weights
+
+
+def test_launches_are_the_operations_of_a_real_pass(tiny: Callable[..., Path]) -> None:
+    config = AutoConfig.from_pretrained(tiny("bert"))
+    model = AutoModel.from_config(config, attn_implementation="sdpa").eval()
+    model.pooler = None
+    ids = torch.randint(5, 100, (3, 16))
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)[:, None, None, :].bool())
+    # One linear map is `linear`, of which the profiler also shows the parts; attention is one kernel.
+    kernels = ("aten::addmm", "aten::native_layer_norm", "aten::gelu", "aten::add", "aten::add_", "aten::embedding")
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    ran = Counter(event.name for event in profiled.events())
+    of_layers = sum(ran[name] for name in kernels) + ran[attention]
+    assert ran[attention] == 3
+    assert of_layers <= count_launches(config, 3, False, False) <= 1.3 * of_layers
+
+
+def test_a_recorded_step_takes_the_host_one_launch() -> None:
+    recipe = load_recipe(RANKCSE, ["training.precision=bf16"])
+    run, h100 = run_of(recipe), Cluster("H100-80G", 1, 1, GPUS["H100-80G"], 12.5e9)
+    recorded = run.step_terms(h100, 1, 128)
+    eager = run_of(load_recipe(RANKCSE, ["training.precision=bf16", "training.cuda_graphs=off"]))
+    assert recorded.host == STEP_HOST
+    assert 1000 * GPU_LAUNCH < eager.step_terms(h100, 1, 128).host - STEP_HOST < 2000 * GPU_LAUNCH
+    assert not run.records_steps(h100.machine, 2)  # collectives are not recorded
+    assert not run.records_steps(builtin_cpu(1, 2**34), 1)
+    detecting = ["objective.detection={generator: distilbert/distilbert-base-uncased}"]
+    assert not run_of(load_recipe(RANKCSE, detecting)).records_steps(h100.machine, 1)
+
+
+def test_fused_attention_moves_no_scores(tiny: Callable[..., Path]) -> None:
+    shape = read_shape(EncoderSection(backbone=str(tiny("bert"))))
+    short, long = (make_pass(shape, texts, length, training=True) for texts, length in ((64, 16), (8, 128)))
+    gpu, cpu = GPUS["H100-80G"], builtin_cpu(1, 2**34)
+    assert long.terms(gpu).traffic == pytest.approx(short.terms(gpu).traffic)  # equally many tokens
+    assert long.terms(cpu).traffic > 1.5 * short.terms(cpu).traffic
 
 
 # Lengths
@@ -388,6 +442,26 @@ def test_the_slowest_link_limits_a_transfer() -> None:
     assert transfer_seconds(sent, 1, outside) == 0
 
 
+def test_gradients_travel_during_a_gpus_backward_pass() -> None:
+    sent = Traffic(36e9, 0.0, 0.0)  # 0.1 s over NVLink
+    gpus = Cluster("8xH100-80G", 1, 8, GPUS["H100-80G"], 12.5e9)
+    assert hidden_seconds(sent, 8, gpus, 0.03) == 0.03
+    assert 0.099 < hidden_seconds(sent, 8, gpus, 1.0) < 0.1  # all but the last bucket
+    cpus = Cluster("8xcpu", 8, 1, builtin_cpu(1, 2**34), 12.5e9)
+    assert hidden_seconds(sent, 8, cpus, 1.0) == hidden_seconds(sent, 1, gpus, 1.0) == 0
+
+
+def test_a_gpu_writes_checkpoints_during_training() -> None:
+    run = run_of(load_recipe(RANKCSE, ["evaluation.dev=none"]))
+    gpu, cpu = GPUS["H100-80G"], builtin_cpu(1, 2**34)
+    checkpoint = run.checkpoint_seconds(gpu)
+    assert run.dev_seconds(gpu, step=1e3) == pytest.approx(checkpoint, rel=0.01)  # the last one
+    assert run.dev_seconds(gpu, step=0.0) == pytest.approx(run.dev_scores * checkpoint, rel=0.01)
+    assert run.dev_seconds(cpu, step=1e3) == pytest.approx(run.dev_scores * checkpoint, rel=0.01)
+    advice = plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), "H100-80G", per_node=1).advice
+    assert any("evaluation.eval_steps=" in line and "checkpoint" in line for line in advice)
+
+
 # Machines
 
 
@@ -568,10 +642,27 @@ def test_an_embedding_pass_ends_at_most_a_shard_late() -> None:
     assert alone / 64 <= shared * 1.001 and shared <= alone / 64 + 1.1 * shard
 
 
-def test_one_server_for_many_workers_is_the_bottleneck() -> None:
-    run = run_of(load_recipe(RANKCSE))
+def test_one_server_for_many_workers_is_the_bottleneck_unless_workers_compute_the_lists() -> None:
     cluster = Cluster("512xA100-40G", 64, 8, GPUS["A100-40G"], 12.5e9)
-    assert simulate(run, cluster, 512, 65536, None).binding == "teachers' lists"
+    served = run_of(load_recipe(RANKCSE, ["teachers.serve=actor"]))
+    assert simulate(served, cluster, 512, 65536, None).binding == "teachers' lists"
+    for serve in ("auto", "worker"):
+        run = run_of(load_recipe(RANKCSE, [f"teachers.serve={serve}"]))
+        assert run.workers_serve(cluster, 512, 65536)
+        found = simulate(run, cluster, 512, 65536, None)
+        assert found.waiting == 0 and found.binding != "teachers' lists"
+
+
+def test_small_lists_stay_with_servers_and_vectors_are_gathered_once() -> None:
+    run = run_of(load_recipe(RANKCSE, ["training.precision=bf16"]))
+    cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)
+    assert not run.workers_serve(cluster, 8, 128) and run.workers_serve(cluster, 8, 4096)
+    served, gathered = run.traffic(8, 1024), run.traffic(8, 1024, by_workers=True)
+    dimensions = 768 + 1024
+    assert (served.lists, served.vectors) == (2 * 128 * 1024 * 4, 0)
+    assert (gathered.lists, gathered.vectors) == (0, 7 / 8 * 1024 * dimensions * 2)
+    cpus = Cluster("8xcpu", 1, 8, builtin_cpu(1, 8e9), 12.5e9)
+    assert not run.workers_serve(cpus, 8, 4096)
 
 
 # Calibration
@@ -580,7 +671,7 @@ def test_one_server_for_many_workers_is_the_bottleneck() -> None:
 def test_factors_are_recovered_from_measurements() -> None:
     shape = read_shape(EncoderSection(backbone=BASE))
     kind = PassKind(shape, True, "fp32", True, 32)
-    rates = {"matmul": {"fp32": 5e10}, "bandwidth": 1e10}
+    rates = {"matmul": {"fp32": 5e10}, "bandwidth": 1e10, "kind": "cpu"}
     true = Factors(1.3, 2.0, 1.7, 4e-4)
 
     def seconds(texts: int, length: int, embedded: bool = True) -> float:

@@ -102,7 +102,8 @@ def with_environment(environment: dict[str, str]) -> dict[str, str]:
 def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
     code = (
         "import json; from distcse.device import cpu_speed; s = cpu_speed();"
-        "print(json.dumps({'precision': s.precision, 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
+        "from distcse.device_defaults import auto_precision;"
+        "print(json.dumps({'precision': auto_precision([s]), 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env=with_environment(environment), capture_output=True, text=True, check=True

@@ -31,12 +31,20 @@ from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded
 from distcse.runs.lease import Lease
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
+from distcse.trainer.checkpoints import (
+    CheckpointStore,
+    ModelState,
+    TrainerState,
+    load_model_state,
+    load_trainer_state,
+    load_weights,
+)
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.engines.deepspeed_engine import deepspeed_config
 from distcse.trainer.schedule import total_steps, warmup_then_linear
@@ -195,14 +203,14 @@ def test_the_student_is_loaded_before_teachers_embed_but_not_for_tokenization(
     with fails_with(NotFiniteError, "encoder.layer.0.output.dense.bias"):
         run(recipe, Reporter())
     assert not list((tmp_path / "cache" / "tables").glob("*/shard-*"))
-    prepared = PreparedCorpus.prepare(recipe, Reporter())
-    assert len(prepared.tokens.lengths(range(3))) == 3 and "initial_encoder" not in vars(prepared)
+    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
+    assert len(prepared.tokens.lengths(range(3))) == 3 and not prepared.initial_encoder.is_loaded
 
 
 SCORES = ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0))
 
 
-def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+def test_the_latest_two_and_the_weights_of_the_best_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path)
     for step, score in SCORES:
         scores = [(scored, value) for scored, value in SCORES if scored <= step]
@@ -212,10 +220,13 @@ def test_best_and_latest_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Pa
         )
     best, latest = checkpoints.best(), checkpoints.latest()
     assert best is not None and latest is not None
-    assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*")) == [best.name, latest.name]
-    assert load_model_state(best).weights["w"].tolist() == [9.0, 9.0]
-    assert load_model_state(latest).updates == 4
-    (latest / "state.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
+    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert kept == [best, latest.with_name("step-000003"), latest] and best.name == "step-000002"
+    assert load_weights(best)["w"].tolist() == [9.0, 9.0]
+    with fails_with(CheckpointError, str(best), "exp_avg"):  # training resumes from the latest two
+        load_model_state(best)
+    assert [load_model_state(folder).updates for folder in kept[1:]] == [3, 4]
+    (latest / "weights.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
     with fails_with(CheckpointError, str(latest)):
         load_model_state(latest)
 
@@ -276,7 +287,7 @@ def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: Ma
     best = CheckpointStore(result.directory.path).best()
     assert best is not None
     saved = Encoder.load(result.directory.model)
-    weights = load_model_state(best).weights
+    weights = load_weights(best)
     for name, tensor in saved.state_dict().items():
         assert torch.equal(tensor, weights[f"encoder.{name}"])
     assert not any("projection" in file.name for file in result.directory.model.rglob("*"))

@@ -13,6 +13,7 @@ from distcse.data import Corpus
 from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
 from distcse.events import Reporter
 from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.local_backend import LocalBackend
 from distcse.plan import main as plan
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.teachers.kinds import TeacherKind, kind_of
@@ -137,7 +138,7 @@ def test_settings_that_a_cross_encoder_lacks_are_refused_before_embedding(
     cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
     recipe = recipe_with(f"teachers.encoders.1.backbone={cross}", f"teachers.encoders.1.{setting}")
     with fails_with(UnsuitableTeacherError, str(cross), named):
-        PreparedCorpus.prepare(recipe, Reporter())
+        PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     assert not (tmp_path / "cache" / "tables").exists()
 
 

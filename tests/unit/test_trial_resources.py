@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.placement.resources import Resources
+from distcse.placement.resources import Node, Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
-from distcse.teachers.resources import embedding_actor_resources
+from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, trial_resources
 from tests.failures import fails_with
 
 MakeRecipe = Callable[..., Recipe]
+
+
+def nodes_of(resources: Sequence[Resources]) -> list[Node]:
+    return [Node("", each, {}) for each in resources]
 
 
 def sweep(**search: Any) -> Sweep:
@@ -44,6 +49,13 @@ def sweep(**search: Any) -> Sweep:
             [{"CPU": 3.0}, {"CPU": 1.0}],
             TrialResources(2, 1.0, 0.0, 1),
         ),  # 2 servers
+        (  # both servers on one GPU, a trial on the other
+            ("training.workers=1", "teachers.mode=live"),
+            {},
+            [{"CPU": 8.0, "GPU": 2.0}],
+            TrialResources(1, 6.0, 1.0, 1, server_gpus=0.5),
+        ),
+        (("training.workers=1",), {"concurrent": 4}, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(4, 2.0, 0.25, 1)),
     ],
 )
 def test_the_default_number_of_trials_is_what_fits(
@@ -53,23 +65,27 @@ def test_the_default_number_of_trials_is_what_fits(
     nodes: list[Any],
     expected: TrialResources,
 ) -> None:
-    assert trial_resources(recipe_with(*overrides), sweep(**search), nodes) == expected
+    assert trial_resources(recipe_with(*overrides), sweep(**search), nodes_of(nodes)) == expected
 
 
 def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.workers=1", "training.cpus_per_worker=2")
     with fails_with(ClusterTooSmallError, "3 training workers of 2 CPUs each", "2 x 3 CPUs", "search.concurrent"):
-        trial_resources(recipe, sweep(concurrent=3), [{"CPU": 3.0}] * 2)
+        trial_resources(recipe, sweep(concurrent=3), nodes_of([{"CPU": 3.0}] * 2))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nodes", "expected"),
+    ("section", "nodes", "expected"),
     [
-        (None, [{"CPU": 8.0}], 0.0),
-        (None, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}], 1.0),
-        (0, [{"CPU": 8.0, "GPU": 4.0}], 0.0),
-        (0.5, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
+        ({}, [{"CPU": 8.0}], 0.0),
+        ({}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}], 1.0),
+        ({"embedding_workers": 8}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
+        ({"gpus_per_actor": 0}, [{"CPU": 8.0, "GPU": 4.0}], 0.0),
+        ({"gpus_per_actor": 0.5}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
     ],
 )
-def test_embedding_actors_use_the_nodes_gpus(gpus: float | None, nodes: list[Resources], expected: float) -> None:
-    assert embedding_actor_resources(TeachersSection(gpus_per_actor=gpus), nodes) == {"CPU": 1.0, "GPU": expected}
+def test_embedding_actors_use_the_nodes_gpus(
+    section: dict[str, Any], nodes: list[Resources], expected: float, tiny: Callable[..., Path]
+) -> None:
+    teachers = TeachersSection.model_validate({"encoders": [{"backbone": str(tiny())}], **section})
+    assert plan_embedding(teachers, nodes_of(nodes), "auto").of(EMBEDDING) == expected

@@ -18,7 +18,7 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore, load_weights
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
@@ -52,7 +52,7 @@ def test_the_saved_student_is_interpolated_and_the_trained_weights_are_not(recip
     assert_equal_weights(weights_of(plain.directory.path), weights_of(mixed.directory.path))
     best = CheckpointStore(mixed.directory.path).best()
     assert best is not None
-    trained, initial = load_model_state(best).weights, Encoder.from_section(mixed.recipe.student).state_dict()
+    trained, initial = load_weights(best), Encoder.from_section(mixed.recipe.student).state_dict()
     saved = Encoder.load(mixed.directory.model).state_dict()
     parameters = dict(Encoder.load(mixed.directory.model).named_parameters())
     for name in parameters:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from distcse.data import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, duplicate_mask, split_held_out
+from distcse.device import is_gpu
+from distcse.device_defaults import defaults_of
 from distcse.errors import CorpusTooSmallError
 from distcse.experiments.distillation.embedding_queue import rank_slice
 from distcse.experiments.distillation.model import Batch
 from distcse.models.fast.packing import worth_packing
-from distcse.recipe import Recipe
+from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.knn_graph import open_knn_graph
+from distcse.teachers.table import TableIdentity
 from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -44,6 +47,8 @@ class TrainSpec:
     """Folder of the corpus's neighbor graph; None unless the recipe has training.neighbor_batching."""
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
+    worker_tables: Mapping[int, tuple[ArtifactStore, TableIdentity]] = field(default_factory=dict)
+    """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
 
 class BatchLoader:
@@ -67,6 +72,8 @@ class BatchLoader:
         self.corpus = Corpus.open(spec.corpus.path)
         train_rows, self.held_out, self.anchors = split_rows(spec.recipe, len(self.corpus))
         self._queue = spec.recipe.objective.queue
+        detection = spec.recipe.objective.active(DetectionSection)
+        self._counts_padding = detection is not None and detection.reduction == "all"
         self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _make_grouping(spec))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
@@ -87,9 +94,17 @@ class BatchLoader:
         """Number of this worker's rows in each batch."""
         return int(self.batch_slice.stop - self.batch_slice.start)
 
+    def list_steps(self, step: int) -> list[int]:
+        """Return the steps whose batches are columns of a step's lists: its own, then those in the queue, latest first.
+
+        Before step 0, the last batches of the first epoch are in the queue.
+        """
+        previous = range(step - 1, step - 1 - (self._queue.num_batches if self._queue else 0), -1)
+        return [step, *(n if n >= 0 else n % self.sampler.steps_per_epoch for n in previous)]
+
     def columns(self, step: int) -> NDArray[np.int64]:
         """Return the (L,) row ids of a step's lists: the global batch, the queue's batches (latest first), the anchors."""
-        return np.concatenate([self.sampler.batch(step), self._queue_rows(step), self.anchors])
+        return np.concatenate([*(self.sampler.batch(n) for n in self.list_steps(step)), self.anchors])
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the (count, L) row ids of the lists of `count` steps from `first`."""
@@ -104,41 +119,60 @@ class BatchLoader:
             return None
         return duplicate_mask(self.columns(step), self.batch_slice)[:, len(self.sampler.batch(step)) :]
 
-    def batch(self, step: int, device: torch.device) -> Batch:
+    def batch(self, step: int, device: torch.device, max_length: int | None = None) -> Batch:
         """Return this worker's rows of a step, split into streams with a dropout seed each.
 
         The batch includes the anchors when they are due for re-encoding, and at step 0 the sentences that fill the queue.
+
+        Args:
+            step: The step.
+            device: Device of the batch; on a GPU, widths are multiples of 8.
+            max_length: Maximum number of tokens of the student; no padding exceeds it.
         """
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
-        packs = self._is_fast and worth_packing(self._tokens.lengths(global_batch).reshape(self._all_streams, -1))
+        lengths = self._tokens.lengths(global_batch)
+        packs = self._is_fast and worth_packing(lengths.reshape(self._all_streams, -1))
+        # A loss that counts padding up to the longest edited sentence must be able to pad any stream as far. On a GPU, the
+        # host would wait for that length: all streams get the width of the global batch.
+        width = int(lengths.max()) if self._counts_padding and is_gpu(device) else None
         streams = [
-            (self._collate(part, device, packs), dropout_seed(self._seed, step, self._first_stream + number))
+            (
+                self._collate(part, device, max_length, packs, width),
+                dropout_seed(self._seed, step, self._first_stream + number),
+            )
             for number, part in enumerate(np.split(global_batch[self.batch_slice], self._streams))
         ]
         if self._queue is None:
             return Batch(streams)
-        anchors = self._chunks(self.anchors, device) if step % self._queue.refresh_steps == 0 else []
-        return Batch(streams, anchors, self._chunks(self._queue_rows(0), device) if step == 0 else [])
+        anchors = self._chunks(self.anchors, device, max_length) if step % self._queue.refresh_steps == 0 else []
+        queue = self._chunks(self._first_queue_rows, device, max_length) if step == 0 else []
+        return Batch(streams, anchors, queue)
 
-    def _queue_rows(self, step: int) -> NDArray[np.int64]:
-        """Return the row ids of the queue at a step: the previous batches, latest first.
-
-        Before step 0, the last batches of the first epoch take their place.
-        """
-        previous = range(step - 1, step - 1 - (self._queue.num_batches if self._queue else 0), -1)
-        batches = [self.sampler.batch(n if n >= 0 else n % self.sampler.steps_per_epoch) for n in previous]
+    @property
+    def _first_queue_rows(self) -> NDArray[np.int64]:
+        """Row ids of the queue at step 0."""
+        batches = [self.sampler.batch(step) for step in self.list_steps(0)[1:]]
         return np.concatenate([np.empty(0, dtype=np.int64), *batches])
 
-    def _chunks(self, rows: NDArray[np.int64], device: torch.device) -> list[Tokens]:
+    def _chunks(self, rows: NDArray[np.int64], device: torch.device, max_length: int | None) -> list[Tokens]:
         """Collate this worker's part of the rows, in chunks of one forward pass each."""
         mine = rows[rank_slice(len(rows))]
         return [
-            self._collate(mine[begin : begin + SENTENCES_PER_PASS], device)
+            self._collate(mine[begin : begin + SENTENCES_PER_PASS], device, max_length)
             for begin in range(0, len(mine), SENTENCES_PER_PASS)
         ]
 
-    def _collate(self, rows: NDArray[np.int64], device: torch.device, packs: bool = False) -> Tokens:
-        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs).to(device)
+    def _collate(
+        self,
+        rows: NDArray[np.int64],
+        device: torch.device,
+        max_length: int | None,
+        packs: bool = False,
+        width: int | None = None,
+    ) -> Tokens:
+        """Pad rows to `width`, or to the device's multiple; a loss that counts padding gets no more of it than needed."""
+        multiple = width or (1 if self._counts_padding else defaults_of(device).width_multiple)
+        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length).to(device)
 
 
 def split_rows(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from distcse.data import Corpus
 from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
+from distcse.experiments.distillation.sharded_encoding import make_dev_encode
 from distcse.losses import mix_lists
 from distcse.models import Encoder
 from distcse.recipe import Recipe, decided
@@ -44,14 +45,18 @@ class DevMetric:
         """
         if recipe.dev_score == "none":
             return None
-        precision = decided(recipe.evaluation.precision)
+        precision, is_sharded = decided(recipe.evaluation.precision), recipe.training.zero_stage == 3
         if recipe.dev_score == "stsb":
             pairs = labelled_dev(Path(str(recipe.evaluation.data)))
-            return cls(STSB_DEV.name, lambda encoder: sts_score(VectorModel.of(encoder, precision), pairs))
+
+            def score(encoder: Encoder) -> float:
+                return sts_score(VectorModel(make_dev_encode(encoder, precision, None, is_sharded)), pairs)
+
+            return cls(STSB_DEV.name, score)
         texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
             "agreement",
-            lambda encoder: agreement(encoder.encode(texts, normalize=True, precision=precision), similarities),
+            lambda encoder: agreement(make_dev_encode(encoder, precision, True, is_sharded)(texts), similarities),
         )
 
 

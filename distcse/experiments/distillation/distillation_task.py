@@ -8,22 +8,25 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from distcse.device import to_device
+from distcse.device import has_gpu, to_device
 from distcse.distributed import on_all_ranks, rank, world_size
 from distcse.errors import CUDAGraphError
-from distcse.events import Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models.attention import takes_prepared_mask
+from distcse.recipe import Recipe
 from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
 from distcse.teachers.teacher_weights import TeacherWeights
+from distcse.teachers.worker_vectors import ListColumns, WorkerTable, WorkerVectors
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.cuda_graphs import GraphMode
 from distcse.trainer.task import StepInputs, describe_rows
 from distcse.trainer.trainer import TrainResult, finished_state, train
 
@@ -75,11 +78,23 @@ class DistillationTask:
             section.prefetch_steps,
             loader.shuffle,
             section.disagreement_scale,
+            self._worker_vectors(),
         )
+
+    def _worker_vectors(self) -> WorkerVectors | None:
+        """Prepare the lists that this worker computes itself; None if it computes none."""
+        loader = self._loader
+        tables = {
+            number: client.table for number, client in enumerate(self._clients) if isinstance(client, WorkerTable)
+        }
+        if not tables:
+            return None
+        columns = ListColumns(loader.sampler.batch, loader.list_steps, loader.anchors)
+        return WorkerVectors(tables, columns, loader.batch_slice, next(self.model.parameters()).device)
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Batch, LossContext]:
         return StepInputs(
-            self._loader.batch(step, device),
+            self._loader.batch(step, device, self.model.encoder.max_length),
             LossContext(self.teacher_outputs(step, device), self._duplicate_mask(step, device)),
         )
 
@@ -147,7 +162,8 @@ def train_student(
 
     Raises:
         CorpusTooSmallError: The corpus has too few rows for the recipe.
-        CUDAGraphError: training.cuda_graphs is set, but the student's forward pass cannot be recorded.
+        CUDAGraphError: training.cuda_graphs is on, but the student's forward pass cannot be recorded.
+        OutOfMemoryError: A step needs more memory than the device has.
         DivergedError: A loss, a dev score or a weight is not finite.
     """
     loader = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
@@ -157,9 +173,24 @@ def train_student(
         return TrainResult(state, loader.steps, 0.0, 0.0)
     training = spec.recipe.training
     task = DistillationTask(spec, loader, clients)
-    if training.cuda_graphs and not takes_prepared_mask(task.model.encoder.backbone):
-        raise CUDAGraphError(
-            f"training.cuda_graphs: {spec.recipe.student.backbone} inspects the attention mask in its forward pass, which "
-            "cannot be recorded; write training.cuda_graphs=false"
-        )
-    return train(task, training, checkpoints, reporter, report_to_train, evaluator, training.cuda_graphs)
+    cuda_graphs = _graph_mode(spec.recipe, task.model.encoder.backbone, reporter)
+    return train(task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs)
+
+
+def _graph_mode(recipe: Recipe, backbone: nn.Module, reporter: Reporter) -> GraphMode:
+    """Return `training.cuda_graphs`, with `auto` off for a step that cannot be recorded.
+
+    Raises:
+        CUDAGraphError: It is on, and the backbone's forward pass cannot be recorded.
+    """
+    mode, changes = recipe.training.cuda_graphs, recipe.changes_to_record
+    problem = f"{recipe.student.backbone} inspects the attention mask in its forward pass, which cannot be recorded"
+    can_record = takes_prepared_mask(backbone)
+    if mode == "on" and not can_record:
+        raise CUDAGraphError(f"training.cuda_graphs: {problem}; write training.cuda_graphs=off")
+    if mode == "auto" and (changes or not can_record):
+        reason = f"to record them, write {', '.join(changes)}" if changes else problem
+        if has_gpu() and rank() == 0:
+            reporter.emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
+        return "off"
+    return mode

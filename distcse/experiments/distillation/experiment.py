@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from distcse.device import DeviceSpeed
 from distcse.errors import CheckpointError
 from distcse.events import Reporter
-from distcse.experiments.backend import Backend
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.final_evaluation import final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_recipe, check_run
@@ -19,15 +23,17 @@ from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
-from distcse.experiments.run_scope import open_run
-from distcse.models import Encoder
+from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.models import Encoder, EncoderHandle
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import to_uri
+from distcse.storage import ArtifactStore, open_store
 from distcse.tracking import track_run
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore, load_weights
 
 
 @register_experiment(Recipe)
@@ -40,9 +46,10 @@ class Distillation(Experiment[Recipe]):
         self,
         backend: Backend,
         reporter: Reporter,
-        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        check_run(self.recipe, backend, reporter, warnings_of_trials)
+        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+            check_run(self.recipe, backend, reporter, plans_of_trials)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -50,26 +57,29 @@ class Distillation(Experiment[Recipe]):
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
-        with open_run(self.recipe, backend, reporter, directory) as (directory, lease, reporter):
+        run = open_run(self.recipe, backend, reporter, directory)
+        with run as (directory, lease, reporter), joined_for_devices(backend.cluster):
             if lease.has_local_changes:
                 CheckpointStore(directory.path).rescue(reporter.emit)
             recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)
-            prepared = PreparedCorpus.prepare(recipe, reporter)
+            report_gpus(recipe, backend.cluster, reporter)
+            prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
             with track_run(recipe, directory.path, reporter.emit) as tracked:
                 reporter = tracked.relay(reporter)
-                with joined_for_run(recipe, backend.cluster, directory.path, reporter):
+                with joined_for_run(recipe, backend.cluster, directory.path):
                     reporter = backend.metered(reporter, directory.path.name)
                     tables = prepared.tables(backend, reporter)
-                    spec = prepared.spec(directory.path, tables, reporter, lease)
+                    spec = prepared.spec(directory.path, tables, backend, reporter, lease)
                     train_result = backend.train(spec, corpus, tables, reporter)
-                student, evaluation = _export(recipe, directory), None
+                student, evaluation = EncoderHandle(partial(_load_trained, recipe, directory.store)), None
+                _export(recipe, student, directory, backend, reporter)
                 if not train_result.interrupted:
-                    initial, emit = prepared.initial_encoder, reporter.emit
-                    evaluation = final_scores(recipe, corpus, labelled, initial, student, directory.model, emit)
+                    initial = prepared.initial_encoder
+                    evaluation = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
                 tracked.end(train_result.interrupted, evaluation)
             if evaluation is not None:
                 evaluation.write(directory.evaluation)
@@ -84,19 +94,34 @@ class Distillation(Experiment[Recipe]):
         return DistillationTrials(self.recipe)
 
 
-def _export(recipe: Recipe, directory: RunDirectory) -> Encoder:
-    """Save the encoder of the best checkpoint (the latest without dev scores), interpolated with its initial weights.
+def _export(
+    recipe: Recipe, student: EncoderHandle, directory: RunDirectory, backend: Backend, reporter: Reporter
+) -> None:
+    """Save the trained student in the run's folder, also if the run was asked to stop."""
+    call = DeviceCall(
+        "export of the student",
+        partial(_save, student, directory.store / directory.model.name),
+        model_memory(recipe.student.backbone),
+    )
+    options = device_options(recipe, directory.path, uses_gpu=False)
+    backend.run_on_devices([call], options, Reporter(reporter.emit))
+    open_store(directory.model).fetch_folder()
 
-    Projection, discriminator and queue are not saved.
+
+def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> None:
+    student.get().save(model.path)
+
+
+def _load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
+    """Load the encoder of the best checkpoint (the latest without dev scores), interpolated with its initial weights.
+
+    Projection, discriminator and queue are left out.
     """
-    checkpoints = CheckpointStore(directory.path)
+    checkpoints = CheckpointStore(run.path)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
-        raise CheckpointError(
-            f"{to_uri(directory.path)} has no checkpoint; run again with --resume {to_uri(directory.path)}"
-        )
+        raise CheckpointError(f"{run} has no checkpoint; run again with --resume {run}")
     encoder = Encoder.from_section(recipe.student)
     interpolation = WeightInterpolation(encoder, recipe.student.init_weight_mix)
-    encoder.load_state_dict(interpolation.interpolate(encoder_weights(load_model_state(folder).weights)))
-    encoder.eval().save(directory.model)
-    return encoder
+    encoder.load_state_dict(interpolation.interpolate(encoder_weights(load_weights(folder))))
+    return encoder.eval()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,29 +18,36 @@ from distcse.data.docstrings import held_out_documentation
 from distcse.device import default_device
 from distcse.evaluation import (
     SUITES,
-    AgreementTask,
     Candidate,
     Contamination,
     EvalConfig,
     Evaluation,
+    HeldOutVectors,
     LoadOptions,
     Model,
     ModelInfo,
+    ModelResults,
     RetrievalDataset,
     RetrievalTask,
     Tasks,
     VectorModel,
+    agreement_result,
     collect,
-    evaluate,
+    compare_models,
     labelled_dev,
     make_candidate,
+    measure_model,
     open_candidate,
     refuse_test_as_dev,
 )
-from distcse.events import Listener, StageProgress
+from distcse.events import Listener, Reporter, StageProgress
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.devices import device_options
 from distcse.losses import mix_lists
-from distcse.models import Encoder, resolve_model
+from distcse.models import Encoder, EncoderHandle, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
+from distcse.runs.directory import RunDirectory
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 
@@ -75,7 +86,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
         if Path(model).is_dir():
             _read_contamination(model)
     data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer, default_device()))
+    tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer))
     if recipe.dev_score == "stsb":
         dev = labelled_dev(data)
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
@@ -83,9 +94,16 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
 
 
 def final_scores(
-    recipe: Recipe, corpus: Corpus, labelled: Tasks, initial: Encoder, student: Encoder, model: Path, emit: Listener
+    recipe: Recipe,
+    corpus: Corpus,
+    labelled: Tasks,
+    initial: EncoderHandle,
+    student: EncoderHandle,
+    run: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
 ) -> Evaluation | None:
-    """Evaluate the initial student, the trained student and the teachers.
+    """Evaluate the initial student, the trained student and the teachers, each on one of the backend's devices.
 
     Records in the student's folder which test sentences it was trained on.
 
@@ -95,46 +113,106 @@ def final_scores(
         labelled: The labelled sets to evaluate on.
         initial: The student before training.
         student: The trained student.
-        model: The student's folder.
-        emit: Receives progress events.
+        run: The run's folder, with the student's.
+        backend: Where the models are evaluated.
+        reporter: Receives progress.
 
     Returns:
         The evaluation; None if the recipe selects no suite.
+
+    Raises:
+        StoppedEarlyError: A stop was requested before all models were evaluated.
     """
     selected = selected_suites(recipe)
     if not selected:
         return None
-    contamination = contamination_of(recipe, corpus, labelled, emit)
-    contamination.write(model)
-    teachers, precision = recipe.teachers.encoders, decided(recipe.evaluation.precision)
-    backbone = recipe.student.backbone
-    candidates = [
-        make_candidate("start", backbone, initial.to(default_device()), _read_contamination(backbone), precision),
-        make_candidate("student", str(model), student.to(default_device()), contamination, precision),
-    ]
-    for number, section in enumerate(teachers):
-        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        candidates.append(_teacher_candidate(name, section, precision))
+    started_at = time.perf_counter()
+    contamination = contamination_of(recipe, corpus, labelled, reporter.emit)
+    contamination.write(run.model)
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in selected:
         tasks.tasks.append(_docstring_task(recipe))
-    if "agreement" in selected:
-        tasks.tasks.append(_agreement_task(recipe, corpus, candidates[2:]))
+    held_out = _held_out_rows(recipe, corpus) if "agreement" in selected else None
+    texts = [] if held_out is None else corpus.texts(held_out)
+    if texts:
+        tasks.tasks.append(HeldOutVectors(texts))
+    backbone, precision = recipe.student.backbone, decided(recipe.evaluation.precision)
+    memory = model_memory(backbone)
+    students = (
+        ("start", backbone, initial, _read_contamination(backbone)),
+        ("student", str(run.model), student, contamination),
+    )
+    calls = [
+        DeviceCall(
+            f"evaluation of the {name}",
+            partial(_measure_student, name, source, encoder, overlap, precision, tasks),
+            memory,
+        )
+        for name, source, encoder, overlap in students
+    ]
+    teachers = recipe.teachers.encoders
+    for number, section in enumerate(teachers):
+        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
+        call = partial(_measure_teacher, name, section, precision, tasks, texts)
+        calls.append(DeviceCall(f"evaluation of {name}", call, model_memory(section.backbone)))
+    measured = backend.run_on_devices(calls, device_options(recipe, run.path), reporter)
+    results = [model.results for model in measured]
+    if held_out is not None:
+        similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
+        alphas = TeacherWeights(teachers, corpus).of(held_out)
+        mixed = mix_lists(torch.from_numpy(similarities), alphas).numpy()
+        results = [_with_agreement(model, mixed) for model in results]
     settings = {
         "STS": "all",
         "transfer": recipe.evaluation.transfer,
-        "device": default_device(),
+        "device": ", ".join(sorted({model.device for model in results})),
         "precision": precision,
     }
-    return evaluate(candidates, tasks, base="start", settings=settings, emit=emit)
+    return compare_models(results, tasks, base="start", settings=settings, started_at=started_at)
 
 
-def _agreement_task(recipe: Recipe, corpus: Corpus, teachers: Sequence[Candidate]) -> AgreementTask:
-    _, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
-    texts = corpus.texts(held_out)
-    alphas = TeacherWeights(recipe.teachers.encoders, corpus).of(held_out)
-    similarities = np.stack([_similarity_matrix(teacher.model, texts) for teacher in teachers])
-    return AgreementTask(texts, mix_lists(torch.from_numpy(similarities), alphas).numpy())
+class _Measured(NamedTuple):
+    """What the evaluation of one model returns."""
+
+    results: ModelResults
+    similarities: NDArray[np.float32] | None = None
+    """(n, n) a teacher's similarities of the n held-out sentences, if agreement is measured."""
+
+
+def _measure_student(
+    name: str,
+    source: str,
+    encoder: EncoderHandle,
+    contamination: Contamination,
+    precision: str,
+    tasks: Tasks,
+    reporter: Reporter,
+) -> _Measured:
+    loaded = encoder.take().to(default_device())
+    return _Measured(
+        measure_model(make_candidate(name, source, loaded, contamination, precision), tasks, reporter.emit)
+    )
+
+
+def _measure_teacher(
+    name: str, section: TeacherSection, precision: str, tasks: Tasks, texts: list[str], reporter: Reporter
+) -> _Measured:
+    candidate = _teacher_candidate(name, section, precision)
+    similarities = _similarity_matrix(candidate.model, texts) if texts else None
+    return _Measured(measure_model(candidate, tasks, reporter.emit), similarities)
+
+
+def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
+    return split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
+
+
+def _with_agreement(model: ModelResults, similarities: NDArray[np.floating]) -> ModelResults:
+    """Replace a model's vectors of the held-out sentences by their agreement with the teachers' (n, n) mixed similarities."""
+    results = {
+        key: agreement_result(result.details["vectors"], similarities) if "vectors" in result.details else result
+        for key, result in model.results.items()
+    }
+    return replace(model, results=results)
 
 
 def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:

@@ -1,60 +1,53 @@
-"""Warnings, before a student's run starts, of GPUs that none of its processes would use."""
+"""The GPUs of a student's run: which process gets how much, before anything is spent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.experiments.distillation.resources import evaluator_requests
-from distcse.placement.gpu_shortfall import GpuRole, lost_gpus
-from distcse.placement.resources import Node, ResourceRequest, Resources
+from distcse.events import Reporter
+from distcse.experiments.distillation.resources import RunResources, plan_run
+from distcse.placement.cluster import Cluster
+from distcse.placement.gpu_plan import GpuPlan, report_plans
+from distcse.placement.resources import Node
 from distcse.recipe import Recipe
-from distcse.teachers.gpus import embedding_roles, server_roles
+from distcse.teachers.resources import plan_embedding
 
 
-def lost_gpus_of_run(recipe: Recipe, per_worker: Resources, nodes: Sequence[Node]) -> list[str]:
-    """Return a warning for each role of a run on Ray that gets none of its nodes' GPUs.
+def plans_of_run(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Return the plans of a run's GPUs: those of the embedding pass, then those of the training.
+
+    Raises:
+        GpuRequiredError: `resources.gpu` is `required`, and embedding actors get no GPU.
+    """
+    return [plan_embedding(recipe.teachers, nodes, recipe.gpu_mode), resources.gpus]
+
+
+def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of an embedding pass without a run; see `report_gpus`."""
+    if cluster is not None and not _needs_no_report(recipe, cluster):
+        report_plans([plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode)], reporter.emit)
+
+
+def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU.
 
     Args:
         recipe: The recipe to run.
-        per_worker: CPUs and GPUs of one training worker.
-        nodes: The nodes of the cluster.
+        cluster: Its cluster; None reports nothing.
+        reporter: Receives one line, and a warning for each kind of process that gets none of its nodes' GPUs.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources.
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
+        NodeLabelError: No node has the labels of a key.
+        RayConnectionError: The cluster cannot be joined or started.
     """
-    concurrent = [_worker_role(recipe, per_worker), *server_roles(recipe.teachers), *_evaluator_roles(recipe)]
-    return [*lost_gpus(embedding_roles(recipe.teachers, nodes), nodes), *lost_gpus(concurrent, nodes)]
+    if cluster is None or _needs_no_report(recipe, cluster):
+        return
+    nodes = cluster.nodes()
+    report_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes), reporter.emit)
 
 
-def _worker_role(recipe: Recipe, per_worker: Resources) -> GpuRole:
-    training = recipe.training
-    number = training.workers
-    # Worker counts below `workers` by which the batch and the streams can be divided.
-    counts = training.model_copy(update={"min_workers": 1}).worker_counts[:-1]
-    return GpuRole(
-        name="the training workers",
-        demand=ResourceRequest(
-            f"training.workers={number}",
-            number,
-            per_worker,
-            training.node_labels,
-            "training.workers",
-            {"GPU": "training.gpus_per_worker"},
-        ),
-        is_decided=training.gpus_per_worker is not None,
-        needs_full_gpu=True,
-        rule=f"training.workers={number} needs {number} free GPU{'' if number == 1 else 's'}",
-        counts=[count for count in counts if count >= (training.min_workers or 1)],
-        is_elastic=training.min_workers is not None,
-    )
-
-
-def _evaluator_roles(recipe: Recipe) -> list[GpuRole]:
-    section = recipe.evaluation.async_eval
-    return [
-        GpuRole(
-            name="the dev-score evaluator",
-            demand=demand,
-            is_decided=section is not None and section.gpus is not None,
-            needs_full_gpu=False,
-            rule="evaluation.async_eval.gpus is null, which gives it none",
-        )
-        for demand in evaluator_requests(recipe)
-    ]
+def _needs_no_report(recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether the cluster is this machine without a GPU, for which a run need not wait."""
+    return recipe.gpu_mode != "required" and cluster.is_one_cpu()

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distcse.events import LogMessage, Reporter
-from distcse.experiments.distillation.gpus import lost_gpus_of_run
-from distcse.experiments.distillation.resources import resources_per_worker
+from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
 from distcse.storage import resolve_path
@@ -16,34 +14,33 @@ from distcse.teachers.kinds import kind_of
 
 
 @contextmanager
-def joined_for_run(recipe: Recipe, cluster: Cluster | None, run: Path, reporter: Reporter | None) -> Iterator[None]:
+def joined_for_run(recipe: Recipe, cluster: Cluster | None, run: Path) -> Iterator[RunResources | None]:
     """Context manager: join a run's cluster, and check its room for the workers and that its nodes see the run's folders.
 
     Args:
         recipe: The recipe to run.
         cluster: The cluster to join; None does nothing.
         run: An existing folder: the run's, or the parent of all runs.
-        reporter: Receives warnings of GPUs that the run would not use; None gives no warnings.
+
+    Yields:
+        What the run's processes reserve; None without a cluster.
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
         NodeLabelError: No node has the labels of a key.
         SharedStorageError: A node does not see a folder.
         RayConnectionError: The cluster cannot be joined or started.
     """
     if cluster is None:
-        yield
+        yield None
         return
     with cluster.joined():
-        nodes = cluster.nodes()
-        per_worker = resources_per_worker(recipe, nodes)
-        if reporter is not None:
-            for warning in lost_gpus_of_run(recipe, per_worker, nodes):
-                reporter.emit(LogMessage(warning, warning=True))
+        resources = plan_run(recipe, cluster.nodes())
         written = {"storage.runs": run, "storage.cache": resolve_path(recipe.storage.cache)}
         labels = [recipe.training.node_labels, recipe.teachers.node_labels]
         cluster.require_shared(written, read_by_workers(recipe), labels)
-        yield
+        yield resources
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from math import comb
 
@@ -21,13 +22,15 @@ from distcse.device import default_device
 from distcse.errors import EncoderSettingError, UnsuitableTeacherError
 from distcse.evaluation import agreement
 from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.devices import device_options
 from distcse.losses import mix_lists
 from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers, resolve_model
 from distcse.recipe import Recipe, TeacherSection, with_layers
-from distcse.storage import open_store, text_checksum
+from distcse.storage import ArtifactStore, open_store, text_checksum
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
-from distcse.trainer import allocator
 
 _FORMAT = 1
 _SENTENCES = 512
@@ -43,7 +46,7 @@ Score = Callable[[Sequence[int]], float]
 """Scores the student that consists of these layers; higher is better."""
 
 
-def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Recipe:
+def with_chosen_layers(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter) -> Recipe:
     """Return the recipe with `student.layers: auto` replaced by the selected layers.
 
     The selected layers rank 512 sentences of the corpus most like the teachers do.
@@ -51,6 +54,7 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Re
     Args:
         recipe: The recipe; returned unchanged if it names its layers.
         corpus: Its sentences.
+        backend: Where the combinations are compared.
         reporter: Receives the progress of the search.
 
     Raises:
@@ -66,8 +70,9 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, reporter: Reporter) -> Re
             cached: list[int] = stored["layers"]
             _report(reporter, cached, "selected by an earlier run")
             return with_layers(recipe, cached)
-    layers, score, tried = _search(recipe, corpus, reporter)
-    allocator.release_memory()  # frees the search's models: workers may use the same GPU
+    memory = max(model_memory(model.backbone) for model in (recipe.student, *recipe.teachers.encoders))
+    call = DeviceCall("layer selection", partial(_search, recipe, open_store(corpus.directory)), memory)
+    ((layers, score, tried),) = backend.run_on_devices([call], device_options(recipe), reporter)
     cache.write_json(name, {"layers": layers, "agreement": score, "tried": tried})
     _report(reporter, layers, f"agreement {score:.2f} before training, the best of {len(tried)} combinations")
     return with_layers(recipe, layers)
@@ -103,9 +108,10 @@ def best_layers(depth: int, count: int, score: Score, with_first: bool = False) 
 
 
 def _search(
-    recipe: Recipe, corpus: Corpus, reporter: Reporter
+    recipe: Recipe, prepared: ArtifactStore, reporter: Reporter
 ) -> tuple[list[int], float, list[tuple[list[int], float]]]:
-    """Return the best layers, their score, and all scored selections, best first."""
+    """Return the best layers, their score, and all scored selections, best first. `prepared` is the corpus's folder."""
+    corpus = Corpus.open(prepared.path)
     section, count = recipe.student, recipe.student.num_layers
     assert count is not None
     full_section = section.model_copy(update={"layers": None, "num_layers": None, "embedding_size": None})

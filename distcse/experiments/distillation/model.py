@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distcse.data.collate import Tokens
+from distcse.device import is_gpu
 from distcse.distributed import all_reduce_max, world_size
 from distcse.experiments.distillation.embedding_queue import EmbeddingQueue, gather_parts
 from distcse.losses import Detection
@@ -122,38 +123,41 @@ class StudentModel(nn.Module):
         total: Detection = reduce(operator.add, detections)
         return total
 
-    def _edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | None:
-        """Return the padded length of the edited sentences of the global batch.
+    def _edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | Tensor | None:
+        """Return the length of the longest edited sentence of the global batch, on a GPU as a scalar.
 
         None if the loss ignores padding, or if a single pass contains the entire global batch.
         """
         assert self.detector is not None
         if not self.detector.counts_padding or (len(streams) == 1 and world_size() == 1):
             return None
-        longest = 0
+        lengths = []
         for tokens, seed in streams:
             with dropout_rng(seed + 1, tokens.ids.device):
-                longest = max(longest, self.detector.edited_length(tokens.twice()))
-        return all_reduce_max(longest, tokens.ids.device)
+                lengths.append(self.detector.edited_length(tokens.twice()))
+        longest = all_reduce_max(torch.stack(lengths).max())
+        return longest if is_gpu(longest.device) else int(longest)
 
-    def _detect_stream(self, tokens: Tokens, seed: int, condition: Tensor, length: int | None) -> Detection:
+    def _detect_stream(self, tokens: Tokens, seed: int, condition: Tensor, length: int | Tensor | None) -> Detection:
         assert self.detector is not None
         with dropout_rng(seed + 1, tokens.ids.device):
             detection: Detection = self.detector(tokens.twice(), condition, length)
         return detection
 
-    def _run_stream(self, forward: Callable[..., T], *inputs: Any, keep_activations: bool) -> T:
+    def _run_stream(self, forward: Callable[..., T], tokens: Tokens, *inputs: Any, keep_activations: bool) -> T:
         """Run one stream, by default without keeping its activations if `grad_cache` is on.
 
         `forward` seeds its own dropout, so the recomputation draws the same masks without saving the RNG state.
         """
         if not self.grad_cache:
-            return forward(*inputs)
+            return forward(tokens, *inputs)
         output: T = (
-            forward(*inputs)
+            forward(tokens, *inputs)
             if keep_activations
-            else checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else checkpoint(forward, tokens, *inputs, use_reentrant=False, preserve_rng_state=False)
         )
+        if is_gpu(tokens.ids.device):
+            return output
         # Small blocks that stay for the backward pass fragment the heap: glibc 2.36 does not reuse freed aligned blocks of the
         # same size. Without trimming, every stream would allocate new memory.
         trim()

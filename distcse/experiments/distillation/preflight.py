@@ -13,14 +13,17 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.distillation.dev_metric import check_labelled_data
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
+from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import read_corpus, require_vectors
 from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
+from distcse.experiments.gpu_policy import gpu_policy
 from distcse.losses import build_objective
 from distcse.models import Encoder
 from distcse.models.fast.switch import allows_shortcuts
+from distcse.placement.gpu_plan import GpuPlan, report_plans
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
@@ -64,7 +67,7 @@ def check_run(
     recipe: Recipe,
     backend: Backend,
     reporter: Reporter,
-    lost_gpus: Callable[[Sequence[Node]], list[str]] | None = None,
+    plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
 ) -> None:
     """Check everything a run needs without training (`--dry-run`).
 
@@ -75,8 +78,8 @@ def check_run(
         recipe: The recipe to check.
         backend: The backend of the run.
         reporter: Receives one line per check.
-        lost_gpus: Computes the warnings of unused GPUs for a sweep, whose trials are scheduled differently, from the
-            cluster's nodes. None uses those of a single run.
+        plans_of_trials: Decides the GPUs of a sweep, whose trials are scheduled differently, from the cluster's nodes. None is
+            a single run.
 
     Raises:
         DistcseError: A check failed.
@@ -105,11 +108,12 @@ def check_run(
     if (cluster := backend.cluster) is None:
         _report(reporter, "cluster", "none: the run stays in this process (training.workers is 0)")
         return
-    with joined_for_run(recipe, cluster, runs, reporter if lost_gpus is None else None):
+    with joined_for_run(recipe, cluster, runs) as resources:
+        assert resources is not None
         nodes = cluster.nodes()
-        for warning in lost_gpus(nodes) if lost_gpus is not None else []:
-            reporter.emit(LogMessage(warning, warning=True))
-        _report(reporter, "cluster", describe_resources(recipe, nodes))
+        plans = plans_of_run(recipe, resources, nodes) if plans_of_trials is None else plans_of_trials(nodes)
+        report_plans(plans, reporter.emit)
+        _report(reporter, "cluster", describe_resources(recipe, resources, nodes))
 
 
 def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> None:
@@ -126,18 +130,20 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
     Raises:
         DistcseError: A check failed.
     """
-    check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
-    corpus = read_corpus(recipe, reporter)
-    for number, teacher in enumerate(recipe.teachers.encoders):
-        note = _query_teacher(recipe, corpus, number)
-        if kind_of(teacher).uses_table(recipe.teachers.mode):
-            table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
-            rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
-            note += f", {rows:,} of {len(corpus):,} rows to embed"
-        _report(reporter, f"teacher {number}", note)
-    with joined_for_embedding(recipe, backend.cluster):
-        pass  # joining checks that the nodes see the cache
+    with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
+        check_storage(recipe.storage, ["cache"])
+        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
+        report_embedding_gpus(recipe, backend.cluster, reporter)
+        corpus = read_corpus(recipe, reporter)
+        for number, teacher in enumerate(recipe.teachers.encoders):
+            note = _query_teacher(recipe, corpus, number)
+            if kind_of(teacher).uses_table(recipe.teachers.mode):
+                table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
+                rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
+                note += f", {rows:,} of {len(corpus):,} rows to embed"
+            _report(reporter, f"teacher {number}", note)
+        with joined_for_embedding(recipe, backend.cluster):
+            pass  # joining checks that the nodes see the cache
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
@@ -154,10 +160,11 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, None, reporter)
-    corpus = read_corpus(recipe, reporter)
-    for number in numbers:
-        _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
+    with gpu_policy(recipe.gpu_mode, computes_here=True):
+        recipe = with_teacher_precisions(recipe, None, reporter)
+        corpus = read_corpus(recipe, reporter)
+        for number in numbers:
+            _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
 
 
 def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:

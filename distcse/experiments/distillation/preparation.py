@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from distcse.data import Corpus, TokenTable
-from distcse.device import use_available_cpus
+from distcse.device import default_device, use_available_cpus
 from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
 from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.backend import Backend, EmbeddingRequest
+from distcse.experiments.backend import GIB, Backend, DeviceCall, EmbeddingRequest
+from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.gpus import report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
-from distcse.models import Encoder, TokenizerSpec
+from distcse.experiments.gpu_policy import gpu_policy
+from distcse.models import Encoder, EncoderHandle, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
-from distcse.storage import open_store, resolve_path
+from distcse.storage import ArtifactStore, open_store, resolve_path
 from distcse.teachers.embedding import table_of
-from distcse.teachers.kinds import kind_of
-from distcse.teachers.knn_graph import joined_vectors, knn_graph_checksum, prepare_knn_graph
+from distcse.teachers.kinds import Serving, kind_of
+from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
 from distcse.teachers.teacher_weights import TeacherWeights
@@ -35,6 +39,9 @@ _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
 _ALIGN_ROWS = 4000
 """The first of these rows, which the student encodes to rotate the components towards its own vectors."""
+
+_GRAPH_COPIES = 4
+"""Copies of all vectors during the search for neighbors: the teachers', the joined ones, the index's, and scratch."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,17 @@ class PreparedCorpus:
     """The recipe, with the settings that it left to the run decided."""
 
     @cached_property
-    def initial_encoder(self) -> Encoder:
-        """The student before training; loaded on first use."""
-        return Encoder.from_section(self.recipe.student)
+    def initial_encoder(self) -> EncoderHandle:
+        """The student before training."""
+        return EncoderHandle(partial(Encoder.from_section, self.recipe.student))
 
     @classmethod
-    def prepare(cls, recipe: Recipe, reporter: Reporter) -> PreparedCorpus:
+    def prepare(cls, recipe: Recipe, backend: Backend, reporter: Reporter) -> PreparedCorpus:
         """Read and tokenize the corpus, or take both from the cache.
 
         Args:
             recipe: The recipe, with its precisions decided.
+            backend: Where the student's layers are selected, if the recipe leaves them to the run.
             reporter: Receives progress.
 
         Raises:
@@ -68,7 +76,7 @@ class PreparedCorpus:
         corpus = read_corpus(recipe, reporter)
         TeacherWeights(recipe.teachers.encoders, corpus)  # raises for a domain that no row has
         require_vectors(recipe, len(corpus))
-        recipe = with_chosen_layers(recipe, corpus, reporter)
+        recipe = with_chosen_layers(recipe, corpus, backend, reporter)
         tokenizer_spec = TokenizerSpec.of(recipe.student)
         tokens = TokenTable.prepare(
             corpus,
@@ -88,30 +96,46 @@ class PreparedCorpus:
         return cls(corpus, tokens, recipe)
 
     def tables(self, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
-        """Return the teachers' complete tables (see `prepare_tables`). Loads the student before rows are embedded."""
+        """Return the teachers' complete tables (see `prepare_tables`). Checks the student before rows are embedded."""
         return prepare_tables(
-            self.recipe, self.corpus, backend, reporter, before_embedding=lambda: self.initial_encoder
+            self.recipe, self.corpus, backend, reporter, before_embedding=lambda: self.check_student(backend, reporter)
         )
 
+    def check_student(self, backend: Backend, reporter: Reporter) -> None:
+        """Load the student once.
+
+        Raises:
+            EncoderError: It cannot be loaded.
+        """
+        memory = model_memory(self.recipe.student.backbone)
+        call = DeviceCall("check of the student", partial(_load, self.initial_encoder), memory)
+        backend.run_on_devices([call], device_options(self.recipe, uses_gpu=False), reporter)
+
     def spec(
-        self, run: Path, tables: Sequence[EmbeddingTable | None], reporter: Reporter, lease: Lease | None = None
+        self,
+        run: Path,
+        tables: Sequence[EmbeddingTable | None],
+        backend: Backend,
+        reporter: Reporter,
+        lease: Lease | None = None,
     ) -> TrainSpec:
         """Create the spec of the training workers, with a neighbor graph and regression targets if the recipe uses them.
 
         Args:
             run: The run's folder.
             tables: One per teacher; None for a live teacher.
+            backend: Where graph and targets are computed.
             reporter: Receives progress.
             lease: Lease on `run`.
         """
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        neighbors = self.neighbors(tables, reporter)
+        neighbors = self.neighbors(tables, backend, reporter)
         if neighbors is not None:
             RunDirectory(run).record_checksum("neighbors", knn_graph_checksum(neighbors))
         if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = _select_tables(tables, chosen)
-            targets = self._target_spec(selected, [alphas[number] for number in chosen], run)
+            targets = self._target_spec(selected, [alphas[number] for number in chosen], run, backend, reporter)
         return TrainSpec(
             recipe,
             open_store(run),
@@ -122,50 +146,94 @@ class PreparedCorpus:
             targets,
         )
 
-    def neighbors(self, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> Path | None:
+    def neighbors(self, tables: Sequence[EmbeddingTable | None], backend: Backend, reporter: Reporter) -> Path | None:
         """Return the folder of the neighbor graph, from the cache or newly computed; None if the recipe uses none."""
         section, teachers = self.recipe.training.neighbor_batching, self.recipe.teachers.encoders
         if section is None:
             return None
         tabled = [number for number, table in enumerate(tables) if table is not None]
         reporter.emit(StageProgress("neighbors", 0, len(self.corpus), "sentences"))
-        alphas = [teachers[number].alpha for number in tabled]
-        folder = prepare_knn_graph(
-            _select_tables(tables, tabled), alphas, section.max_rank, resolve_path(self.recipe.storage.cache)
+        selected = _select_tables(tables, tabled)
+        spec = KnnGraphSpec(
+            [(table.store, table.identity) for table in selected],
+            [teachers[number].alpha for number in tabled],
+            section.max_rank,
+            open_store(self.recipe.storage.cache),
         )
+        if (folder := spec.find()) is None:
+            memory = GIB + _GRAPH_COPIES * 4 * len(self.corpus) * sum(table.dimension for table in selected)
+            call = DeviceCall("neighbor graph", partial(_compute_graph, spec), memory)
+            backend.run_on_devices([call], device_options(self.recipe, uses_gpu=False), reporter)
+            spec.store.fetch_folder()
+            folder = spec.store.path
         _report_finished(
             reporter, "neighbors", len(self.corpus), f"{section.max_rank} nearest neighbors of each sentence"
         )
         return folder
 
-    def _target_spec(self, tables: Sequence[EmbeddingTable], alphas: Sequence[float], run: Path) -> TargetSpec:
+    def _target_spec(
+        self,
+        tables: Sequence[EmbeddingTable],
+        alphas: Sequence[float],
+        run: Path,
+        backend: Backend,
+        reporter: Reporter,
+    ) -> TargetSpec:
         """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension."""
         spec = TargetSpec([(table.store, table.identity) for table in tables], alphas)
-        if len(tables) == 1 and tables[0].vectors([0]).shape[1] == self.initial_encoder.dimension:
-            return spec
-        file = RunDirectory(run).projection
-        if not open_store(run).fetch(file.name) or projection_of(file) != spec.key:
-            rows = np.random.default_rng(0).permutation(len(self.corpus))[:_FIT_ROWS]
-            joined, align_rows = joined_vectors(tables, alphas, rows), rows[:_ALIGN_ROWS]
-            initial = self.initial_encoder.encode(self.corpus.texts(align_rows), normalize=True)
-            write_projection(fit_projection(joined, joined[: len(align_rows)], initial), spec.key, file)
-        return replace(spec, projection=open_store(file))
+        file = open_store(RunDirectory(run).projection)
+        if file.parent.fetch(file.name) and projection_of(file.path) == spec.key:
+            return replace(spec, projection=file)
+        call = DeviceCall(
+            "fit of the regression targets",
+            partial(_fit_projection, spec, self.initial_encoder, open_store(self.corpus.directory), file),
+            model_memory(self.recipe.student.backbone),
+        )
+        (is_fitted,) = backend.run_on_devices([call], device_options(self.recipe, run), reporter)
+        return replace(spec, projection=file) if is_fitted else spec
+
+
+def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
+    encoder.get()
+
+
+def _compute_graph(spec: KnnGraphSpec, reporter: Reporter) -> None:
+    spec.prepare()
+
+
+def _fit_projection(
+    spec: TargetSpec, initial: EncoderHandle, prepared: ArtifactStore, file: ArtifactStore, reporter: Reporter
+) -> bool:
+    """Fit and store a projection, unless one teacher's vectors have the student's dimension. `prepared` is the corpus's folder.
+
+    Returns:
+        Whether the targets need the projection.
+    """
+    encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
+    if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
+        return False
+    rows = np.random.default_rng(0).permutation(len(corpus))[:_FIT_ROWS]
+    joined, align_rows = targets.vectors(rows), rows[:_ALIGN_ROWS]
+    vectors = encoder.to(default_device()).encode(corpus.texts(align_rows), normalize=True)
+    write_projection(fit_projection(joined, joined[: len(align_rows)], vectors), spec.key, file.path)
+    return True
 
 
 def require_vectors(recipe: Recipe, rows: int) -> None:
-    """Check that regression and neighbor batching have the vectors they need, before the corpus is embedded.
+    """Check that all that needs teachers' vectors has them, before the corpus is embedded.
 
     Args:
         recipe: The recipe.
         rows: Number of rows of the corpus.
 
     Raises:
-        UnsuitableTeacherError: A required teacher computes its similarities live.
+        UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.serve` has no effect.
         CorpusTooSmallError: The corpus has no more rows than `training.neighbor_batching.min_rank`.
     """
     kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
     for kind in kinds:
         kind.check_settings()
+    _check_serving(recipe, [kind.serving(recipe.teachers.mode) for kind in kinds])
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
     missing: list[tuple[str, int]] = []
     for key in recipe.objective.keys_that_need("vectors", active=True):
@@ -181,6 +249,27 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
         raise UnsuitableTeacherError(
             f"{key} needs the vectors of teacher {number}, which has no table; write teachers.mode: table. "
             "A cross-encoder has no vectors: use another teacher"
+        )
+
+
+def _check_serving(recipe: Recipe, servings: Sequence[Serving]) -> None:
+    """Check that `teachers.serve: worker` leaves workers lists to compute, and no server without a teacher.
+
+    Raises:
+        UnsuitableTeacherError: A setting has no effect.
+    """
+    section = recipe.teachers
+    if section.serve != "worker":
+        return
+    if "table" not in servings:
+        raise UnsuitableTeacherError(
+            "teachers.serve is worker, but workers compute only cosines from a table, and every teacher is live or in rank "
+            "space; write teachers.serve: auto"
+        )
+    if section.num_servers > 1 and {*servings} == {"table"}:
+        raise UnsuitableTeacherError(
+            f"teachers.num_servers is {section.num_servers}, but with teachers.serve: worker no teacher has a server; write "
+            "teachers.num_servers: 1, or teachers.serve: actor"
         )
 
 
@@ -202,10 +291,12 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
-    recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
-    corpus = read_corpus(recipe, reporter)
-    with joined_for_embedding(recipe, backend.cluster):
-        return prepare_tables(recipe, corpus, backend, reporter)
+    with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
+        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
+        report_embedding_gpus(recipe, backend.cluster, reporter)
+        corpus = read_corpus(recipe, reporter)
+        with joined_for_embedding(recipe, backend.cluster):
+            return prepare_tables(recipe, corpus, backend, reporter)
 
 
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
@@ -266,7 +357,10 @@ def prepare_tables(
                 if missing:
                     before_embedding()
                     on_rows = _progress_callback(reporter, stage, rows)
-                    backend.embed(EmbeddingRequest(teacher, section, corpus, table, missing, on_rows, reporter))
+                    request = EmbeddingRequest(
+                        teacher, section, corpus, table, missing, on_rows, reporter, recipe.gpu_mode
+                    )
+                    backend.embed(request)
         reused = len(corpus) - rows
         _report_finished(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
         tables.append(table)

@@ -6,26 +6,57 @@ Ray Train's controller imports this module, so it imports neither PyTorch nor tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from distcse.placement.gpu_plan import GpuPlan, plan_gpus
+from distcse.placement.gpu_shares import GpuRole
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
     Resources,
+    count_fitting,
     even_share,
     nodes_with,
     refuse_impossible,
 )
 from distcse.recipe import Recipe
-from distcse.teachers.resources import server_demands
+from distcse.teachers.resources import SERVERS, server_demands, server_roles
 
 EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
 """Fix of problems with the dev-score evaluator."""
+WORKERS, EVALUATOR = "training workers", "dev-score evaluator"
+"""Names of the GPU roles of a run, besides its teachers' servers."""
+
+_EVALUATOR_SHARE = 0.25
+"""GPUs of the evaluator by default: it only encodes the dev set, now and then."""
 
 
-def resources_per_worker(recipe: Recipe, nodes: Sequence[Node]) -> dict[str, float]:
-    """Return the CPUs and GPUs of one training worker.
+@dataclass(frozen=True)
+class RunResources:
+    """What the processes of a run's training reserve, decided once for the run."""
 
-    Values that the recipe does not set are the worker's even share of the nodes.
+    per_worker: Resources
+    """CPUs and GPUs of one training worker."""
+    server_gpus: float
+    """GPUs of one server that computes with a model or ranks."""
+    evaluator: ResourceRequest | None
+    """The dev-score evaluator; None if the workers compute the dev scores."""
+    gpus: GpuPlan
+    """The GPUs of all roles, for messages."""
+
+    def requests(self, recipe: Recipe, workers: int) -> list[ResourceRequest]:
+        """List what must run at the same time: the given number of workers, the teachers' servers and the evaluator."""
+        key = "training.workers" if recipe.training.min_workers is None else "training.min_workers"
+        smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in self.per_worker}
+        labels = recipe.training.node_labels
+        training = ResourceRequest(f"{key}={workers}", workers, self.per_worker, labels, key, smaller)
+        return [training, *_other_requests(recipe, self.server_gpus, self.evaluator)]
+
+
+def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
+    """Decide the CPUs and GPUs of everything that runs during training.
+
+    Values that the recipe does not set are an even share of the CPUs, and GPUs by `share_gpus`.
 
     Args:
         recipe: The recipe.
@@ -33,65 +64,87 @@ def resources_per_worker(recipe: Recipe, nodes: Sequence[Node]) -> dict[str, flo
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
         NodeLabelError: No node has the labels of a key.
     """
     training, teachers = recipe.training, recipe.teachers
     usable = nodes_with(nodes, training.node_labels, "training.node_labels")
     nodes_with(nodes, teachers.node_labels, "teachers.node_labels")
+    plan = plan_gpus(_gpu_roles(recipe), nodes, recipe.gpu_mode)
+    gpu, evaluator = plan.of(WORKERS), evaluator_request(recipe, plan.of(EVALUATOR))
     others = [
         request
-        for request in _other_requests(recipe)
+        for request in _other_requests(recipe, plan.of(SERVERS), evaluator)
         if (training.node_labels or {}).items() <= (request.labels or training.node_labels or {}).items()
     ]
-    cpus, gpus = (_remaining(usable, kind, others) for kind in ("CPU", "GPU"))
-    cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, training.workers))))
-    has_enough = sum(int(free) for free in gpus) >= training.workers
-    gpu = training.gpus_per_worker if training.gpus_per_worker is not None else float(has_enough)
+    cpus = _remaining_cpus(usable, others)
+    most = [count_fitting([node], {"GPU": gpu}) for node in usable]
+    cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, min(training.workers, sum(most)), most))))
     per_worker = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
-    refuse_impossible(requests_of_run(recipe, per_worker, min(training.worker_counts)), nodes)
-    return per_worker
+    resources = RunResources(per_worker, plan.of(SERVERS), evaluator, plan)
+    refuse_impossible(resources.requests(recipe, min(training.worker_counts)), nodes)
+    return resources
 
 
-def requests_of_run(recipe: Recipe, per_worker: Resources, workers: int) -> list[ResourceRequest]:
-    """List what must run at the same time: the given number of workers, the teachers' servers and the evaluator."""
-    key = "training.workers" if recipe.training.min_workers is None else "training.min_workers"
-    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in per_worker}
-    training = ResourceRequest(f"{key}={workers}", workers, per_worker, recipe.training.node_labels, key, smaller)
-    return [training, *_other_requests(recipe)]
-
-
-def evaluator_requests(recipe: Recipe) -> list[ResourceRequest]:
-    """Return the resource request of the evaluator; empty if the workers compute the dev scores."""
+def evaluator_request(recipe: Recipe, gpus: float) -> ResourceRequest | None:
+    """Return the resource request of the evaluator; None if the workers compute the dev scores."""
     section = recipe.evaluation.async_eval
     if section is None:
-        return []
+        return None
     smaller = {"CPU": "evaluation.async_eval.cpus", "GPU": "evaluation.async_eval.gpus"}
-    each = {"CPU": section.cpus, "GPU": section.gpus or 0.0}
+    each = {"CPU": section.cpus, "GPU": gpus}
     labels = recipe.training.node_labels
-    return [
-        ResourceRequest("evaluation.async_eval", 1, each, labels, "training.workers", smaller, EVALUATOR_ALTERNATIVE)
-    ]
+    return ResourceRequest("evaluation.async_eval", 1, each, labels, "training.workers", smaller, EVALUATOR_ALTERNATIVE)
 
 
-def describe_resources(recipe: Recipe, nodes: Sequence[Node]) -> str:
+def describe_resources(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> str:
     """Describe the nodes of a run's cluster and the resources of its workers in one line."""
-    per_worker = resources_per_worker(recipe, nodes)
+    per_worker = resources.per_worker
     cpus, gpus = (sum(node.resources.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
     cluster = f"nodes {len(nodes)}, CPUs {cpus:g}, GPUs {gpus:g}"
     each = f"CPUs {per_worker['CPU']:g}, GPUs {per_worker.get('GPU', 0):g}"
     return f"{cluster}; workers {recipe.training.workers}, each with {each}"
 
 
-def _other_requests(recipe: Recipe) -> list[ResourceRequest]:
+def _gpu_roles(recipe: Recipe) -> list[GpuRole]:
+    """List the roles that can use GPUs during training, the most important first."""
+    training, section = recipe.training, recipe.evaluation.async_eval
+    # Worker counts below `workers` by which the batch and the streams can be divided.
+    counts = training.model_copy(update={"min_workers": 1}).worker_counts[:-1]
+    can_use_torch = not training.zero_stage and training.deepspeed is None
+    to_torch = (("training.engine", "torch"),) if training.engine != "torch" else ()
+    workers = GpuRole(
+        WORKERS,
+        training.workers,
+        training.node_labels,
+        training.gpus_per_worker,
+        "training.workers",
+        "training.gpus_per_worker",
+        needs_own_gpu=training.workers > 1,
+        counts=[count for count in counts if count >= (training.min_workers or 1)],
+        is_elastic=training.min_workers is not None,
+        sharing_changes=to_torch if can_use_torch else None,
+    )
+    roles = [workers, *server_roles(recipe.teachers)]
+    if section is not None:
+        keys = "evaluation.async_eval", "evaluation.async_eval.gpus"
+        labels = training.node_labels
+        roles.append(
+            GpuRole(EVALUATOR, 1, labels, section.gpus, *keys, is_helper=True, max_share=_EVALUATOR_SHARE, yields=True)
+        )
+    return roles
+
+
+def _other_requests(recipe: Recipe, server_gpus: float, evaluator: ResourceRequest | None) -> list[ResourceRequest]:
     """List the teachers' servers that use resources, and the evaluator."""
-    return [*server_demands(recipe.teachers), *evaluator_requests(recipe)]
+    return [*server_demands(recipe.teachers, server_gpus), *([evaluator] if evaluator is not None else [])]
 
 
-def _remaining(nodes: Sequence[Resources], kind: str, requests: Sequence[ResourceRequest]) -> list[float]:
-    """Return each node's free amount of a resource after the requests, each placed where most is free."""
-    free = [node.get(kind, 0.0) for node in nodes]
+def _remaining_cpus(nodes: Sequence[Resources], requests: Sequence[ResourceRequest]) -> list[float]:
+    """Return each node's free CPUs after the requests, each placed where most are free."""
+    free = [node.get("CPU", 0.0) for node in nodes]
     for request in requests:
         for _ in range(request.number):
             freest = max(range(len(free)), key=free.__getitem__)
-            free[freest] -= request.each.get(kind, 0.0)
+            free[freest] -= request.each.get("CPU", 0.0)
     return free

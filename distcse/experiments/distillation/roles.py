@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
-from distcse.experiments.distillation.resources import evaluator_requests, resources_per_worker
+from distcse.experiments.devices import usable_devices
+from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.resources import EVALUATOR, WORKERS, plan_run
+from distcse.experiments.trials import TrialGpus
 from distcse.placement.cluster import Cluster, ClusterSpeeds
+from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, nodes_with
 from distcse.precision import Role, decide_precisions
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.resources import embedding_actor_resources
+from distcse.teachers.resources import EMBEDDING, SERVERS, plan_embedding
 
 
 def with_precisions(
-    recipe: Recipe, cluster: Cluster | None, reporter: Reporter, trial_gpus: float | None = None
+    recipe: Recipe, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None
 ) -> Recipe:
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
@@ -26,7 +30,7 @@ def with_precisions(
         recipe: The recipe to run.
         cluster: Its cluster; None if everything runs in this process.
         reporter: Receives the choice, and warnings of half precisions that are slow on a device.
-        trial_gpus: GPUs of a training worker in a sweep's trials, which may run on any node; None for a single run.
+        trial: GPUs of a sweep's trials, which may run on any node, and of their servers; None for a single run.
     """
     precisions = {
         recipe.training.precision,
@@ -35,7 +39,7 @@ def with_precisions(
     }
     if precisions == {"fp32"}:
         return recipe
-    return decide_precisions(recipe, _roles_of(recipe, cluster, trial_gpus), reporter.emit)
+    return decide_precisions(recipe, _roles_of(recipe, cluster, trial), reporter.emit)
 
 
 def with_teacher_precisions(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> Recipe:
@@ -54,17 +58,17 @@ def with_teacher_precisions(recipe: Recipe, cluster: Cluster | None, reporter: R
     elif cluster.is_one_cpu():
         devices = {number: [cpu_speed()] for number in models}
     else:
-        devices = _teacher_devices(recipe, cluster.speeds(), cluster.nodes())
+        devices = _teacher_devices(recipe, cluster.speeds(), cluster.nodes(), recipe.teachers.gpus_per_actor or 0.0)
     return decide_precisions(recipe, _teacher_roles(recipe, devices), reporter.emit)
 
 
-def _roles_of(recipe: Recipe, cluster: Cluster | None, trial_gpus: float | None) -> list[Role]:
+def _roles_of(recipe: Recipe, cluster: Cluster | None, trial: TrialGpus | None) -> list[Role]:
     """List student, teachers and evaluation with their devices. Waits for the cluster only if its devices matter."""
     if cluster is None:
         return roles_on(recipe, [local_speed()])
-    if trial_gpus is None and cluster.is_one_cpu():
+    if trial is None and cluster.is_one_cpu():
         return roles_on(recipe, [cpu_speed()])
-    return _roles_on_cluster(recipe, cluster, trial_gpus)
+    return _roles_on_cluster(recipe, cluster, trial)
 
 
 def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
@@ -72,26 +76,32 @@ def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
     return _roles(recipe, devices, {number: devices for number in _models(recipe)}, devices)
 
 
-def _roles_on_cluster(recipe: Recipe, cluster: Cluster, trial_gpus: float | None) -> list[Role]:
+def _roles_on_cluster(recipe: Recipe, cluster: Cluster, trial: TrialGpus | None) -> list[Role]:
     speeds = cluster.speeds()
     nodes, labels = cluster.nodes(), recipe.training.node_labels
-    if trial_gpus is None:
-        student = speeds.of(labels, resources_per_worker(recipe, nodes).get("GPU", 0.0))
+    evaluators, options = [], DeviceOptions(uses_gpu=recipe.gpu_mode != "none")
+    if trial is None:
+        options = device_options(recipe)
+        gpus = plan_run(recipe, nodes).gpus
+        student, server_gpus = speeds.of(labels, gpus.of(WORKERS)), gpus.of(SERVERS)
+        if recipe.evaluation.async_eval is not None:
+            evaluators = speeds.of(labels, gpus.of(EVALUATOR))
     else:
-        student = speeds.of(None, trial_gpus)
-    evaluators = [device for request in evaluator_requests(recipe) for device in speeds.of(labels, request.each["GPU"])]
-    return _roles(recipe, student, _teacher_devices(recipe, speeds, nodes), [*(evaluators or student), local_speed()])
+        student, server_gpus = speeds.of(None, trial.worker), trial.server
+    teachers = _teacher_devices(recipe, speeds, nodes, server_gpus)
+    return _roles(recipe, student, teachers, [*(evaluators or student), *usable_devices(options, speeds, nodes)])
 
 
-def _teacher_devices(recipe: Recipe, speeds: ClusterSpeeds, nodes: Sequence[Node]) -> dict[int, list[DeviceSpeed]]:
+def _teacher_devices(
+    recipe: Recipe, speeds: ClusterSpeeds, nodes: Sequence[Node], server_gpus: float
+) -> dict[int, list[DeviceSpeed]]:
     """Return the devices of each teacher's embedding actors, or of its servers for a live teacher."""
     section = recipe.teachers
-    usable = nodes_with(nodes, section.node_labels, "teachers.node_labels")
-    embedding_gpus = embedding_actor_resources(section, usable)["GPU"]
+    nodes_with(nodes, section.node_labels, "teachers.node_labels")
+    embedding_gpus = plan_embedding(section, nodes, recipe.gpu_mode).of(EMBEDDING)
     return {
         number: speeds.of(
-            section.node_labels,
-            embedding_gpus if kind_of(teacher).uses_table(section.mode) else section.gpus_per_actor or 0.0,
+            section.node_labels, embedding_gpus if kind_of(teacher).uses_table(section.mode) else server_gpus
         )
         for number, teacher in _models(recipe).items()
     }
@@ -109,7 +119,14 @@ def _roles(
 
 def _teacher_roles(recipe: Recipe, devices: dict[int, list[DeviceSpeed]]) -> list[Role]:
     return [
-        Role(f"teacher {number}", f"teachers.encoders.{number}.precision", teacher.precision, devices[number])
+        Role(
+            f"teacher {number}",
+            f"teachers.encoders.{number}.precision",
+            teacher.precision,
+            devices[number],
+            is_teacher=True,
+            overflows_fp16=kind_of(teacher, only_local=True).overflows_fp16,
+        )
         for number, teacher in _models(recipe).items()
     ]
 

@@ -15,7 +15,7 @@ from distcse.experiments.distillation.final_evaluation import contamination_of, 
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus
 from distcse.experiments.distillation.roles import with_precisions
-from distcse.experiments.trials import SharedPaths, SharedTables, TrialRequest, Trials, TrialScore
+from distcse.experiments.trials import SharedPaths, SharedTables, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import LoggersSection, Recipe, Sweep, TrainedSection, decided
 from distcse.storage import resolve_path
@@ -55,7 +55,7 @@ class DistillationTrials(Trials):
             update={"evaluation": evaluation, "loggers": LoggersSection(), "training": training}
         )
 
-    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: float) -> Recipe:
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> Recipe:
         return with_precisions(self._recipe, cluster, reporter, gpus)
 
     def check_search(self, sweep: Sweep, paths: Iterable[str]) -> None:
@@ -89,10 +89,10 @@ class DistillationTrials(Trials):
         labelled_tasks(self._recipe)
 
     def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables:
-        prepared = PreparedCorpus.prepare(self._recipe, reporter)
-        _ = prepared.initial_encoder  # fail once, not in every trial, if the student cannot be loaded
+        prepared = PreparedCorpus.prepare(self._recipe, backend, reporter)
+        prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)
-        prepared.neighbors(tables, reporter)  # once, not in all trials at the same time
+        prepared.neighbors(tables, backend, reporter)  # once, not in all trials at the same time
         return SharedTables(prepared.corpus, tables)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from distcse.device import DeviceSpeed
 from distcse.events import Reporter
-from distcse.experiments.backend import Backend
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
 from distcse.experiments.experiment import Experiment, register_experiment
+from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores
 from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.mutual.gpus import report_gpus
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -21,11 +27,12 @@ from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.trials import MutualTrials
-from distcse.experiments.run_scope import open_run
+from distcse.experiments.run_scope import joined_for_devices, open_run
 from distcse.models import Encoder, resolve_model
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
-from distcse.recipe import MutualRecipe
+from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.tracking import require_packages, track_run
 from distcse.trainer.checkpoints import CheckpointStore
@@ -42,9 +49,10 @@ class MutualDistillation(Experiment[MutualRecipe]):
         self,
         backend: Backend,
         reporter: Reporter,
-        warnings_of_trials: Callable[[Sequence[Node]], list[str]] | None = None,
+        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        check_groups(self.recipe, backend, reporter, in_sweep=warnings_of_trials is not None)
+        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+            check_groups(self.recipe, backend, reporter, plans_of_trials)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -60,19 +68,20 @@ class MutualDistillation(Experiment[MutualRecipe]):
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
-        for group in (self.recipe.groups[number] for number in active):
-            Encoder.from_section(group)
-            resolve_model(group.cross_backbone or group.backbone)
-        with open_run(self.recipe, backend, reporter, directory) as (directory, lease, reporter):
+        with ExitStack() as joined:
+            joined.enter_context(joined_for_devices(backend.cluster))
+            _check_models(self.recipe, [self.recipe.groups[number] for number in active], backend, reporter)
+            directory, lease, reporter = joined.enter_context(open_run(self.recipe, backend, reporter, directory))
             ending, stop_requested = threading.Event(), reporter.stop_requested
-            reporter = replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
+            caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
                     CheckpointStore(phase).rescue(reporter.emit)
             recipe = with_precisions(self.recipe, backend.cluster, reporter)
+            report_gpus(recipe, [recipe.groups[number] for number in active], backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
-            pairs = load_pairs(recipe, directory.path, reporter)
+            pairs = load_pairs(recipe, directory.path, backend, reporter)
             groups = [recipe.groups[number] for number in active]
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store = PhaseStore(directory.path, lease)
@@ -85,8 +94,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                     interrupted = run_groups(recipe, opened, store, exchange, groups_reporter)
                 if not interrupted:
                     best = save_best(recipe, contexts, store)
-                    models = [(result.group, result.kind, result.model) for result in best]
-                    evaluation = final_scores(recipe, tasks, pairs, models, reporter.emit)
+                    evaluation = final_scores(recipe, tasks, pairs, best, directory.path, backend, caller)
                 tracked.end(interrupted, evaluation)
             if evaluation is not None:
                 evaluation.write(directory.evaluation)
@@ -99,3 +107,20 @@ class MutualDistillation(Experiment[MutualRecipe]):
     @property
     def trials(self) -> MutualTrials:
         return MutualTrials(self.recipe)
+
+
+def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:
+    """Load each group's bi-encoder once, before the pairs are mined.
+
+    Raises:
+        EncoderError: A model cannot be loaded.
+    """
+    memory = max(model_memory(group.backbone) for group in groups)
+    call = DeviceCall("check of the groups' models", partial(_load_models, groups), memory)
+    backend.run_on_devices([call], device_options(recipe, {}, uses_gpu=False), reporter)
+
+
+def _load_models(groups: Sequence[GroupSection], reporter: Reporter) -> None:
+    for group in groups:
+        Encoder.from_section(group)
+        resolve_model(group.cross_backbone or group.backbone)

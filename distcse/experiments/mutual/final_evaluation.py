@@ -5,8 +5,11 @@ The test sets may overlap with the training pairs; such scores are marked.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from distcse.device import default_device
 from distcse.evaluation import (
@@ -17,19 +20,27 @@ from distcse.evaluation import (
     EvalConfig,
     Evaluation,
     ModelInfo,
+    ModelResults,
+    RecordedScores,
     Tasks,
     collect,
-    evaluate,
+    compare_models,
     make_candidate,
     make_pair_candidate,
+    measure_model,
     refuse_test_as_dev,
 )
-from distcse.events import Listener, StageProgress
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
+from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind
+from distcse.experiments.mutual.result import Best
 from distcse.models import CrossEncoder, Encoder, resolve_model
-from distcse.recipe import MutualRecipe, decided
+from distcse.recipe import GroupSection, MutualRecipe, decided
+from distcse.storage import ArtifactStore, open_store
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
@@ -62,57 +73,120 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
 
 
 def final_scores(
-    recipe: MutualRecipe, tasks: Tasks, pairs: Pairs, best: Sequence[tuple[str, Kind, Path]], emit: Listener
+    recipe: MutualRecipe,
+    tasks: Tasks,
+    pairs: Pairs,
+    best: Sequence[Best],
+    run: Path,
+    backend: Backend,
+    reporter: Reporter,
 ) -> Evaluation | None:
     """Evaluate each group's initial and best models, and the ensemble of all groups for each formulation.
 
-    Test sentences that were among the training pairs are recorded in the models' folders. Scores on such sets are
-    transductive, and marked so in tables and model cards.
+    Each model is evaluated on one of the backend's devices. Test sentences that were among the training pairs are recorded in
+    the models' folders. Scores on such sets are transductive, and marked so in tables and model cards.
 
     Args:
         recipe: The run's recipe.
         tasks: The labelled sets to evaluate on.
         pairs: The pairs that the models were trained on.
-        best: Group, formulation and folder of each best model.
-        emit: Receives progress events.
+        best: The best models.
+        run: The run's folder.
+        backend: Where the models are evaluated.
+        reporter: Receives progress.
 
     Returns:
         The evaluation; None without labelled sets.
+
+    Raises:
+        StoppedEarlyError: A stop was requested before all models were evaluated.
     """
+    started_at = time.perf_counter()
     contamination = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
-    for _, _, model in best:
-        contamination.write(model)
+    for model in best:
+        contamination.write(model.model)
     if not tasks.tasks:
         return None
     note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
-    emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
-    device, precision = default_device(), decided(recipe.evaluation.precision)
-    candidates = []
-    finished_groups = {name for name, _, _ in best}
-    groups = {group.name: group for group in recipe.groups}
-    for group in recipe.groups:
-        if group.name in finished_groups:
-            encoder = Encoder.from_section(group).to(device)
-            known = Contamination.read(resolve_model(group.backbone))
-            candidates.append(make_candidate(f"{group.name} start", group.backbone, encoder, known, precision))
+    reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
+    groups = {group.name: group for group in recipe.groups if group.name in finished}
+    calls = [
+        DeviceCall(
+            f"evaluation of {name} start",
+            partial(_measure_start, group, precision, tasks),
+            model_memory(group.backbone),
+        )
+        for name, group in groups.items()
+    ]
+    by_kind = sorted(best, key=lambda model: model.kind)  # bi-encoders first
+    calls += [
+        DeviceCall(
+            f"evaluation of {model.group} {model.kind}",
+            partial(
+                _measure_best,
+                groups[model.group],
+                model.kind,
+                open_store(model.model),
+                str(model.model),
+                contamination,
+                precision,
+                tasks,
+            ),
+            model_memory(str(model.model)),
+        )
+        for model in by_kind
+    ]
+    measured = backend.run_on_devices(calls, device_options(recipe, {"storage.runs": run}), reporter)
+    results = [model.results for model in measured[: len(groups)]]
+    trained = measured[len(groups) :]
     for kind in ("bi", "cross"):
-        trained = []
-        for name, model_kind, model in best:
-            if model_kind != kind:
-                continue
-            title, group = f"{name} {kind}", groups[name]
-            if kind == "bi":
-                encoder = Encoder.load(model, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code).to(
-                    device
-                )
-                trained.append(make_candidate(title, str(model), encoder, contamination, precision))
-            else:
-                scorer = CrossEncoder.load(model, None, group.trust_remote_code, group.is_fast)
-                trained.append(make_pair_candidate(title, str(model), scorer.to(device), contamination, precision))
-        candidates += trained
-        if len(trained) > 1:
+        members = [scored for model, scored in zip(by_kind, trained, strict=True) if model.kind == kind]
+        results += [member.results for member in members]
+        if len(members) > 1:
             info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
-            ensemble = Ensemble([candidate.model for candidate in trained])
-            candidates.append(Candidate(info, ensemble, contamination))
-    settings = {"STS": "all", "device": device, "precision": precision}
-    return evaluate(candidates, tasks, base=candidates[0].info.name, settings=settings, emit=emit)
+            ensemble = Ensemble([member.scores for member in members])
+            results.append(measure_model(Candidate(info, ensemble, contamination), tasks, reporter.emit))
+    devices = ", ".join(sorted({model.results.device for model in measured}))
+    settings = {"STS": "all", "device": devices, "precision": precision}
+    return compare_models(results, tasks, settings=settings, started_at=started_at)
+
+
+class _Measured(NamedTuple):
+    """What the evaluation of one model returns."""
+
+    results: ModelResults
+    scores: RecordedScores
+    """Similarities of the tasks' pairs, for the ensemble; none for an initial model."""
+
+
+def _measure_start(group: GroupSection, precision: str, tasks: Tasks, reporter: Reporter) -> _Measured:
+    encoder = Encoder.from_section(group).to(default_device())
+    known = Contamination.read(resolve_model(group.backbone))
+    candidate = make_candidate(f"{group.name} start", group.backbone, encoder, known, precision)
+    return _Measured(measure_model(candidate, tasks, reporter.emit), RecordedScores())
+
+
+def _measure_best(
+    group: GroupSection,
+    kind: Kind,
+    model: ArtifactStore,
+    source: str,
+    contamination: Contamination,
+    precision: str,
+    tasks: Tasks,
+    reporter: Reporter,
+) -> _Measured:
+    model.fetch_folder()
+    title, device = f"{group.name} {kind}", default_device()
+    if kind == "bi":
+        encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+        candidate = make_candidate(title, source, encoder.to(device), contamination, precision)
+    else:
+        scorer = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
+        candidate = make_pair_candidate(title, source, scorer.to(device), contamination, precision)
+    results, scores = measure_model(candidate, tasks, reporter.emit), RecordedScores()
+    for task in tasks.tasks:
+        if task.pairs_only:
+            task.measure(scores.recording(candidate.model))
+    return _Measured(results, scores)

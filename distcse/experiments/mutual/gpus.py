@@ -1,49 +1,33 @@
-"""Warnings, before a mutual distillation starts, of GPUs that none of its groups would use."""
+"""The GPUs of a mutual distillation's groups: which group gets how much, before anything is spent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.placement.gpu_shortfall import GpuRole, lost_gpus
-from distcse.placement.resources import Node, ResourceRequest, Resources
+from distcse.events import Reporter
+from distcse.experiments.mutual.resources import plan_groups
+from distcse.placement.cluster import Cluster
+from distcse.placement.gpu_plan import report_plans
 from distcse.recipe import GroupSection, MutualRecipe
 
 
-def lost_gpus_of_groups(
-    recipe: MutualRecipe, groups: Sequence[GroupSection], per_worker: Sequence[Resources], nodes: Sequence[Node]
-) -> list[str]:
-    """Return warnings for groups that get none of their nodes' GPUs.
+def report_gpus(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], cluster: Cluster | None, reporter: Reporter
+) -> None:
+    """Report the GPUs of the groups, waiting for the cluster unless it is this machine without a GPU.
 
     Args:
         recipe: The recipe to run.
         groups: Its groups that are still running.
-        per_worker: CPUs and GPUs of one worker of each group.
-        nodes: The nodes of the cluster.
+        cluster: The cluster; None reports nothing.
+        reporter: Receives one line, and a warning for each group that gets none of its nodes' GPUs.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once.
+        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
+        NodeLabelError: No node has the labels of a group.
+        RayConnectionError: The cluster cannot be joined or started.
     """
-    undecided = sum(group.workers for group in groups if group.gpus_per_worker is None)
-    rule = f"their {undecided} workers need {undecided} GPUs" if undecided > 1 else "its worker needs 1 GPU"
-    if any(group.workers > 1 for group in groups):
-        rule += ", and groups share GPUs only where every group has one worker"
-    roles = [_role(recipe, group, each, rule) for group, each in zip(groups, per_worker, strict=True)]
-    return lost_gpus(roles, nodes)
-
-
-def _role(recipe: MutualRecipe, group: GroupSection, each: Resources, rule: str) -> GpuRole:
-    number = recipe.groups.index(group)
-    key = f"groups.{number}.workers"
-    batches = (recipe.bi.batch_size, recipe.cross.batch_size)
-    return GpuRole(
-        name="the groups",
-        demand=ResourceRequest(
-            f"{key}={group.workers}",
-            group.workers,
-            each,
-            group.node_labels,
-            key,
-            {"GPU": f"groups.{number}.gpus_per_worker"},
-        ),
-        is_decided=group.gpus_per_worker is not None,
-        needs_full_gpu=True,
-        rule=rule,
-        counts=[count for count in range(1, group.workers) if not any(size % count for size in batches)],
-    )
+    if cluster is None or (recipe.gpu_mode != "required" and cluster.is_one_cpu()):
+        return
+    report_plans([plan_groups(recipe, groups, cluster.nodes()).gpus], reporter.emit)

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from distcse.events import LogMessage, Reporter
-from distcse.experiments.mutual.gpus import lost_gpus_of_groups
-from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.experiments.mutual.resources import plan_groups
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import Resources
 from distcse.recipe import GroupSection, MutualRecipe
@@ -20,7 +18,6 @@ def joined_for_groups(
     groups: Sequence[GroupSection],
     cluster: Cluster | None,
     run: Path,
-    reporter: Reporter,
     in_sweep: bool = False,
 ) -> Iterator[list[Resources]]:
     """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the run's folder.
@@ -30,7 +27,6 @@ def joined_for_groups(
         groups: Its groups that are still running.
         cluster: The cluster to join; None does nothing.
         run: An existing folder: the run's, or the parent of all runs.
-        reporter: Receives warnings of GPUs that no group would use.
         in_sweep: Whether the recipe is run by a sweep, whose trials each run all groups in one process, on any node.
             Default: False.
 
@@ -39,6 +35,7 @@ def joined_for_groups(
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
+        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
         NodeLabelError: No node has the labels of a group.
         SharedStorageError: A node does not see a folder.
         RayConnectionError: The cluster cannot be joined or started.
@@ -47,13 +44,10 @@ def joined_for_groups(
         yield [{} for _ in groups]
         return
     with cluster.joined():
-        nodes = cluster.nodes()
-        per_worker: list[Resources] = [*resources_of_groups(groups, nodes)]
-        for warning in [] if in_sweep else lost_gpus_of_groups(recipe, groups, per_worker, nodes):
-            reporter.emit(LogMessage(warning, warning=True))
+        resources = plan_groups(recipe, groups, cluster.nodes())
         labels = [None] if in_sweep else [group.node_labels for group in groups]
         cluster.require_shared({"storage.runs": run}, read_by_groups(recipe), labels)
-        yield per_worker
+        yield [*resources.per_worker]
 
 
 def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:

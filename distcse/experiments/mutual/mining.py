@@ -17,36 +17,33 @@ from distcse.data import Corpus
 from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
 from distcse.evaluation import evaluation_sentences
-from distcse.events import Listener, StageProgress
+from distcse.events import Listener, Reporter, StageProgress
+from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pairs import Pairs, sample_pairs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import MiningSection, MutualRecipe
-from distcse.storage import resolve_path
+from distcse.storage import ArtifactStore, resolve_path
 from distcse.teachers.knn import knn, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _QUERIES_PER_PAIR = 10
 """BM25 queries per requested pair, at most: each query is a pass over the index."""
 _QUERIES_PER_BATCH = 2000
+_TEXT_BYTES, _VECTOR_BYTES, _VECTOR_COPIES = 1000, 4 * 1024, 3
+"""Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector of a large encoder."""
 
 PairRows = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
 
 
-def mine_pairs(recipe: MutualRecipe, emit: Listener) -> Pairs:
-    """Mine the recipe's number of different pairs, with a share from each source.
-
-    A source with too few pairs is topped up from the others.
-
-    Args:
-        recipe: A recipe with `pairs.mine`.
-        emit: Receives progress events.
+def prepare_mining(recipe: MutualRecipe) -> Corpus:
+    """Read the corpus of `pairs.mine`, or take it from the cache, and check that the packages for mining are installed.
 
     Raises:
         MissingDependencyError: A package of the extra `mining` is not installed.
-        CorpusTooSmallError: There are too few sentences, or fewer pairs than a batch needs.
+        CorpusError: The corpus cannot be read, or is empty.
     """
     section = recipe.pairs.mine
     assert section is not None
@@ -54,7 +51,42 @@ def mine_pairs(recipe: MutualRecipe, emit: Listener) -> Pairs:
     dev = DevPairs.of(recipe)
     dev_sentences = [] if dev is None else [*dev.first, *dev.second]
     excluded = evaluation_sentences(section.corpus, recipe.evaluation.data, dev_sentences)
-    corpus = Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
+    return Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
+
+
+def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, file: ArtifactStore, reporter: Reporter) -> None:
+    """Mine pairs from a prepared corpus, and store them.
+
+    Args:
+        recipe: A recipe with `pairs.mine`.
+        prepared: The corpus's folder.
+        file: The file to write.
+        reporter: Receives progress.
+    """
+    mine_pairs(recipe, Corpus.open(prepared.path), reporter.emit).write(file.path)
+
+
+def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
+    """Estimate the bytes of a process that mines: its model, the texts, and the vectors with their index."""
+    rows = len(corpus)
+    return model_memory(recipe.groups[0].backbone) + rows * (_TEXT_BYTES + _VECTOR_COPIES * _VECTOR_BYTES)
+
+
+def mine_pairs(recipe: MutualRecipe, corpus: Corpus, emit: Listener) -> Pairs:
+    """Mine the recipe's number of different pairs, with a share from each source.
+
+    A source with too few pairs is topped up from the others.
+
+    Args:
+        recipe: A recipe with `pairs.mine`.
+        corpus: Its sentences, from `prepare_mining`.
+        emit: Receives progress events.
+
+    Raises:
+        CorpusTooSmallError: There are too few sentences, or fewer pairs than a batch needs.
+    """
+    section = recipe.pairs.mine
+    assert section is not None
     texts = corpus.texts(range(len(corpus)))
     first_row = {text: row for row, text in reversed(list(enumerate(texts)))}
     texts = list(first_row)  # deduplicated: a copy of a sentence is not a useful neighbor

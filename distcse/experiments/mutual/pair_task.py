@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distcse.data import BatchSampler, collate
 from distcse.device import to_device
+from distcse.device_defaults import defaults_of
 from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.evaluation.models import Progress
 from distcse.experiments.mutual.dev_pairs import DevPairs
@@ -93,16 +94,24 @@ class CrossPairs(nn.Module):
 
 
 def _batch(
-    rows: Sequence[Row], kinds: Sequence[Row] | None, pad_id: int, seed: int, device: torch.device, length_ratio: float
+    rows: Sequence[Row],
+    kinds: Sequence[Row] | None,
+    pad_id: int,
+    max_length: int,
+    seed: int,
+    device: torch.device,
+    length_ratio: float,
 ) -> PairBatch:
     # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
     on_cpu = device.type == "cpu"
     parts = group_similar_lengths([len(row) for row in rows], length_ratio if on_cpu else 0.0)
     texts = []
     for part in parts:
-        tokens = collate([rows[index] for index in part], pad_id, with_token_index=on_cpu).to(device)
-        part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0).to(device).ids
-        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, part_kinds))
+        width = defaults_of(device).width_multiple, max_length
+        tokens = collate([rows[index] for index in part], pad_id, on_cpu, *width).to(device)
+        part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
+        kind_ids = None if part_kinds is None else part_kinds.to(device).ids
+        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, kind_ids))
     return PairBatch(texts, to_device(torch.tensor([index for part in parts for index in part]), device), seed)
 
 
@@ -117,6 +126,7 @@ class BiTokens:
         self._first = np.array([index[text] for text in pairs.first])
         self._second = np.array([index[text] for text in pairs.second])
         self._pad_id = encoder.tokenizer.pad_token_id or 0
+        self._max_length = encoder.max_length
 
     def __len__(self) -> int:
         return len(self._first)
@@ -133,7 +143,7 @@ class BiTokens:
             length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
         """
         sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
-        return _batch(sentences, None, self._pad_id, seed, device, length_ratio)
+        return _batch(sentences, None, self._pad_id, self._max_length, seed, device, length_ratio)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the labels of all rows, given the (n,) labels of the pairs."""
@@ -159,6 +169,7 @@ class CrossTokens:
             kinds += [np.array(row, dtype=np.int32) for row in part_kinds or []]
         self._kinds = kinds or None
         self._pad_id = encoder.tokenizer.pad_token_id or 0
+        self._max_length = encoder.max_length
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,7 +179,8 @@ class CrossTokens:
     ) -> PairBatch:
         """Collate the pairs at these rows; see `BiTokens.batch`."""
         kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
-        return _batch([self._rows[row] for row in rows], kinds, self._pad_id, seed, device, length_ratio)
+        texts = [self._rows[row] for row in rows]
+        return _batch(texts, kinds, self._pad_id, self._max_length, seed, device, length_ratio)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the labels of all rows, given the (n,) labels of the pairs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from distcse.errors import CorpusCacheError, CorpusNotFoundError, CorpusTooSmall
 from distcse.evaluation import read_table
 from distcse.evaluation.tables import ENDINGS
 from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.mutual.devices import device_options
 from distcse.recipe import MutualRecipe
-from distcse.storage import open_store, sha256
+from distcse.storage import ArtifactStore, open_store, resolve_path, sha256
 
 _SAMPLE_STREAM = 2**31
 """Random stream that samples the pairs."""
@@ -84,28 +87,39 @@ def read_pairs(recipe: MutualRecipe) -> Pairs:
     return sample_pairs(list(unique), recipe)
 
 
-def load_pairs(recipe: MutualRecipe, run: Path, reporter: Reporter) -> Pairs:
+def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Reporter) -> Pairs:
     """Load the run's pairs. A new run reads or mines them first, and stores them.
 
     Args:
         recipe: The recipe.
         run: The run's folder.
+        backend: Where the pairs are mined.
         reporter: Receives progress.
     """
     file = run / "pairs.parquet"
     if not open_store(run).fetch(file.name):
         if recipe.pairs.mine is None:
-            pairs = read_pairs(recipe)
+            read_pairs(recipe).write(file)
         else:
-            from distcse.experiments.mutual.mining import mine_pairs
-
-            pairs = mine_pairs(recipe, reporter.emit)
-        pairs.write(file)
+            _mine(recipe, open_store(file), backend, reporter)
     pairs = Pairs.read(file)
     reporter.emit(
         StageProgress("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
     )
     return pairs
+
+
+def _mine(recipe: MutualRecipe, file: ArtifactStore, backend: Backend, reporter: Reporter) -> None:
+    from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining
+
+    corpus = prepare_mining(recipe)
+    call = DeviceCall(
+        "mining of pairs",
+        partial(mine_into, recipe, open_store(corpus.directory), file),
+        mining_memory(recipe, corpus),
+    )
+    written = {"storage.runs": file.path.parent, "storage.cache": resolve_path(recipe.storage.cache)}
+    backend.run_on_devices([call], device_options(recipe, written), reporter)
 
 
 def sample_pairs(pairs: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:

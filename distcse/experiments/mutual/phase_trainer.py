@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.device import default_device
 from distcse.distributed import barrier, rank, world_size
-from distcse.errors import CheckpointError, NotFiniteError
+from distcse.errors import CheckpointError, NotFiniteError, OutOfMemoryError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
@@ -24,7 +24,7 @@ from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state, load_weights
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
 
@@ -114,6 +114,7 @@ class PhaseTrainer:
         Raises:
             DivergedError: A loss or dev score is not finite.
             CheckpointError: The result of the phase cannot be read.
+            OutOfMemoryError: A step needs more memory than the device has.
         """
         context, kind = self._context, phase.kind
         folder = context.folder(phase)
@@ -134,7 +135,10 @@ class PhaseTrainer:
             decided(context.recipe.evaluation.precision),
         )
         checkpoints = CheckpointStore(folder, context.lease)
-        result = train(task, context.section(kind), checkpoints, reporter)
+        try:
+            result = train(task, context.section(kind), checkpoints, reporter, key=kind)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"group {context.group.name}, {phase.name}: {error}") from None
         if result.interrupted:
             return None
         if rank() == 0:
@@ -232,7 +236,7 @@ def _save_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, fo
     if best is None:
         raise CheckpointError(f"{store} has no checkpoint")
     state = load_trainer_state(best)
-    weights = load_model_state(best).weights
+    weights = load_weights(best)
     encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
     encoder.eval().save(folder / "model")
     dev = dict(state.scores).get(state.step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from distcse.data import Corpus
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
@@ -9,8 +11,11 @@ from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.mining import require_mining
 from distcse.experiments.mutual.pairs import read_pairs
+from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.models import CrossEncoder, Encoder
+from distcse.placement.gpu_plan import GpuPlan, report_plans
+from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
@@ -18,7 +23,12 @@ from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
 
 
-def check_groups(recipe: MutualRecipe, backend: Backend, reporter: Reporter, in_sweep: bool = False) -> None:
+def check_groups(
+    recipe: MutualRecipe,
+    backend: Backend,
+    reporter: Reporter,
+    plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
+) -> None:
     """Check everything a mutual distillation needs without mining or training.
 
     Reads the pairs (or the corpus to mine them from) and the labelled sets, loads both initial models of each group, and
@@ -28,7 +38,8 @@ def check_groups(recipe: MutualRecipe, backend: Backend, reporter: Reporter, in_
         recipe: The recipe to check.
         backend: The backend of the run.
         reporter: Receives one line per check.
-        in_sweep: Whether the recipe is run by a sweep, whose trials each run all groups in one process.
+        plans_of_trials: Decides the GPUs of a sweep, whose trials each run all groups in one process, from the cluster's
+            nodes. None is a single run.
 
     Raises:
         DistcseError: A check failed.
@@ -56,8 +67,11 @@ def check_groups(recipe: MutualRecipe, backend: Backend, reporter: Reporter, in_
         _report(reporter, group.name, "both of its models load")
     if backend.cluster is None:
         return
-    runs = resolve_path(recipe.storage.runs)
-    with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, reporter, in_sweep) as per_worker:
+    runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
+    with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, in_sweep) as per_worker:
+        nodes = backend.cluster.nodes()
+        plan = plan_groups(recipe, recipe.groups, nodes).gpus
+        report_plans([plan] if plans_of_trials is None else plans_of_trials(nodes), reporter.emit)
         notes = (
             f"{group.name} {resources['CPU']:g} CPUs per worker"
             for group, resources in zip(recipe.groups, per_worker, strict=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
-from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.experiments.devices import usable_devices
+from distcse.experiments.mutual.devices import device_options
+from distcse.experiments.mutual.resources import plan_groups
 from distcse.placement.cluster import Cluster
+from distcse.placement.devices import DeviceOptions
 from distcse.precision import Role, decide_precisions
 from distcse.recipe import MutualRecipe
 
@@ -34,17 +37,21 @@ def _roles_of(recipe: MutualRecipe, cluster: Cluster | None, trial_gpus: float |
     if cluster is None:
         return roles_on(recipe, [local_speed()], [local_speed()])
     if trial_gpus is not None:
-        trials = cluster.speeds().of(None, trial_gpus)
-        return roles_on(recipe, trials, [*trials, local_speed()])
+        speeds = cluster.speeds()
+        trials, options = speeds.of(None, trial_gpus), DeviceOptions(uses_gpu=recipe.gpu_mode != "none")
+        return roles_on(recipe, trials, [*trials, *usable_devices(options, speeds, cluster.nodes())])
     if cluster.is_one_cpu():
         return roles_on(recipe, [cpu_speed()], [cpu_speed()])
     speeds = cluster.speeds()
     groups = [
         device
-        for group, per_worker in zip(recipe.groups, resources_of_groups(recipe.groups, cluster.nodes()), strict=True)
-        for device in speeds.of(group.node_labels, per_worker.get("GPU", 0.0))
+        for group, gpus in zip(
+            recipe.groups, plan_groups(recipe, recipe.groups, cluster.nodes()).gpus.gpus, strict=True
+        )
+        for device in speeds.of(group.node_labels, gpus)
     ]
-    return roles_on(recipe, groups, [*groups, local_speed()])
+    final = usable_devices(device_options(recipe, {}), speeds, cluster.nodes())
+    return roles_on(recipe, groups, [*groups, *final])
 
 
 def roles_on(recipe: MutualRecipe, groups: list[DeviceSpeed], evaluation: list[DeviceSpeed]) -> list[Role]:

@@ -31,7 +31,7 @@ def open_groups(
         The groups, and the reporter for their events.
     """
     active, run = [context.group for context in contexts], contexts[0].run
-    with joined_for_groups(recipe, active, backend.cluster, run.path, reporter) as per_worker:
+    with joined_for_groups(recipe, active, backend.cluster, run.path) as per_worker:
         reporter = backend.metered(reporter, run.name)
         reporters = [_group_reporter(reporter, group.name) for group in active]
         with backend.open_groups(contexts, reporters, per_worker) as groups:

@@ -13,7 +13,7 @@ from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.roles import with_precisions
-from distcse.experiments.trials import SharedPaths, TrialRequest, Trials, TrialScore
+from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import LoggersSection, MutualRecipe, TrainedSection, decided
 
@@ -44,8 +44,8 @@ class MutualTrials(Trials):
         evaluation = self._recipe.evaluation.model_copy(update={"final_suites": []})
         return self._recipe.model_copy(update={"evaluation": evaluation, "loggers": LoggersSection(), "ray": False})
 
-    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: float) -> MutualRecipe:
-        return with_precisions(self._recipe, cluster, reporter, gpus)
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> MutualRecipe:
+        return with_precisions(self._recipe, cluster, reporter, gpus.worker)
 
     def check_labels(self) -> None:
         checked_tasks(self._recipe)

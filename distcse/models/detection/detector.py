@@ -7,6 +7,7 @@ generator is any masked language model with the student's vocabulary; it stays a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.data.collate import Tokens
-from distcse.device import default_device
+from distcse.device import default_device, is_gpu
 from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
 from distcse.losses.detection import Detection, detection
 from distcse.models import Encoder, resolve_model
@@ -58,14 +59,21 @@ class EditDetector(nn.Module):
         """Whether the loss is also over padding, so that it depends on the length that a batch is padded to."""
         return self._section.reduction == "all"
 
-    def edited_length(self, tokens: Tokens) -> int:
-        """Positions of the longest edited sentence, given the random state in which `forward` will edit them."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EditDetector:
+        """Move the generator too: it is no submodule."""
+        super()._apply(fn, recurse)
+        for generator in self._generator:
+            generator.to(self.head.weight.device)
+        return self
+
+    def edited_length(self, tokens: Tokens) -> Tensor:
+        """Positions of the longest edited sentence, a scalar, given the random state in which `forward` will edit them."""
         section = self._section
         return edited_length(
             section.operation, tokens.ids, tokens.mask, section.masking_ratio, self._words, self._longest
         )
 
-    def forward(self, tokens: Tokens, vectors: Tensor, length: int | None = None) -> Detection:
+    def forward(self, tokens: Tokens, vectors: Tensor, length: int | Tensor | None = None) -> Detection:
         """(B, L) tokens and (B, H) vectors of the same sentences -> the discriminator's errors, as sums.
 
         Masks, sampled tokens and dropout are drawn from the current random state.
@@ -73,15 +81,18 @@ class EditDetector(nn.Module):
         Args:
             tokens: The sentences.
             vectors: Their vectors.
-            length: Positions that edited sentences are padded to; None pads them to the longest of these sentences.
+            length: Positions of the longest edited sentence of the batch; None is the longest of these sentences. On a GPU it
+                is a scalar, which the host does not wait for: sentences are padded further, and what is beyond is not counted.
         """
         edited = self._edited(tokens)
         reads_padding = edited.mask is not tokens.mask or self.counts_padding
-        if length is not None:
-            edited = edited.padded(length, self._words.pad)
+        if isinstance(length, int):
+            edited, length = edited.padded(length, self._words.pad), None
+        elif length is None and self.counts_padding and is_gpu(edited.mask.device):
+            length = edited.mask.sum(dim=1).max()
         with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.token_index, None):
             logits = self.head(self._conditioned(edited, vectors))
-        return detection(logits, edited.labels, edited.mask, self._section.reduction)
+        return detection(logits, edited.labels, edited.mask, self._section.reduction, length)
 
     def _edited(self, tokens: Tokens) -> Edited:
         section, words, ids, mask = self._section, self._words, tokens.ids, tokens.mask
@@ -95,14 +106,20 @@ class EditDetector(nn.Module):
             return replace(ids, mask, section.masking_ratio, words, fill, masked_only)
 
     def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
-        generator: Any = self._generator[0].to(ids.device)
-        generator.train(self.training and self._section.generator_dropout)
+        generator: Any = self._generator[0]
+        if generator.training != (has_dropout := self.training and self._section.generator_dropout):
+            generator.train(has_dropout)
         with short_cut(generator.base_model, mask, places, None):
             hidden = generator.base_model(input_ids=ids, attention_mask=prepare_mask(generator, mask)).last_hidden_state
+        if is_gpu(ids.device):  # the host would wait for the number of wanted positions
+            return torch.where(wanted, self._choose_tokens(hidden.flatten(0, 1)).view_as(ids), ids)
+        return ids.masked_scatter(wanted, self._choose_tokens(hidden[wanted]))
+
+    def _choose_tokens(self, hidden: Tensor) -> Tensor:
+        """(M, H) last hidden states of the generator -> (M,) its tokens."""
         at_a_time = max(1, _LOGITS // (4 * self._words.size))
         choose = sample_tokens if self._section.sampling == "sample" else most_likely_tokens
-        chosen = [choose(_logits(generator, part)) for part in hidden[wanted].split(at_a_time)]
-        return ids.masked_scatter(wanted, torch.cat(chosen))
+        return torch.cat([choose(_logits(self._generator[0], part)) for part in hidden.split(at_a_time)])
 
     def _conditioned(self, edited: Edited, vectors: Tensor) -> Tensor:
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
@@ -181,7 +198,7 @@ def build_detector(
     generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
     if generator is not None and not allows_shortcuts(student):
         forbid_shortcuts(generator)
-    if generator is not None and default_device() == "cpu":  # it follows its batches, on a GPU too
+    if generator is not None and default_device() == "cpu":
         use_mkldnn_linear(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 

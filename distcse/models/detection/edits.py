@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from distcse.device import is_gpu, to_device
+
 Fill = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, L) ids, mask and wanted positions -> (B, L) the generator's token at those, what was there elsewhere."""
 
@@ -72,7 +74,7 @@ def insert(
     # Every token has its place, an inserted one the half behind its neighbor; what is not there goes to the end.
     beyond = 2.0 * length
     keys = torch.cat([torch.where(mask.bool(), places, beyond), torch.where(chosen, places + 0.5, beyond)], dim=1)
-    order = keys.argsort(dim=1, stable=True)[:, : _longest_inserted(mask, chosen)]
+    order = keys.argsort(dim=1, stable=True)[:, : _width(_inserted_lengths(mask, chosen), longest)]
     both = torch.cat([torch.where(mask.bool(), ids, words.pad), torch.where(chosen, words.mask, words.pad)], dim=1)
     longer, seen = both.gather(1, order), (keys.gather(1, order) < beyond).to(mask.dtype)
     inserted = (order >= length) & seen.bool()
@@ -83,7 +85,7 @@ def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited
     """Delete chosen tokens; tokens that now stand behind a gap are to be found."""
     gone = _choose(ids, mask, ratio, words)
     kept = mask.bool() & ~gone
-    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : _longest_kept(kept)]
+    order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : _width(kept.sum(dim=1))]
     seen = kept.gather(1, order)
     behind_gap = torch.cat([torch.zeros_like(gone[:, :1]), gone[:, :-1]], dim=1)
     shorter = torch.where(seen, ids.gather(1, order), words.pad)
@@ -92,13 +94,13 @@ def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited
 
 def edited_length(
     operation: str, ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, longest: int | None = None
-) -> int:
-    """Length that the operation's edit of these rows has, given the random state in which it will edit them."""
+) -> Tensor:
+    """Length of the longest row of the operation's edit, a scalar, given the random state in which it will edit them."""
     if operation == "insertion":
-        return _longest_inserted(mask, _choose_insertions(ids, mask, ratio, words, longest))
+        return _inserted_lengths(mask, _choose_insertions(ids, mask, ratio, words, longest)).max()
     if operation == "deletion":
-        return _longest_kept(mask.bool() & ~_choose(ids, mask, ratio, words))
-    return ids.shape[1]
+        return (mask.bool() & ~_choose(ids, mask, ratio, words)).sum(dim=1).max()
+    return torch.full((), ids.shape[1], device=ids.device)
 
 
 def _choose_insertions(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, longest: int | None) -> Tensor:
@@ -108,17 +110,21 @@ def _choose_insertions(ids: Tensor, mask: Tensor, ratio: float, words: Vocabular
     return chosen
 
 
-def _longest_inserted(mask: Tensor, chosen: Tensor) -> int:
-    return int((mask.sum(dim=1) + chosen.sum(dim=1)).max())
+def _inserted_lengths(mask: Tensor, chosen: Tensor) -> Tensor:
+    return mask.sum(dim=1) + chosen.sum(dim=1)
 
 
-def _longest_kept(kept: Tensor) -> int:
-    return int(kept.sum(dim=1).max())
+def _width(lengths: Tensor, limit: int | None = None) -> int | None:
+    """Return the width of a tensor for rows of these lengths: the longest one's.
+
+    On a GPU it is `limit`, because the host would wait for the longest one; None is no limit.
+    """
+    return limit if is_gpu(lengths.device) else int(lengths.max())
 
 
 def _choose(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
     """(B, L) booleans: each token that is no special one with probability `ratio`."""
-    special = torch.isin(ids, torch.tensor(words.special, device=ids.device))
+    special = torch.isin(ids, to_device(torch.tensor(words.special), ids.device))
     return (torch.rand(ids.shape, device=ids.device) < ratio) & mask.bool() & ~special
 
 

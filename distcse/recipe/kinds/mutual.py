@@ -14,6 +14,7 @@ from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.paths import absolute, absolute_folder, absolute_paths
+from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
 from distcse.recipe.training import LoopSection
@@ -107,7 +108,9 @@ class GroupSection(TrainedSection):
     node_labels: Labels | None = None
     """Node labels that workers and their scorers require; null allows any node."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, shared with its scorer; null assigns one where the cluster has enough for all groups."""
+    """GPUs per worker, shared with its scorer. null assigns one where there are enough for all groups; else groups of one worker
+    share GPUs. With at most 0.5, two workers of the group may be placed on one GPU, which needs engine: torch in `bi` and
+    `cross`."""
 
     @model_validator(mode="after")
     def _layers_are_named(self) -> Self:
@@ -235,6 +238,7 @@ class MutualRecipe(BaseRecipe):
         "mutual.on_failure",
         "mutual.max_failures",
         "evaluation.final_suites",
+        "resources",
         "storage.cache",
         "loggers",
     )
@@ -258,6 +262,8 @@ class MutualRecipe(BaseRecipe):
     """How all models are computed."""
     evaluation: MutualEvaluationSection = MutualEvaluationSection()
     """Dev scores and final evaluation."""
+    resources: ResourcesSection = ResourcesSection()
+    """Resources that the run may use."""
     storage: StorageSection = StorageSection()
     """Where runs and caches are stored."""
     loggers: LoggersSection = LoggersSection()
@@ -332,6 +338,18 @@ class MutualRecipe(BaseRecipe):
                         f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
                         f"{section.batch_size}"
                     )
+            loops = (("bi", self.bi), ("cross", self.cross))
+            changes = [f"{kind}.engine: torch" for kind, section in loops if section.engine != "torch"]
+            if can_share_gpu(group.workers, group.gpus_per_worker) and changes:
+                raise ValueError(
+                    f"group {group.name} has {group.workers} workers and gpus_per_worker {group.gpus_per_worker:g}, with which "
+                    "two may be placed on one GPU; NCCL refuses that, and DeepSpeed communicates by NCCL on GPUs; "
+                    f"write {' and '.join(changes)}, or gpus_per_worker: 1"
+                )
+        check_gpu_keys(
+            self.resources.gpu,
+            {f"groups.{number}.gpus_per_worker": group.gpus_per_worker for number, group in enumerate(self.groups)},
+        )
         if self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation and self.evaluation.data is None:
             raise ValueError(
                 "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"

@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 from distcse.checks import Check
 from distcse.data import Corpus
 from distcse.models import model_fingerprint, resolve_model
+from distcse.models.precision import overflows_fp16
+from distcse.models.source import find_local_model
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
@@ -65,6 +67,11 @@ class TeacherKind(ABC):
         return self.section.backbone
 
     @property
+    def overflows_fp16(self) -> bool:
+        """Whether numbers of its forward pass exceed fp16's range, so that `precision: auto` never selects fp16."""
+        return False
+
+    @property
     def precision(self) -> str:
         """Precision of the forward pass; fp32 for a teacher that is no model. Raises `ValueError` while it is `auto`."""
         return decided(self.section.precision) if self.is_model else "fp32"
@@ -87,12 +94,12 @@ class TeacherKind(ABC):
         """
         return
 
-    def open_live(self, corpus: Corpus, tokens_per_batch: int) -> Teacher:
+    def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         """Create a teacher that computes every list on request, without a table.
 
         Args:
             corpus: The corpus whose row ids will be requested.
-            tokens_per_batch: Maximum number of tokens in a forward pass.
+            tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
 
         Raises:
             UnsuitableTeacherError: The section asks for something that this kind cannot do.
@@ -123,3 +130,9 @@ class ModelKind(TeacherKind):
     def source_fingerprint(self) -> str:
         """Hash the model's files."""
         return model_fingerprint(resolve_model(self.section.backbone, self.section.trust_remote_code))
+
+    @property
+    def overflows_fp16(self) -> bool:
+        """See `distcse.models.precision.overflows_fp16`. False for a model that would have to be downloaded."""
+        folder = find_local_model(self.section.backbone, self.section.trust_remote_code)
+        return folder is not None and overflows_fp16(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,7 +44,7 @@ class CrossEncoderKind(ModelKind):
                 f"teacher {self.section.backbone} is a cross-encoder, which reads pairs without a prompt; remove prompt"
             )
 
-    def open_live(self, corpus: Corpus, tokens_per_batch: int) -> Teacher:
+    def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         self.check_settings()
         section = self.section
         scorer = CrossEncoder.load(section.backbone, section.max_length, section.trust_remote_code, section.is_fast)
@@ -53,7 +55,7 @@ class CrossEncoderKind(ModelKind):
 class PairTeacher:
     """Serves a cross-encoder's similarity probabilities; a step scores R·C pairs."""
 
-    def __init__(self, scorer: CrossEncoder, corpus: Corpus, precision: str, tokens_per_batch: int) -> None:
+    def __init__(self, scorer: CrossEncoder, corpus: Corpus, precision: str, tokens_per_batch: int | None) -> None:
         self._scorer = scorer
         self._corpus = corpus
         self._precision = precision
@@ -72,15 +74,17 @@ class PairTeacher:
         Raises:
             TeacherOutputError: A score is NaN or infinite.
         """
-        lists = []
-        for batch in columns:
-            texts = self._corpus.texts(batch)
-            pairs = [(query, other) for query in texts[rows] for other in texts]
-            scores = self._scorer.score(pairs, batch_tokens=self._tokens_per_batch, precision=self._precision)
-            if not np.isfinite(scores).all():
-                first, other = pairs[int(np.flatnonzero(~np.isfinite(scores))[0])]
+        texts = [self._corpus.texts(batch) for batch in columns]
+        scores = self._scorer.score_each(
+            (list(product(step[rows], step)) for step in texts),
+            batch_tokens=self._tokens_per_batch,
+            precision=self._precision,
+        )
+        lists = [scored.reshape(-1, columns.shape[1]) for scored in scores]
+        for step, scored in zip(texts, lists, strict=True):
+            if len(bad := np.argwhere(~np.isfinite(scored))):
+                first, other = step[rows][bad[0, 0]], step[bad[0, 1]]
                 raise TeacherOutputError(
                     f"the cross-encoder's score of {first[:60]!r} and {other[:60]!r} is not finite; try precision: fp32"
                 )
-            lists.append(scores.reshape(-1, len(texts)))
         return np.stack(lists).astype(np.float32)

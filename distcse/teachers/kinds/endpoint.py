@@ -117,7 +117,7 @@ class Endpoint:
         self,
         texts: Sequence[str],
         *,
-        batch_tokens: int = 0,
+        batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from distcse.data import Corpus
-from distcse.errors import EncoderError, StorageError
 from distcse.models import is_cross_encoder, resolve_model
+from distcse.models.source import find_local_model
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.bi_encoder import BiEncoderKind
@@ -40,21 +40,14 @@ def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
     registered = next((kind for kind in _KINDS if kind.matches(section)), None)
     if registered is not None:
         return registered(section)
-    folder = _find_local(section)  # a model in the hub's cache is not requested from the hub again
+    folder = find_local_model(
+        section.backbone, section.trust_remote_code
+    )  # a model in the hub's cache is not requested from the hub again
     if folder is None and not only_local:
         folder = resolve_model(section.backbone, section.trust_remote_code)
     return CrossEncoderKind(section) if folder is not None and is_cross_encoder(folder) else BiEncoderKind(section)
 
 
-def open_live(section: TeacherSection, corpus: Path, tokens_per_batch: int) -> Teacher:
+def open_live(section: TeacherSection, corpus: Path, tokens_per_batch: int | None) -> Teacher:
     """Create a live teacher of the prepared corpus in folder `corpus`; see `TeacherKind.open_live`."""
     return kind_of(section).open_live(Corpus.open(corpus), tokens_per_batch)
-
-
-def _find_local(section: TeacherSection) -> Path | None:
-    """Return the local folder of a model with its config.json; None if it would have to be downloaded, or does not exist."""
-    try:
-        folder = resolve_model(section.backbone, section.trust_remote_code, only_local=True)
-    except (EncoderError, StorageError):
-        return None
-    return folder if (folder / "config.json").is_file() else None

@@ -15,19 +15,22 @@ from distcse.trainer.engines.torch_engine import TorchEngine
 __all__ = ["Engine", "TorchEngine", "make_engine", "uses_deepspeed"]
 
 
-def make_engine(model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None) -> Engine:
-    """Create the recipe's engine; `auto` is DeepSpeed if it is installed, else PyTorch.
+def make_engine(
+    model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None, records_steps: bool = False
+) -> Engine:
+    """Create the recipe's engine; `auto` is DeepSpeed if it is installed and no steps are recorded, else PyTorch.
 
     Args:
         model: The student, with restored weights.
         training: The recipe's training section.
         rows: Rows of a batch on this worker.
         restored: State to restore the optimizer from; None starts a new training.
+        records_steps: Whether steps are recorded as CUDA graphs, which needs PyTorch's engine. Default: False.
 
     Raises:
         MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
     """
-    if not uses_deepspeed(training):
+    if records_steps or not uses_deepspeed(training):
         return TorchEngine(model, training, restored)
     from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 

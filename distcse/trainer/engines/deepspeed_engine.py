@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
-from distcse.distributed import world_size
+from distcse.device import default_device, gpu_module, has_gpu
+from distcse.device_defaults import defaults_of
+from distcse.distributed import rank, world_size
 from distcse.recipe import LoopSection, decided
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.checkpoints import WEIGHTS, ModelState
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw
+from distcse.trainer.snapshot import Entry, Snapshot, SnapshotTaker, entries_of
 
 
 class DeepSpeedEngine:
@@ -39,14 +42,15 @@ class DeepSpeedEngine:
         self._stage = training.zero_stage
         self._parameters = trained_parameters(model)
         optimizer = make_adamw(self._parameters.values(), training)
-        if torch.cuda.is_available():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
-            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
+        if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
+            os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
         self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
         )
         self.device: torch.device = self._engine.device
         self._updates = 0
+        self._snapshots = SnapshotTaker(self.device)
         if self._stage:
             self._open_partitioned_state(restored.updates if restored is not None else 0)
         if restored is not None:
@@ -66,12 +70,20 @@ class DeepSpeedEngine:
         self._engine.step()
         self._updates += is_update
 
-    def state(self) -> ModelState:
-        with self._gathered():
-            tensors = {name: tensor.detach().cpu() for name, tensor in self._engine.module.state_dict().items()}
-            weights = {name: t.clone() for name, t in tensors.items()} if self._stage == 3 else tensors
-        moments = {name: self._moments(p) for name, p in self._parameters.items()} if self._updates else {}
-        return ModelState(weights, moments, self._updates)
+    def snapshot(self) -> Snapshot | None:
+        updates = torch.full((), float(self._updates), device=self.device)
+        if self._stage:
+            entries = self._gather_entries()
+            if rank() == 0:
+                return self._snapshots.take_each(entries, updates)
+            for _ in entries:  # take part in gathering
+                pass
+            return None
+        if rank() > 0:  # all ranks have the same state
+            return None
+        state, trained = self._optimizer.state, self._parameters.items() if self._updates else ()
+        moments = {name: {kind: state[parameter][kind] for kind in MOMENTS} for name, parameter in trained}
+        return self._snapshots.take(entries_of(self._engine.module, moments), updates)
 
     def close(self) -> None:
         self._engine.destroy()
@@ -88,13 +100,16 @@ class DeepSpeedEngine:
             with self._deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
                 yield
 
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if self._stage == 0:
-            state = self._optimizer.state[parameter]
-            return {kind: state[kind].cpu() for kind in MOMENTS}
+    def _gather_entries(self) -> Iterator[Entry]:
+        """Gather weights and moments, one after the other, so that a GPU holds few full moments at once."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return {kind: safe_get_full_optimizer_state(parameter, kind).cpu().clone() for kind in MOMENTS}
+        with self._gathered():
+            for name, tensor in self._engine.module.state_dict().items():
+                yield WEIGHTS, name, tensor.clone() if self._stage == 3 else tensor
+        for name, parameter in self._parameters.items() if self._updates else ():
+            for kind in MOMENTS:
+                yield kind, name, safe_get_full_optimizer_state(parameter, kind).clone()
 
     def _restore(self, restored: ModelState) -> None:
         """Restore AdamW's moments and update count; the model's weights are already restored."""
@@ -128,6 +143,8 @@ class DeepSpeedEngine:
 def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration: the recipe's own, completed by the training section."""
     user_config = training.deepspeed or {}
+    # Of stage 0, DeepSpeed sums the gradients after the backward pass.
+    overlap = {"overlap_comm": True} if training.zero_stage and defaults_of(default_device()).overlaps_reduction else {}
     config: dict[str, Any] = {
         "steps_per_print": 10**9,
         **user_config,
@@ -135,7 +152,7 @@ def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
         "gradient_accumulation_steps": training.gradient_accumulation,
         # Also passed when it is 0, because DeepSpeed's default is 1.0.
         "gradient_clipping": training.gradient_clipping,
-        "zero_optimization": {**user_config.get("zero_optimization", {}), "stage": training.zero_stage},
+        "zero_optimization": {**overlap, **user_config.get("zero_optimization", {}), "stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
     }
     if decided(training.precision) == "bf16":
@@ -153,20 +170,20 @@ def _open_group_of_one() -> bool:
         os.environ.setdefault(name, value)
     if dist.is_initialized():
         return False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if has_gpu() else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return True
 
 
 def _quiet_deepspeed() -> Any:
-    if not torch.cuda.is_available():
+    if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # ZeRO-3 calls a deprecated collective in every step, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     import deepspeed
 
-    if not torch.cuda.is_available():
+    if not has_gpu():
         require_no_compiler(deepspeed)  # the only op that DeepSpeed would build on a CPU is for inference
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.snapshot import Snapshot
 
 
 class Engine(Protocol):
@@ -32,10 +32,11 @@ class Engine(Protocol):
         """
         ...
 
-    def state(self) -> ModelState:
-        """Gather full weights and moments on every worker. Every worker must call it.
+    def snapshot(self) -> Snapshot | None:
+        """Take a snapshot of full weights and moments, without waiting for a GPU. Every worker must call it.
 
-        Tensors that are on the CPU are not copied: the next step changes them.
+        Returns:
+            The snapshot on rank 0; None on other ranks.
         """
         ...
 

@@ -64,15 +64,11 @@ class FusedAdamW:
     ) -> None:
         self._parameters, self._decay, self._max_norm = parameters, training.weight_decay, training.gradient_clipping
         device = next(iter(parameters.values())).device
-        self._updates = torch.tensor(float(updates), device=device)
+        self.updates = torch.tensor(float(updates), device=device)
+        """Number of updates so far, a scalar on the device, as replayed graphs increase it."""
         self.moments: dict[str, dict[str, Tensor]] = {
             name: {kind: tensor.to(device) for kind, tensor in kinds.items()} for name, kinds in (moments or {}).items()
         }
-
-    @property
-    def updates(self) -> int:
-        """Number of updates so far. Reading it synchronizes with the device."""
-        return int(self._updates)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> None:
@@ -82,14 +78,14 @@ class FusedAdamW:
             if name not in self.moments:
                 self.moments[name] = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         clip_divisor = self._clip_divisor([p.grad for p in updated.values()])  # type: ignore[misc]
-        self._updates += 1
+        self.updates += 1
         for decay, names in _split_by_decay(updated, self._decay, lambda name: updated[name]):
             fused_adamw_(
                 [updated[name] for name in names],
                 [updated[name].grad for name in names],  # type: ignore[misc]
                 [self.moments[name]["exp_avg"] for name in names],
                 [self.moments[name]["exp_avg_sq"] for name in names],
-                self._updates,
+                self.updates,
                 lr=lr,
                 betas=_BETAS,
                 weight_decay=decay,

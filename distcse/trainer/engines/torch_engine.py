@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distcse.device import default_device
-from distcse.distributed import all_reduce_sum, world_size
+from distcse.device_defaults import defaults_of
+from distcse.distributed import all_reduce_sum, rank, world_size
 from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoints import ModelState
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import FusedAdamW
+from distcse.trainer.engines.gradient_buckets import GradientBuckets
+from distcse.trainer.snapshot import Snapshot, SnapshotTaker, entries_of
 
 MIN_TABLE_ROWS = 4096
 """Smallest embedding table whose gradient is sent by rows: a batch touches few of its rows."""
 
 
 class TorchEngine:
-    """Trains with plain PyTorch: AdamW, clipping, gradient accumulation, and one all-reduce of the gradients per update."""
+    """Trains with plain PyTorch: AdamW, clipping, gradient accumulation, and gradients summed over the workers.
+
+    On GPUs they are summed in buckets during the backward pass, on CPUs at its end, in one all-reduce.
+    """
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
         self.device = torch.device(default_device())
@@ -29,32 +36,38 @@ class TorchEngine:
         self._training = training
         self._parameters = trained_parameters(model)
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
+        overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction
+        self._buckets = GradientBuckets(list(self._parameters.values())) if overlaps else None
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self._optimizer = FusedAdamW(self._parameters, training, updates, moments)
+        self._snapshots = SnapshotTaker(self.device)
 
     def forward(self, inputs: object) -> Any:
         with arithmetic(decided(self._training.precision), self.device):
             return self._model(inputs)
 
     def backward(self, share: Tensor) -> None:
-        (share / self._training.gradient_accumulation).backward()
+        accumulation = self._training.gradient_accumulation
+        is_update = (self._batches + 1) % accumulation == 0
+        with self._buckets.reducing() if self._buckets is not None and is_update else nullcontext():
+            (share / accumulation).backward()
 
     def step(self, lr: float | Tensor) -> None:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
-        all_reduce_gradients(self._parameters.values(), self._embedding_tables)
+        if self._buckets is not None:
+            self._buckets.finish()
+        else:
+            all_reduce_gradients(self._parameters.values(), self._embedding_tables)
         self._optimizer.step(lr)
         self._optimizer.zero_grad()
 
-    def state(self) -> ModelState:
-        weights = {name: tensor.detach().cpu() for name, tensor in self._model.state_dict().items()}
-        moments = {
-            name: {kind: tensor.cpu() for kind, tensor in kinds.items()}
-            for name, kinds in self._optimizer.moments.items()
-        }
-        return ModelState(weights, moments, self._optimizer.updates)
+    def snapshot(self) -> Snapshot | None:
+        if rank() > 0:  # all ranks have the same state
+            return None
+        return self._snapshots.take(entries_of(self._model, self._optimizer.moments), self._optimizer.updates)
 
     def close(self) -> None:
         self._optimizer.zero_grad()

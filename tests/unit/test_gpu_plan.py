@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import InvalidValueError
-from distcse.experiments.distillation.gpus import lost_gpus_of_run
-from distcse.experiments.distillation.resources import resources_per_worker
-from distcse.experiments.mutual.gpus import lost_gpus_of_groups
-from distcse.experiments.mutual.resources import resources_of_groups
+from distcse.experiments.distillation.gpus import plans_of_run
+from distcse.experiments.distillation.resources import plan_run
+from distcse.experiments.mutual.resources import plan_groups
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_recipe, recipe_yaml
-from distcse.tuning.trial_resources import lost_gpus_of_trials, trial_resources
+from distcse.tuning.trial_resources import plans_of_trials, trial_resources
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -42,10 +42,14 @@ def changes_in(warning: str) -> list[list[str]]:
     return found
 
 
-def warnings_of(recipe: Recipe | MutualRecipe, nodes: list[Node]) -> list[str]:
+def plans_of(recipe: Recipe | MutualRecipe, nodes: list[Node]) -> list[GpuPlan]:
     if isinstance(recipe, MutualRecipe):
-        return lost_gpus_of_groups(recipe, recipe.groups, resources_of_groups(recipe.groups, nodes), nodes)
-    return lost_gpus_of_run(recipe, resources_per_worker(recipe, nodes), nodes)
+        return [plan_groups(recipe, recipe.groups, nodes).gpus]
+    return plans_of_run(recipe, plan_run(recipe, nodes), nodes)
+
+
+def warnings_of(recipe: Recipe | MutualRecipe, nodes: list[Node]) -> list[str]:
+    return [warning for plan in plans_of(recipe, nodes) for warning in plan.warnings]
 
 
 def assert_changes_help(recipe: Recipe | MutualRecipe, warning: str, nodes: list[Node], folder: Path) -> None:
@@ -59,12 +63,17 @@ def assert_changes_help(recipe: Recipe | MutualRecipe, warning: str, nodes: list
 
 
 def about(warning: str) -> str:
-    return warning.partition("none goes to ")[2].partition(":")[0]
+    """Return the processes that a warning is about: those without a GPU, or with less than the recipe sets."""
+    without = re.search(r"none goes to ([^:]*):", warning)
+    with_less = re.search(r"; (the [^;]*) gets ", warning)
+    found = without or with_less
+    assert found is not None
+    return found[1]
 
 
 WORKERS, SERVERS, SCORES = (
     "the training workers",
-    "the servers of live or rank-space teachers",
+    "the teacher servers",
     "the dev-score evaluator",
 )
 
@@ -80,7 +89,7 @@ WORKERS, SERVERS, SCORES = (
             {
                 WORKERS: (
                     "the cluster has 7 GPUs",
-                    "training.workers=8 needs 8 free GPUs",
+                    "training.workers=8 needs 8 GPUs, since two workers do not share one by default",
                     "training.workers=4, or training.gpus_per_worker=0.5, or training.gpus_per_worker=0 to keep the CPUs",
                 )
             },
@@ -89,80 +98,64 @@ WORKERS, SERVERS, SCORES = (
         pytest.param(
             ("training.workers=8", "training.min_workers=1"),
             [node(4), node(3)],
-            {WORKERS: ("write training.gpus_per_worker=1, or training.gpus_per_worker=0.5, or",)},
+            {},
             id="7 GPUs, up to 8 workers",
         ),
         pytest.param(
             ("training.workers=8", "training.dropout_rng_streams=8", "evaluation.async_eval={gpus: 0.5}"),
             [node(8)],
-            {
-                WORKERS: (
-                    "the cluster has 8 GPUs (0.5 for evaluation.async_eval)",
-                    "training.workers=8 needs 8 free GPUs",
-                    "write evaluation.async_eval.gpus=0, or training.workers=4 and training.gpus_per_worker=1, or "
-                    "training.gpus_per_worker=0 to keep the CPUs",
-                )
-            },
+            {SCORES: ("would leave no GPU to more important processes", "write evaluation.async_eval.gpus=0.25")},
             id="8 GPUs, 8 workers, async evaluation",
         ),
         pytest.param(
             ("training.workers=1", LIVE, "teachers.gpus_per_actor=0.25"),
             [node(1)],
-            {
-                WORKERS: (
-                    "the cluster has 1 GPU (0.5 for 2 teacher servers)",
-                    "training.workers=1 needs 1 free GPU",
-                    "write training.gpus_per_worker=0.5, or teachers.gpus_per_actor=0, or",
-                )
-            },
+            {},
             id="1 GPU, live teachers with a quarter each",
         ),
         pytest.param(
             ("training.workers=1", LIVE),
             [node(1)],
-            {
-                SERVERS: (
-                    "the cluster has 1 GPU,",
-                    "teachers.gpus_per_actor is null",
-                    "write training.gpus_per_worker=0.75 and teachers.gpus_per_actor=0.1, or teachers.gpus_per_actor=0 to keep "
-                    "the CPUs",
-                )
-            },
+            {},
             id="1 GPU, live teachers without any",
         ),
         pytest.param(
             ("training.workers=2", LIVE),
             [node(2), node(2)],
-            {SERVERS: ("write training.gpus_per_worker=1 and teachers.gpus_per_actor=1, or",)},
+            {},
             id="GPUs are left for live teachers",
         ),
         pytest.param(
             ("training.workers=1", "teachers.encoders.1.similarity=rank"),
             [node(2)],
-            {SERVERS: ("teachers.gpus_per_actor is null",)},
+            {},
             id="rank",
         ),
         pytest.param(
             ("training.workers=1", "evaluation.async_eval={}"),
             [node(2)],
-            {SCORES: ("evaluation.async_eval.gpus is null",)},
+            {},
             id="async evaluation",
         ),
         pytest.param(
             ("training.workers=8", LIVE, "evaluation.async_eval={}"),
             [node(7)],
             {
-                WORKERS: ("needs 8 free GPUs",),
-                SERVERS: ("teachers.gpus_per_actor is null",),
-                SCORES: ("evaluation.async_eval.gpus is null",),
+                WORKERS: ("(2 for the teacher servers, 0.25 for the dev-score evaluator)", "needs 8 GPUs"),
             },
             id="every role",
         ),
         pytest.param(
             ("training.workers=2", "training.gpus_per_worker=1", LIVE),
             [node(2)],
-            {SERVERS: ("add GPUs, or write teachers.gpus_per_actor=0 to keep the CPUs",)},
+            {SERVERS: ("write training.gpus_per_worker=null, or teachers.gpus_per_actor=0 to keep the CPUs",)},
             id="nothing is left",
+        ),
+        pytest.param(
+            ("training.workers=1", "teachers.encoders.1.similarity=rank", "teachers.num_servers=50"),
+            [node(1)],
+            {SERVERS: ("add GPUs, or write teachers.gpus_per_actor=0 to keep the CPUs",)},
+            id="too many servers",
         ),
         pytest.param(("training.workers=8", "training.gpus_per_worker=0"), [node(7)], {}, id="0 GPUs requested"),
         pytest.param(
@@ -193,13 +186,7 @@ WORKERS, SERVERS, SCORES = (
                 LIVE,
             ),
             [node(2, role="teachers"), node(0, role="students")],
-            {
-                SERVERS: (
-                    "the nodes with role=teachers have 2 GPUs,",
-                    "teachers.gpus_per_actor is null",
-                    "write teachers.gpus_per_actor=1, or",
-                )
-            },
+            {},
             id="GPUs only on the teachers' nodes",
         ),
     ],
@@ -236,12 +223,7 @@ def groups_of(
             8,
             ("groups.5.workers=2",),
             [node(8)],
-            (
-                "the cluster has 8 GPUs,",
-                "9 workers need 9 GPUs",
-                "write groups.5.workers=1, or gpus_per_worker=0.5 in groups 0, 1, 2, 3, 4, 5, 6, 7, or "
-                "gpus_per_worker=0 in groups 0, 1, 2, 3, 4, 5, 6, 7 to keep the CPUs",
-            ),
+            (),
             id="8 GPUs, 8 groups, one of two workers",
         ),
         pytest.param(
@@ -257,7 +239,7 @@ def groups_of(
             [node(1)],
             (
                 "the cluster has 1 GPU,",
-                "2 workers need 2 GPUs",
+                "groups.0.workers=2 needs 2 GPUs",
                 "write groups.0.workers=1, or groups.0.gpus_per_worker=0.5, or groups.0.gpus_per_worker=0 to keep the CPUs",
             ),
             id="one group uses CPUs",
@@ -266,17 +248,14 @@ def groups_of(
             2,
             ("groups.0.workers=2", "groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"),
             [node(2, role="a"), node(0, role="b")],
-            (
-                "the nodes with role=a have 2 GPUs,",
-                "write groups.0.gpus_per_worker=1 and groups.1.gpus_per_worker=0, or",
-            ),
+            (),
             id="GPUs on the nodes of one group",
         ),
         pytest.param(
             2,
             ("groups.0.workers=2", "groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"),
             [node(1, role="a"), node(0, role="b")],
-            ("write groups.0.workers=1 and groups.0.gpus_per_worker=1 and groups.1.gpus_per_worker=0, or",),
+            ("the nodes with role=a have 1 GPU,", "write groups.0.workers=1, or groups.0.gpus_per_worker=0.5, or"),
             id="too few GPUs on the nodes of one group",
         ),
     ],
@@ -294,8 +273,13 @@ def test_a_mutual_distillation_warns_about_groups_that_get_no_gpu(
     warnings = warnings_of(recipe, nodes)
     assert len(warnings) == bool(expected)
     for warning in warnings:
-        assert about(warning) == "the groups" and all(text in warning for text in expected), warning
+        assert about(warning) == "the group group0" and all(text in warning for text in expected), warning
         assert_changes_help(recipe, warning, nodes, tmp_path)
+
+
+def warnings_of_sweep(recipe: Recipe, sweep: Sweep, nodes: list[Node]) -> list[str]:
+    resources = trial_resources(recipe, sweep, nodes)
+    return [warning for plan in plans_of_trials(recipe, sweep, resources, nodes) for warning in plan.warnings]
 
 
 @pytest.mark.parametrize(
@@ -304,17 +288,14 @@ def test_a_mutual_distillation_warns_about_groups_that_get_no_gpu(
         ((), [node(2), node(0)], None, ()),
         (("training.gpus_per_worker=0",), [node(2)], None, ()),
         ((LIVE, "teachers.gpus_per_actor=0.25"), [node(0)], None, ()),
+        ((LIVE, "teachers.gpus_per_actor=0.25"), [node(1)], None, ()),
+        ((LIVE,), [node(2)], None, ()),
         (
-            (LIVE, "teachers.gpus_per_actor=0.25"),
+            (LIVE, "teachers.gpus_per_actor=0.5"),
             [node(1)],
             "the trials",
-            (
-                "the cluster has 1 GPU (0.5 for 2 teacher servers)",
-                "a node with 1 free GPU",
-                "write training.gpus_per_worker=0.5, or teachers.gpus_per_actor=0, or",
-            ),
+            ("the cluster has 1 GPU (1 for the teacher servers)", "write teachers.gpus_per_actor=null, or"),
         ),
-        ((LIVE,), [node(2)], SERVERS, ()),
         (
             ("teachers.encoders.1.similarity=rank",),
             [node(2)],
@@ -328,14 +309,13 @@ def test_a_sweep_warns_about_processes_that_get_no_gpu(
 ) -> None:
     recipe = recipe_with("training.workers=1", *overrides)
     sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}})  # type: ignore[dict-item]
-    resources = [each.resources for each in nodes]
-    warnings = lost_gpus_of_trials(recipe, sweep, trial_resources(recipe, sweep, resources), nodes)
+    warnings = warnings_of_sweep(recipe, sweep, nodes)
     assert [about(warning) for warning in warnings] == ([] if role is None else [role])
     for warning in warnings:
         assert all(text in warning for text in expected), warning
         for changes in changes_in(warning):
             changed = recipe_with("training.workers=1", *overrides, *changes)
-            remaining = lost_gpus_of_trials(changed, sweep, trial_resources(changed, sweep, resources), nodes)
+            remaining = warnings_of_sweep(changed, sweep, nodes)
             assert about(warning) not in [about(other) for other in remaining], changes
 
 

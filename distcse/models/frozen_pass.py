@@ -1,0 +1,212 @@
+"""Forward passes of a frozen model over many texts: embedding tables, live lists, scores, evaluations.
+
+On a GPU the host runs ahead of the device. A thread tokenizes the next chunk of texts while the device computes, inputs and
+outputs are copied through pinned memory without a wait, and the host waits once per chunk, when the next one is queued. On a
+CPU, all of a call's texts are one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from distcse.device import HostCopies, gpu_module, is_gpu, to_device
+from distcse.device_defaults import defaults_of
+from distcse.errors import DeviceMemoryError
+from distcse.models.batching import by_length, padded
+from distcse.models.precision import arithmetic
+
+CHUNK_TEXTS = 16_384
+"""Texts that are tokenized, sorted by length and waited for together on a GPU: some 25 forward passes of sentences."""
+
+_LOG = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Texts that are computed together, and the place of their results."""
+
+    fields: Sequence[Sequence[Sequence[int]]]
+    """Token ids of n texts, and any other fields of their tokens (see `padded`)."""
+    out: NDArray[Any]
+    """(n, …) results, in the order of the texts; complete when `run_frozen` yields the chunk."""
+
+
+class TokenBudget:
+    """Number of tokens per forward pass of one frozen model; lowered for good when the device runs out of memory."""
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+
+    def tokens(self, requested: int | None, device: torch.device) -> int:
+        """Return the number of tokens for a pass.
+
+        Args:
+            requested: The caller's number; None for the device's default.
+            device: The model's device.
+        """
+        tokens = defaults_of(device).frozen_batch_tokens if requested is None else requested
+        return tokens if self._limit is None else min(tokens, self._limit)
+
+    def lower(self, batch: Tensor, problem: str) -> None:
+        """Halve the number of tokens, and report it, after a pass ran out of memory.
+
+        Args:
+            batch: The pass's (F, B, L) input.
+            problem: PyTorch's message.
+
+        Raises:
+            DeviceMemoryError: The pass had one text only.
+        """
+        _, texts, length = batch.shape
+        if texts == 1:
+            raise DeviceMemoryError(
+                f"one text of {length:,} tokens does not fit in the device's memory: {problem} Lower max_length, or leave "
+                "more memory to this process: fewer processes per GPU, or a smaller model"
+            )
+        self._limit = texts * length // 2
+        _LOG.warning(
+            "out of memory in a frozen model's forward pass of %s tokens; its passes have at most %s from now on (%s)",
+            f"{texts * length:,}",
+            f"{self._limit:,}",
+            problem,
+        )
+
+
+def split_chunks(items: Sequence[_Item], device: torch.device) -> Iterator[Sequence[_Item]]:
+    """Split a call's texts into those of each chunk: all of them on a CPU, `CHUNK_TEXTS` on a GPU."""
+    size = CHUNK_TEXTS if is_gpu(device) else max(1, len(items))
+    return (items[begin : begin + size] for begin in range(0, len(items), size))
+
+
+def run_frozen(
+    model: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    chunks: Iterable[Chunk],
+    *,
+    pads: Sequence[int],
+    budget: TokenBudget,
+    batch_tokens: int | None,
+    precision: str,
+    on_progress: Callable[[int], None] | None = None,
+) -> Iterator[Chunk]:
+    """Compute chunks of texts in batches of similar lengths, without dropout or gradient.
+
+    Args:
+        model: The model that `forward` calls; it is in evaluation mode during the passes.
+        forward: Maps the (F + 1, B, L) tokens of a batch, whose last field is the mask, to a (B, …) output.
+        chunks: The texts. On a GPU, a thread advances this iterator.
+        pads: The numbers that pad the F fields.
+        budget: The model's number of tokens per pass.
+        batch_tokens: Maximum number of tokens per pass, with padding; None for the device's default.
+        precision: `fp32`, or `bf16` / `fp16` for autocast.
+        on_progress: Called with the number of texts computed so far, on a GPU of those queued: at most two chunks more.
+
+    Yields:
+        Each chunk, with its results in `out`.
+
+    Raises:
+        DeviceMemoryError: A text does not fit in the device's memory.
+    """
+    device = next(model.parameters()).device
+    queued: deque[_Queued] = deque()
+    done = 0
+
+    def count(texts: int) -> None:
+        nonlocal done
+        done += texts
+        if on_progress is not None:
+            on_progress(done)
+
+    for chunk in _ahead(iter(chunks)) if is_gpu(device) else chunks:
+        queued.append(_Queued(chunk, device))
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), arithmetic(precision, device):
+                _queue(queued[-1], forward, pads, budget, batch_tokens, count)
+        finally:
+            model.train(was_training)
+        if len(queued) > is_gpu(device):
+            yield queued.popleft().finish()
+    for last in queued:
+        yield last.finish()
+
+
+class _Queued:
+    """A chunk whose forward passes are queued on the device, or complete on a CPU."""
+
+    def __init__(self, chunk: Chunk, device: torch.device) -> None:
+        self.chunk, self.device = chunk, device
+        self._batches: list[list[int]] = []
+        self._copies = HostCopies(device)
+
+    def add(self, batch: list[int], output: Tensor) -> None:
+        if is_gpu(self.device):
+            self._batches.append(batch)
+            self._copies.add(output)
+        else:
+            self.chunk.out[batch] = output.cpu().numpy()
+
+    def finish(self) -> Chunk:
+        """Wait for the results, and write them to the chunk's `out`."""
+        for batch, output in zip(self._batches, self._copies.wait(), strict=True):
+            self.chunk.out[batch] = output.numpy()
+        return self.chunk
+
+
+def _queue(
+    queued: _Queued,
+    forward: Callable[[Tensor], Tensor],
+    pads: Sequence[int],
+    budget: TokenBudget,
+    batch_tokens: int | None,
+    count: Callable[[int], None],
+) -> None:
+    """Queue a chunk's forward passes, in smaller batches from one that runs out of memory on."""
+    fields, device = queued.chunk.fields, queued.device
+    min_fill = defaults_of(device).frozen_min_fill
+    batches = deque(by_length(fields[0], budget.tokens(batch_tokens, device), min_fill))
+    while batches:
+        batch = batches.popleft()
+        tokens = padded([[field[index] for index in batch] for field in fields], pads)
+        problem = _attempt(queued, batch, tokens, forward)
+        if problem is None:
+            count(len(batch))
+            continue
+        if is_gpu(device):
+            gpu_module(device).empty_cache()
+        budget.lower(tokens, problem)
+        left = [index for part in (batch, *batches) for index in part]
+        smaller = by_length([fields[0][index] for index in left], budget.tokens(batch_tokens, device), min_fill)
+        batches = deque([left[position] for position in part] for part in smaller)
+
+
+def _attempt(queued: _Queued, batch: list[int], tokens: Tensor, forward: Callable[[Tensor], Tensor]) -> str | None:
+    """Queue one forward pass; return the problem if the device has too little memory for it.
+
+    The exception ends here: its traceback holds the tensors of the failed pass.
+    """
+    try:
+        queued.add(batch, forward(to_device(tokens, queued.device)))
+    except torch.OutOfMemoryError as error:
+        return " ".join(str(error).split()).partition(" If reserved")[0]  # PyTorch's advice on its own settings follows
+    return None
+
+
+def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yield items; a thread computes the next one while the caller uses the last."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenize-ahead") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item

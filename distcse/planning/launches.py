@@ -1,0 +1,93 @@
+"""Counts the operations that the host launches in a pass, by running the model on PyTorch's fake tensors, without data."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distcse.models.attention import prepare_mask, takes_prepared_mask
+from distcse.models.layers import keep_layers
+from distcse.models.loading import model_class
+
+_TEXTS, _LENGTH = 4, 16
+"""Size of the counted batch; the number of launches does not depend on it."""
+_NOT_LAUNCHED = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::detach", "prim::device")
+"""Operations that start nothing on a device, besides views."""
+
+
+def count_launches(config: Any, layers: int, training: bool, half: bool, trust_remote_code: bool = False) -> int:
+    """Count the operations of a pass: of its forward pass, and in training also of its backward pass.
+
+    Models of one and of two layers run, so that deep models take no longer; further layers launch as much as the second.
+    Attention counts as one operation forward and one backward, as in the fused kernels of a GPU.
+
+    Args:
+        config: The backbone's transformers config.
+        layers: Number of layers.
+        training: Whether gradients are computed.
+        half: Whether the pass runs in a half precision under autocast.
+        trust_remote_code: Whether the model's own code may run. Default: False.
+    """
+    config_class: Any = type(config)
+    described = json.dumps(config.to_dict(), default=str)
+    one, two = _of_one_and_two(described, config_class, training, half, trust_remote_code)
+    return one + (layers - 1) * (two - one)
+
+
+@cache
+def _of_one_and_two(
+    described: str, config_class: Any, training: bool, half: bool, trust_remote_code: bool
+) -> tuple[int, int]:
+    one, two = (_count(described, config_class, depth, training, half, trust_remote_code) for depth in (1, 2))
+    return one, two
+
+
+def _count(described: str, config_class: Any, depth: int, training: bool, half: bool, trust_remote_code: bool) -> int:
+    config = config_class.from_dict(json.loads(described))
+    counted = _Launches()
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
+    keep_layers(model, range(depth))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None
+        model.train(training)
+        ids = torch.ones(_TEXTS, _LENGTH, dtype=torch.long)
+        # Other families look at the mask's values, which are not there.
+        mask = prepare_mask(model, torch.ones_like(ids)) if takes_prepared_mask(model) else None
+        with counted, _FusedAttention(), torch.set_grad_enabled(training):
+            with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+                states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+            if training:
+                states.float().sum().backward()
+    return counted.count
+
+
+class _Launches(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and function._schema.name not in _NOT_LAUNCHED:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leaves out attention's dropout, for which a CPU has no fused kernel."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if function is scaled_dot_product_attention:
+            named["dropout_p"] = 0.0
+        return function(*args, **named)

@@ -1,0 +1,195 @@
+"""Ray actors that call functions on one device each: evaluation, layer selection, mining, neighbor graphs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from distcse import host
+from distcse.errors import DistcseError, ProcessLostError, StoppedEarlyError, WorkFailedError
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.backend import DeviceCall
+from distcse.experiments.local_backend import LocalBackend
+from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
+from distcse.placement.resources import ResourceRequest, format_resources
+from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
+from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
+from distcse.ray_backend.nodes import ResourceWatchdog, alive
+from distcse.ray_backend.shared_storage import require_shared
+from distcse.trainer import allocator
+
+T = TypeVar("T")
+
+_POLL_S = 0.2
+_WAIT_WARNING_S = 30.0
+"""Seconds of waiting for resources after which the run warns."""
+
+
+class DeviceActor(HeartbeatActor):
+    """Ray actor that calls functions on its device, one after the other."""
+
+    def __init__(self) -> None:
+        use_assigned_gpus()
+
+    def call(self, function: Callable[[Reporter], T], channel: Any) -> T:
+        """Call a function, and return its result once the event channel's actor has its events."""
+        use_assigned_threads()
+        try:
+            return function(reporter_of(channel))
+        finally:
+            flush(channel)
+            allocator.release_memory()
+
+
+def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+    """Call functions on the cluster's devices, or in this process where `plan_devices` decides so.
+
+    See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function.
+
+    Raises:
+        NodeLabelError: No node has the labels of a key.
+        SharedStorageError: A node does not see a folder.
+        ClusterTooSmallError: The cluster lost a node and got no other.
+    """
+    nodes, memory = alive(), max(call.memory_bytes for call in calls)
+    own = OwnNode(ray.get_runtime_context().get_node_id(), host.memory() - host.memory_used())
+    plan = plan_devices(options, nodes, own, len(calls), memory)
+    has_gpu = plan is not None and plan.each.get("GPU")
+    if options.uses_gpu and not has_gpu and any(node.resources.get("GPU") for node in nodes):
+        keys = " or ".join(options.labels)
+        text = f"the {calls[0].name} runs on CPUs: no node with the labels of {keys} has a GPU"
+        reporter.emit(LogMessage(text, warning=True))
+    if plan is None:
+        return LocalBackend().run_on_devices(calls, options, reporter)
+    require_shared(options.written, options.read, [plan.labels])
+    channel = EventChannel("devices")
+    actors: list[Any] = []
+    try:
+        actors += _start_actors(plan)
+        with HeartbeatMonitor(
+            options.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True))
+        ) as monitor:
+            for number, actor in enumerate(actors):
+                monitor.add(f"process {number} of the {calls[0].name}", actor)
+            return _DeviceCalls(calls, plan, actors, channel, reporter).run()
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        channel.close()
+
+
+def _start_actors(plan: DevicePlan) -> list[Any]:
+    actor_class, suffix = ray.remote(**RESTARTABLE)(DeviceActor), unique_name("device")
+    return [
+        actor_class.options(
+            name=f"{suffix}-{number}",
+            num_cpus=plan.each["CPU"],
+            num_gpus=plan.each.get("GPU", 0.0),
+            memory=plan.each["memory"],
+            label_selector=plan.labels,
+        ).remote()
+        for number in range(plan.number)
+    ]
+
+
+class _DeviceCalls:
+    """Distributes functions over actors as these start and finish, relays events, and collects the results."""
+
+    def __init__(
+        self,
+        calls: Sequence[DeviceCall[Any]],
+        plan: DevicePlan,
+        actors: Sequence[Any],
+        channel: EventChannel,
+        reporter: Reporter,
+    ) -> None:
+        self._calls, self._plan, self._channel, self._reporter = calls, plan, channel, reporter
+        self._waiting = deque(range(len(calls)))
+        self._starting = {actor.beat.remote(): actor for actor in actors}
+        self._running: dict[Any, tuple[int, Any]] = {}
+        self._results: dict[int, Any] = {}
+        self._began, self._has_warned = time.monotonic(), False
+        request = ResourceRequest(f"the {calls[0].name}", 1, plan.each, plan.labels, "", {})
+        self._watchdog = ResourceWatchdog([request], self._warn)
+
+    def run(self) -> list[Any]:
+        """Return the results in the functions' order."""
+        while unfinished := self._unfinished():
+            if self._reporter.stop_requested():
+                names = ", ".join(call.name for call in unfinished)
+                raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
+            self._warn_of_waiting()
+            self._watchdog.check()
+            ready, _ = ray.wait([*self._starting, *self._running], num_returns=1, timeout=_POLL_S)
+            self._channel.relay(self._reporter)
+            for answer in ready:
+                self._take(answer)
+        self._channel.relay(self._reporter)
+        return [self._results[number] for number in range(len(self._calls))]
+
+    def _take(self, answer: Any) -> None:
+        """Take what an actor answers, a result or that it has started, and give it its next function."""
+        number, actor = self._running.pop(answer) if answer in self._running else (None, self._starting.pop(answer))
+        name = (self._unfinished()[0] if number is None else self._calls[number]).name
+        try:
+            result = _get(answer, name)
+        except ActorUnavailableError:  # its node may be lost, which Ray notices and repairs only after seconds
+            self._starting[actor.beat.remote()] = actor
+            if number is not None:
+                self._waiting.appendleft(number)
+            return
+        if number is not None:
+            self._results[number] = result
+        self._assign(actor)
+
+    def _assign(self, actor: Any) -> None:
+        """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
+        if not self._waiting:
+            ray.kill(actor)
+            return
+        number = self._waiting.popleft()
+        call = self._calls[number]
+        self._running[actor.call.options(name=call.name).remote(call.function, self._channel.actor)] = (number, actor)
+
+    def _unfinished(self) -> list[DeviceCall[Any]]:
+        return [call for number, call in enumerate(self._calls) if number not in self._results]
+
+    def _warn_of_waiting(self) -> None:
+        is_waiting = not self._running and time.monotonic() - self._began > _WAIT_WARNING_S
+        if is_waiting and not self._has_warned:
+            self._has_warned = True
+            needed = format_resources(self._plan.each)
+            self._warn(f"waiting for a node with {needed} free for the {self._calls[self._waiting[0]].name}")
+
+    def _warn(self, text: str) -> None:
+        self._reporter.emit(LogMessage(text, warning=True))
+
+
+def _get(answer: Any, name: str) -> Any:
+    """Return an actor's answer.
+
+    Raises:
+        DistcseError: The function raised it.
+        WorkFailedError: The function raised another error.
+        ActorUnavailableError: The actor does not answer now, and may again.
+        ProcessLostError: The actor cannot restart.
+    """
+    try:
+        return ray.get(answer)
+    except RayTaskError as failed:
+        if isinstance(failed.cause, DistcseError):
+            raise failed.cause from failed
+        raise WorkFailedError(f"the {name} failed: {str(failed).strip().splitlines()[-1]}") from failed
+    except ActorUnavailableError:
+        raise
+    except RayActorError as lost:
+        reason = str(lost).strip().splitlines()[0]
+        raise ProcessLostError(
+            f"the {name} crashed repeatedly; last error: {reason}. Start a node with more memory, then continue with --resume"
+        ) from lost

@@ -1,0 +1,44 @@
+"""Recipe section of the cluster's resources, and the checks of the keys that share them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from distcse.recipe.section import Section
+
+GpuMode = Literal["auto", "required", "none"]
+"""Whether a run uses GPUs."""
+
+
+class ResourcesSection(Section):
+    """Resources that a run may use."""
+
+    gpu: GpuMode = "auto"
+    """`auto` shares the GPUs out, says at the start which process gets how much, and warns of each that gets none on a
+    cluster that has some. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
+    hides all GPUs from the run."""
+
+
+def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
+    """Check that keys of GPUs do not contradict `resources.gpu`.
+
+    Args:
+        mode: `resources.gpu`.
+        gpus: GPUs of one process, by recipe key; None leaves the number to the run.
+
+    Raises:
+        ValueError: They do.
+    """
+    for key, number in gpus.items():
+        if mode == "required" and number == 0:
+            raise ValueError(f"resources.gpu is required, and {key} is 0; write {key}: null, or resources.gpu: auto")
+        if mode == "none" and number:
+            raise ValueError(
+                f"resources.gpu is none, and {key} is {number:g}; write {key}: null, or resources.gpu: auto"
+            )
+
+
+def can_share_gpu(workers: int, gpus: float | None) -> bool:
+    """Return whether two of a run's workers may be placed on one GPU: two parts of at most a half fit on it."""
+    return workers > 1 and gpus is not None and 0 < gpus <= 0.5

@@ -1,0 +1,58 @@
+"""Runs the writing of a checkpoint in a thread, while training continues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class CheckpointWriter(Generic[T]):
+    """Runs one write after the other, at most one at once. Only one thread may use it.
+
+    Args:
+        in_background: Whether writes run in a thread; otherwise `start` runs them.
+    """
+
+    def __init__(self, in_background: bool) -> None:
+        self._in_background = in_background
+        self._write: Future[T] | None = None
+
+    def start(self, write: Callable[[], T]) -> None:
+        """Start a write. The result of the previous one must have been taken."""
+        assert self._write is None
+        self._write = future = Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(write())
+            except BaseException as error:  # raised by `take`
+                future.set_exception(error)
+
+        if self._in_background:
+            # A daemon, so that a process can end without it: storage shows a complete checkpoint or none.
+            threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+        else:
+            run()
+
+    def is_busy(self) -> bool:
+        """Return whether a write is running."""
+        return self._write is not None and not self._write.done()
+
+    def take(self) -> T | None:
+        """Wait for the write, and return its result; None if there is none, or its result was taken before.
+
+        Raises:
+            BaseException: The write raised it.
+        """
+        if self._write is None:
+            return None
+        write = self._write
+        try:
+            return write.result()
+        finally:
+            if write.done():
+                self._write = None

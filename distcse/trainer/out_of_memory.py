@@ -1,0 +1,88 @@
+"""Turns PyTorch's out-of-memory error in a training step into one message with the numbers and the ways out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from distcse.device import gpu_module, is_gpu
+from distcse.distributed import world_size
+from distcse.errors import OutOfMemoryError
+from distcse.recipe import LoopSection, TrainingSection
+
+T = TypeVar("T")
+_GIB = 2.0**30
+
+
+def explain_out_of_memory(work: Callable[[], T], device: torch.device | str, section: LoopSection, key: str) -> T:
+    """Call `work` and return its result.
+
+    Args:
+        work: Creates the engine, or takes a step.
+        device: Device of the training.
+        section: The recipe's training section.
+        key: Its recipe key.
+
+    Raises:
+        OutOfMemoryError: The device's memory is exhausted. The same values would exhaust it again.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        # The new error is raised outside of this block: the old one's traceback would keep the step's tensors alive.
+        problem = f"{_describe_memory(device)}: {_describe_error(error)}"
+    rows = section.batch_size // world_size()
+    raise OutOfMemoryError(
+        f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in {section.precision}, on "
+        f"{problem}. {_describe_fixes(section, key, rows)}"
+    )
+
+
+def _describe_memory(device: torch.device | str) -> str:
+    """Describe a GPU's memory at the moment: total, free, allocated."""
+    if not is_gpu(device):
+        return "the CPU"
+    module = gpu_module(device)
+    free, total = module.mem_get_info(device)
+    allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
+    return (
+        f"{module.get_device_name(device)} ({total / _GIB:.1f} GiB, {free / _GIB:.1f} free; this process has "
+        f"{allocated / _GIB:.1f} allocated and {(reserved - allocated) / _GIB:.1f} cached)"
+    )
+
+
+def _describe_error(error: torch.OutOfMemoryError) -> str:
+    """Return what PyTorch's message says of the failed allocation, and of the memory that the process may use."""
+    text = " ".join(str(error).split())
+    requested = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
+    allowed = re.search(r"([\d.]+ \w+) allowed", text)
+    limit = f"; this process may use {allowed[1]} of it, by its part of the GPU" if allowed else ""
+    return (requested[0] if requested else text) + limit
+
+
+def _describe_fixes(section: LoopSection, key: str, rows: int) -> str:
+    """List the ways out: those that a resumed run can take, and those that need a new run."""
+    new_run = [f"{key}.batch_size={max(2, section.batch_size // 2)}"]
+    if section.precision == "fp32":
+        new_run.append(f"{key}.precision=bf16")
+    begin_again = f"start a new run with {' or '.join(new_run)}, or with a smaller max_length"
+    if not isinstance(section, TrainingSection):
+        return f"Write more workers for the group, and start a new run; or {begin_again}"
+    chunk = _largest_divisor(rows, below=min(rows, section.grad_cache_chunk or rows))
+    resumed = [f"training.grad_cache_chunk={chunk} (the same gradient, one more forward pass)"] if chunk else []
+    if chunk and section.dropout_rng_streams is not None:
+        resumed[0] = f"training.dropout_rng_streams=null {resumed[0]}"
+    workers = max(1, section.workers) * 2
+    if section.batch_size % workers == 0 and not section.grad_cache_chunk:
+        resumed.append(f"training.workers={workers}")
+    if not resumed:
+        return f"The last checkpoint is kept; {begin_again}"
+    return f"The last checkpoint is kept: continue it with --resume and {' or '.join(resumed)}; or {begin_again}"
+
+
+def _largest_divisor(number: int, below: int) -> int | None:
+    """Return the largest divisor of a number that is at most half of `below`; None if `below` is 1."""
+    return next((divisor for divisor in range(below // 2, 0, -1) if number % divisor == 0), None)

@@ -1,0 +1,67 @@
+"""Functions that tests call on devices of other processes, and what their drivers record."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distcse.errors import ModelOutputError
+from distcse.evaluation import Evaluation
+from distcse.events import LogMessage, Reporter
+from distcse.models import CrossEncoder, Encoder
+
+
+@contextmanager
+def recorded_loads() -> Iterator[list[str]]:
+    """Yield a list to which every model is added that this process loads."""
+    loaded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((Encoder, "from_section"), (CrossEncoder, "load")):
+            original = getattr(kind, name).__func__
+
+            def load(cls: type[Any], source: Any, *more: Any, original: Any = original, **settings: Any) -> Any:
+                loaded.append(getattr(source, "backbone", str(source)))
+                return original(cls, source, *more, **settings)
+
+            patch.setattr(kind, name, classmethod(load))
+        yield loaded
+
+
+def comparable(evaluation: Evaluation | None) -> dict[str, Any]:
+    """Return an evaluation as plain data, without times."""
+    assert evaluation is not None
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(evaluation)))
+    return {**plain, "seconds": 0, "models": [{**model, "seconds": 0} for model in plain["models"]]}
+
+
+def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, reporter: Reporter) -> int:
+    """Note this call's process in a file, report it, wait as long as this attempt should, and return an answer."""
+    with file.open("a") as attempts:
+        attempts.write(f"{os.getpid()}\n")
+    attempt = len(file.read_text().splitlines())
+    reporter.emit(LogMessage(f"{answer} {os.getpid()} {attempt}"))
+    time.sleep(seconds.get(attempt, 0.0))
+    return answer
+
+
+def describe_process(reporter: Reporter) -> tuple[str, str]:
+    """Return the GPUs that this process sees, and its node."""
+    import ray
+
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
+
+
+def fail_with_a_fix(reporter: Reporter) -> None:
+    raise ModelOutputError("the model's output is NaN")
+
+
+def fail_unexpectedly(reporter: Reporter) -> None:
+    raise ZeroDivisionError("one by zero")

@@ -1,0 +1,197 @@
+"""Functions on other nodes' GPUs: killed, hung and failing processes, a stop request, and a driver that has no room itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
+from distcse.evaluation import Evaluation
+from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.backend import DeviceCall
+from distcse.placement.devices import DeviceOptions
+from distcse.ray_backend.backend import RayBackend
+from distcse.recipe import load_recipe, recipe_yaml
+from tests.backends import run
+from tests.devices import (
+    comparable,
+    describe_process,
+    fail_unexpectedly,
+    fail_with_a_fix,
+    recorded_loads,
+    wait_or_return,
+)
+from tests.jobs import make_recipe
+from tests.kills import Nodes
+from tests.weights import assert_equal_weights, weights_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+OPTIONS = DeviceOptions(heartbeat_timeout_s=3)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A head without CPUs, on which the drivers run, and two nodes with a GPU each."""
+    with Nodes(tmp_path_factory.mktemp("nodes"), cpus=0) as running:
+        for _ in range(2):
+            running.start(2, "--num-gpus=1")
+        yield running
+
+
+def drive(nodes: Nodes, function: str, folder: Path) -> Any:
+    """Call a function of this module in a driver on the head, and return what it has written."""
+    from tests.commands import run_command
+
+    script = f"from pathlib import Path; from tests.faults import test_device_calls as t; t.{function}(Path({str(folder)!r}))"
+    done = run_command([sys.executable, "-c", script], **nodes.environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def disturb(folder: Path) -> None:
+    """A driver: disturb the processes of functions, and write what became of them."""
+    import ray
+
+    with RayBackend.cluster.joined():
+        found = {
+            "head": ray.get_runtime_context().get_node_id(),
+            "placed": RayBackend().run_on_devices([DeviceCall("look", describe_process)] * 2, OPTIONS, Reporter()),
+            "killed": _call_and_signal(folder / "killed", signal.SIGKILL),
+            "hung": _call_and_signal(folder / "hung", signal.SIGSTOP),
+            "errors": [_error_of(fail_with_a_fix), _error_of(fail_unexpectedly)],
+            "stopped": _stop_at_the_first_event(folder / "stopped"),
+        }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def _call_and_signal(folder: Path, number: signal.Signals) -> dict[str, Any]:
+    """Call three functions, and send a signal to the process of the first one during its first attempt."""
+    folder.mkdir()
+    messages: list[str] = []
+
+    def listen(event: Event) -> None:
+        assert isinstance(event, LogMessage)
+        messages.append(event.text)
+        if not event.warning and event.text.startswith("0 ") and event.text.endswith(" 1"):
+            os.kill(int(event.text.split()[1]), number)
+
+    calls = [
+        DeviceCall(
+            f"call {index}", partial(wait_or_return, folder / str(index), {1: 60.0} if index == 0 else {}, index)
+        )
+        for index in range(3)
+    ]
+    returned = RayBackend().run_on_devices(calls, OPTIONS, Reporter(listen))
+    attempts = [len((folder / str(index)).read_text().splitlines()) for index in range(3)]
+    return {"returned": returned, "attempts": attempts, "messages": messages}
+
+
+def lose_a_node(folder: Path) -> None:
+    """A driver: call a function on each node, and kill the raylet of the first one's node."""
+    lost: list[int] = []
+
+    def listen(event: Event) -> None:
+        assert isinstance(event, LogMessage)
+        if event.text.startswith("0 ") and not lost:
+            lost.append(psutil.Process(int(event.text.split()[1])).ppid())
+            os.kill(lost[0], signal.SIGKILL)
+
+    waits: list[dict[int, float]] = [{1: 600.0}, {1: 20.0}]
+    calls = [
+        DeviceCall(f"call {index}", partial(wait_or_return, folder / f"call-{index}", seconds, index))
+        for index, seconds in enumerate(waits)
+    ]
+    with RayBackend.cluster.joined():
+        returned = RayBackend().run_on_devices(calls, DeviceOptions(), Reporter(listen))
+    attempts = [len((folder / f"call-{index}").read_text().splitlines()) for index in range(2)]
+    (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts}))
+
+
+def _error_of(function: Callable[[Reporter], Any]) -> list[str]:
+    try:
+        RayBackend().run_on_devices([DeviceCall("evaluation of x", function)], OPTIONS, Reporter())
+    except DistcseError as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("no error")
+
+
+def _stop_at_the_first_event(folder: Path) -> list[str]:
+    folder.mkdir()
+    seen: list[Event] = []
+    call = DeviceCall("long call", partial(wait_or_return, folder / "call", {1: 600.0}, 0))
+    try:
+        RayBackend().run_on_devices([call], OPTIONS, Reporter(seen.append, lambda: bool(seen)))
+    except StoppedEarlyError as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("not stopped")
+
+
+def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_class(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    found = drive(nodes, "disturb", tmp_path)
+    gpus, ids = zip(*found["placed"], strict=True)
+    assert gpus == ("0", "0") and found["head"] not in ids
+    for case in ("killed", "hung"):
+        assert found[case]["returned"] == [0, 1, 2] and found[case]["attempts"] == [2, 1, 1]
+    (warning,) = (text for text in found["hung"]["messages"] if "has not answered for 3 s" in text)
+    assert warning.startswith("process ")
+    assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
+    assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
+    assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
+
+
+def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
+    try:
+        found = drive(nodes, "lose_a_node", tmp_path)
+    finally:
+        nodes.start(2, "--num-gpus=1")
+    assert found == {"returned": [0, 1], "attempts": [2, 1]}
+
+
+def train_from_the_head(folder: Path) -> None:
+    """A driver: train and evaluate, and write what this process loaded and the run's folder."""
+    recipe = load_recipe(str(folder / "on-ray.yaml"), [])
+    with recorded_loads() as loaded:
+        result = run(recipe, Reporter())
+    found = {"loaded": loaded, "run": str(result.directory.path), "layers": result.recipe.student.layers}
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
+    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
+) -> None:
+    """Layers, neighbor graph, regression targets, export and evaluation are computed on the nodes."""
+    overrides = (
+        "student.layers=auto",
+        "student.num_layers=2",
+        "student.projection=none",
+        "training.neighbor_batching={per_anchor: 3}",
+        "objective.regression={weight: 2.0}",
+        "training.max_steps=4",
+        f"evaluation.data={labelled}",
+    )
+    on_ray = ("training.workers=1", "training.cpus_per_worker=1", "training.gpus_per_worker=0")
+    models = tiny("bert"), [tiny("minilm"), tiny("roberta")]
+    recipe = make_recipe(tmp_path, *models, sentences, *overrides, *on_ray, "teachers.embedding_workers=1")
+    (tmp_path / "on-ray.yaml").write_text(recipe_yaml(recipe))
+    found = drive(nodes, "train_from_the_head", tmp_path)
+    assert found["loaded"] == []
+    (tmp_path / "local").mkdir()
+    local = run(make_recipe(tmp_path / "local", *models, sentences, *overrides), Reporter())
+    assert local.recipe.student.layers == found["layers"]
+    directory = Path(found["run"])
+    assert_equal_weights(weights_of(local.directory.path), weights_of(directory))
+    remote = comparable(Evaluation.read(directory / "evaluation.json"))
+    for ours, theirs in zip(comparable(local.evaluation)["scores"], remote["scores"], strict=True):
+        assert theirs["values"] == pytest.approx(ours["values"], abs=0.2), ours["measure"]

@@ -1,0 +1,453 @@
+"""Checkpoints on a (simulated) GPU are written while training continues; on CPUs, training waits. Formats and what is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from distcse.device import to_device
+from distcse.distributed import rank
+from distcse.errors import (
+    CheckpointError,
+    DistcseError,
+    DivergedError,
+    ObjectStorageError,
+    RunTakenOverError,
+    StorageWriteError,
+)
+from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport
+from distcse.recipe import Recipe, TrainingSection
+from distcse.storage import checksum, dump_checked_json, open_store
+from distcse.trainer import checkpoint_manager
+from distcse.trainer.checkpoint_manager import CheckpointManager
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_weights
+from distcse.trainer.engines import TorchEngine
+from distcse.trainer.snapshot import WEIGHTS, Entry, SnapshotTaker
+from distcse.trainer.task import StepInputs
+from distcse.trainer.tensor_file import write_tensors
+from distcse.trainer.trainer import TrainResult, train
+from tests.failures import fails_with
+from tests.gpusim import Simulation, simulated
+from tests.weights import assert_equal_weights
+from tests.workers import run_workers
+
+TIMEOUT_S = 60.0
+MakeRecipe = Callable[..., Recipe]
+
+
+class LineTask:
+    """Fits a line by `nn.Linear`: 12 steps, scored every 3 by the negative step, so that the initial model is the best."""
+
+    steps, rows, patience, evaluates_initial_model, metric_name, teacher_wait_s = 12, 4, None, True, "dev", 0.0
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Linear(3, 1)
+        self.step = 0
+        self.at_step: Callable[[int], None] = lambda step: None
+
+    def describe_batch(self, step: int) -> str:
+        return f"rows of step {step}"
+
+    def should_evaluate(self, done: int) -> bool:
+        return done % 3 == 0
+
+    def evaluate(self) -> float:
+        return -float(self.step)
+
+    def on_start(self, first_step: int) -> None:
+        self.step = first_step
+
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Tensor, None]:
+        self.at_step(step)
+        self.step = step + 1
+        return StepInputs(to_device(torch.full((4, 3), float(step + 1)), device), None)
+
+    def compute_loss(self, inputs: None, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = (output - 1).square().mean()
+        return loss, {"square": loss.detach()}
+
+
+class SlowStore(CheckpointStore):
+    """Saves the checkpoint of one step only after `go` is set, and raises `failure` instead, if there is one."""
+
+    def __init__(self, run: Path, step: int, failure: DistcseError | None = None) -> None:
+        super().__init__(run)
+        self.go, self._step, self._failure = threading.Event(), step, failure
+
+    def save(self, state: ModelState, trainer_state: TrainerState) -> Path:
+        if trainer_state.step == self._step:
+            assert self.go.wait(TIMEOUT_S), "training waited for the checkpoint"
+            if self._failure is not None:
+                raise self._failure
+        return super().save(state, trainer_state)
+
+
+def section() -> TrainingSection:
+    return TrainingSection(lr=0.1, engine="torch", precision="fp32", log_every=2, batch_size=4)
+
+
+def fit(
+    store: CheckpointStore, task: LineTask | None = None, emit: Callable[[Event], None] = lambda _: None
+) -> TrainResult:
+    return train(task or LineTask(), section(), store, Reporter(emit))
+
+
+@pytest.fixture
+def gpu() -> Iterator[Simulation]:
+    with simulated() as simulation:
+        yield simulation
+
+
+def test_training_continues_while_a_checkpoint_is_written(gpu: Simulation, tmp_path: Path) -> None:
+    store, events, seen_steps = SlowStore(tmp_path, step=3), [], []  # type: ignore[var-annotated]
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepReport):
+            seen_steps.append(event.step)
+
+    task = LineTask()
+    task.at_step = lambda step: store.go.set() if step == 5 else None  # steps 3 and 4 are taken
+    fit(store, task, emit)
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    assert saved == [0, 3, 6, 9, 12] and seen_steps == [2, 4, 6, 8, 10, 12]
+    order = [(type(event).__name__, event.step) for event in events if not isinstance(event, LogMessage | StepReport)]
+    assert order == [entry for step in saved for entry in (("DevScore", step), ("CheckpointSaved", step))]
+    report = next(event for event in events if isinstance(event, StepReport) and event.step == 4)
+    position = next(
+        number
+        for number, event in enumerate(events)
+        if event == CheckpointSaved(3, str(store._store.path / "step-000003"))
+    )
+    assert events.index(report) < position
+
+
+def test_a_checkpoint_contains_its_own_step(gpu: Simulation, tmp_path: Path) -> None:
+    """The checkpoint of step 9, written after later steps, equals that of a run which ends there."""
+    stores = [SlowStore(tmp_path / name, step=9) for name in ("late", "at once")]
+    stores[1].go.set()
+    late, at_once = LineTask(), LineTask()
+    late.at_step = lambda step: stores[0].go.set() if step == 11 else None
+    for store, task in zip(stores, (late, at_once), strict=True):
+        fit(store, task)
+    folders = [tmp_path / name / "checkpoints" / "step-000009" for name in ("late", "at once")]
+    states = [load_model_state(folder) for folder in folders]
+    assert_equal_weights(states[0].weights, states[1].weights)
+    assert states[0].updates == states[1].updates == 9
+    for name, moments in states[0].moments.items():
+        assert_equal_weights(moments, states[1].moments[name])
+
+
+@pytest.mark.parametrize("memory", [80 * 2**30, 200])
+def test_a_snapshot_does_not_see_later_steps_and_waits_for_nothing(memory: int) -> None:
+    """With memory for a copy on the device, and without."""
+    with simulated() as gpu:
+        task = LineTask()
+        engine = TorchEngine(task.model, section(), None)
+        states, snapshots = [], []
+        for step in range(4):
+            engine.backward(
+                task.compute_loss(None, engine.forward(task.prepare_batch(step, engine.device).model_inputs))[0]
+            )
+            engine.step(0.1)
+            states.append({name: tensor.clone().cpu() for name, tensor in task.model.state_dict().items()})
+            with gpu.memory_limit(memory if memory > 200 else gpu.peak_bytes + 8), gpu.counting():
+                snapshots.append(engine.snapshot())
+        assert not gpu.waits
+        assert (engine._snapshots._joins is True) == (memory > 200)
+        for number, (snapshot, weights) in enumerate(zip(snapshots, states, strict=True)):
+            assert snapshot is not None and snapshot.is_finite()
+            state = snapshot.state()
+            assert_equal_weights(state.weights, weights)
+            assert state.updates == number + 1 and state.moments["weight"].keys() == {"exp_avg", "exp_avg_sq"}
+
+
+def test_tensors_may_be_created_while_they_are_copied(gpu: Simulation) -> None:
+    """As the partitions of ZeRO are gathered: each tensor is freed or changed after its copy was started."""
+    temporary = torch.zeros(5, device="gpu")
+
+    def gather() -> Iterator[Entry]:
+        for number in range(3):
+            yield WEIGHTS, f"w{number}", temporary.fill_(number)
+
+    snapshot = SnapshotTaker(torch.device("gpu")).take_each(gather(), torch.zeros((), device="gpu"))
+    assert {name: tensor.tolist() for name, tensor in snapshot.state().weights.items()} == {
+        f"w{number}": [float(number)] * 5 for number in range(3)
+    }
+
+
+@pytest.mark.parametrize("step", [3, 12])
+@pytest.mark.parametrize("error", [StorageWriteError, RunTakenOverError, ObjectStorageError])
+def test_an_error_of_the_writer_ends_the_run(
+    gpu: Simulation, tmp_path: Path, error: type[DistcseError], step: int
+) -> None:
+    store, events = SlowStore(tmp_path, step, error("it cannot be written")), []  # type: ignore[var-annotated]
+    store.go.set()
+    with fails_with(error, "it cannot be written"):
+        fit(store, emit=events.append)
+    latest = store.latest()
+    assert latest is not None and latest.name == f"step-{step - 3:06d}"
+    assert max(event.step for event in events if isinstance(event, StepReport)) <= step + 3
+
+
+def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: Path) -> None:
+    task, store = LineTask(), CheckpointStore(tmp_path)
+    engine = TorchEngine(task.model, section(), None)
+
+    def save(step: int) -> None:
+        with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
+            manager.evaluate_and_save(TrainerState(step), should_evaluate=False)
+
+    with torch.no_grad():
+        task.model.get_parameter("weight").fill_(1e30)  # finite, although its square is not
+        save(1)
+        task.model.get_parameter("weight")[0, 1] = float("nan")
+        with fails_with(DivergedError, "weight is not finite after step 2", "rows of step 1"):
+            save(2)
+    latest = store.latest()
+    assert latest is not None and latest.name == "step-000001"
+
+
+def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path) -> None:
+    store, events, task = SlowStore(tmp_path, step=3), [], LineTask()  # type: ignore[var-annotated]
+
+    def fail(step: int) -> None:
+        if step == 4:
+            store.go.set()
+            raise ZeroDivisionError
+
+    task.at_step = fail
+    with pytest.raises(ZeroDivisionError):
+        fit(store, task, events.append)
+    latest = store.latest()
+    assert latest is not None and latest.name == "step-000003" and CheckpointSaved(3, str(latest)) in events
+
+
+def test_two_failures_are_both_reported(gpu: Simulation, tmp_path: Path) -> None:
+    store = SlowStore(tmp_path, 3, StorageWriteError("the disk is full"))
+    events, task = [], LineTask()  # type: ignore[var-annotated]
+
+    def fail(step: int) -> None:
+        if step == 3:
+            store.go.set()
+            raise ZeroDivisionError
+
+    task.at_step = fail
+    with pytest.raises(ZeroDivisionError):
+        fit(store, task, events.append)
+    (warning,) = (event for event in events if isinstance(event, LogMessage))
+    assert warning.warning and "the disk is full" in warning.text
+
+
+def test_a_run_waits_for_the_gpu_only_at_reports_and_evaluations(gpu: Simulation, tmp_path: Path) -> None:
+    task = LineTask()
+    task.at_step = lambda step: gpu.reset() if step == 0 else None  # the model is on the GPU
+    with gpu.counting():
+        fit(CheckpointStore(tmp_path), task)
+    here = {wait.partition(":")[0].rpartition("/")[2] for wait in gpu.waits if "checkpoint-writer" not in wait}
+    assert here == {"step_log.py"}, gpu.waits
+
+
+def test_a_resumed_run_ends_at_the_same_weights(gpu: Simulation, tmp_path: Path) -> None:
+    whole, resumed = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "resumed")
+    fit(whole)
+    task = LineTask()
+
+    def fail(step: int) -> None:
+        if step == 7:
+            raise ZeroDivisionError
+
+    task.at_step = fail
+    with pytest.raises(ZeroDivisionError):
+        fit(resumed, task)
+    assert fit(resumed).state.finished
+    folders = whole.latest(), resumed.latest()
+    assert folders[0] is not None and folders[1] is not None
+    assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
+
+
+class SlowEvaluator:
+    """An `AsyncEvaluator` whose `begin` waits for `go`; scores are the sums of the weights."""
+
+    def __init__(self) -> None:
+        self.go, self._score = threading.Event(), 0.0
+
+    def begin(self, state: ModelState) -> None:
+        assert self.go.wait(TIMEOUT_S), "training waited for the evaluator"
+        self._score = float(state.weights["weight"].sum())
+
+    def is_ready(self) -> bool:
+        return True
+
+    def take(self) -> float:
+        return self._score
+
+
+def test_training_continues_while_an_evaluator_receives_the_weights(gpu: Simulation, tmp_path: Path) -> None:
+    scores = []
+    for name, step in (("late", 5), ("at once", 0)):
+        task, evaluator = LineTask(), SlowEvaluator()
+        task.at_step = lambda now, step=step, go=evaluator.go: go.set() if now == step else None
+        store = CheckpointStore(tmp_path / name)
+        task.evaluates_initial_model = False
+        state = train(task, section(), store, Reporter(), evaluator=evaluator).state
+        best = store.best()
+        assert state.best is not None and best is not None and best.name == f"step-{state.best[0]:06d}"
+        scores.append(state.scores)
+    assert scores[0] == scores[1] and [step for step, _ in scores[0]] == [3, 6, 9, 12]
+
+
+def train_until_killed(folder: Path, flush: int) -> None:
+    """Train, and kill this process before the writer's flush of this number."""
+    flushes, fsync = itertools.count(1), os.fsync
+
+    def kill_or_flush(handle: int) -> None:
+        if threading.current_thread().name == "checkpoint-writer" and next(flushes) == flush:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(handle)
+
+    os.fsync = kill_or_flush
+    with simulated():
+        fit(CheckpointStore(folder))
+
+
+@pytest.mark.parametrize("flush", [2, 6, 11, 14, 16])
+def test_a_kill_while_a_checkpoint_is_written_leaves_it_complete_or_absent(
+    gpu: Simulation, tmp_path: Path, flush: int
+) -> None:
+    """Flushes 1 to 8 are of the first checkpoint, 9 to 16 of the second: files, folders and pointers."""
+    process = multiprocessing.get_context("forkserver").Process(target=train_until_killed, args=(tmp_path, flush))
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+    folders = list((tmp_path / "checkpoints").glob("step-*"))
+    assert len(folders) == (flush >= 4) + (flush >= 14)
+    for folder in folders:
+        assert load_model_state(folder).first_not_finite() is None
+    undisturbed, resumed = CheckpointStore(tmp_path / "undisturbed"), CheckpointStore(tmp_path)
+    fit(undisturbed)
+    assert fit(resumed).state.finished
+    expected, latest = undisturbed.latest(), resumed.latest()
+    assert expected is not None and latest is not None
+    assert_equal_weights(load_weights(expected), load_weights(latest))
+
+
+def fail_in_a_group(folder: Path) -> str:
+    """Write in the background of two workers, the first of which fails, and return the error's class."""
+    task = LineTask()
+    with simulated():
+        engine = TorchEngine(task.model, section(), None)
+        store = SlowStore(folder, 1, StorageWriteError("the disk is full"))
+        store.go.set()
+        try:
+            with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
+                manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
+                while rank() == 0 and manager._writer.is_busy():
+                    pass
+                manager.collect(TrainerState(1))
+        except DistcseError as error:
+            return type(error).__name__
+    return "none"
+
+
+def test_all_workers_raise_the_error_of_the_writer(tmp_path: Path) -> None:
+    assert run_workers(fail_in_a_group, 2, tmp_path) == ["StorageWriteError"] * 2
+
+
+def test_on_a_cpu_training_waits_and_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = LineTask()
+    engine = TorchEngine(task.model, section(), None)
+    snapshot = engine.snapshot()
+    assert snapshot is not None
+    weights = snapshot.state().weights
+    assert all(weights[name].data_ptr() == p.data_ptr() for name, p in task.model.named_parameters())
+    events: list[Event] = []
+    monkeypatch.setattr(checkpoint_manager.CheckpointWriter, "is_busy", lambda self: pytest.fail("a thread writes"))
+    fit(CheckpointStore(tmp_path), emit=events.append)
+    kinds = [type(event) for event in events]
+    assert all(kinds[number + 1] is CheckpointSaved for number, kind in enumerate(kinds) if kind is DevScore)
+
+
+def test_the_file_of_tensors_is_read_by_safetensors(tmp_path: Path) -> None:
+    matrix = torch.randn(3, 4)
+    tensors: dict[str, Tensor] = {
+        "matrix": matrix,
+        "the same memory": matrix,
+        "transposed": matrix.t(),
+        "slice": matrix[1:, ::2],
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.5),
+        "parameter": nn.Parameter(torch.ones(2)),
+        **{
+            str(dtype): torch.ones(3, dtype=dtype) for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float16)
+        },
+    }
+    file = tmp_path / "tensors.safetensors"
+    assert write_tensors(file, tensors) == checksum(file)
+    read = load_file(file)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+
+
+def test_checkpoints_of_the_earlier_format_are_read(tmp_path: Path) -> None:
+    state = ModelState({"w": torch.randn(2)}, {"w": {"exp_avg": torch.randn(2), "exp_avg_sq": torch.rand(2)}}, 7)
+    folder = tmp_path / "checkpoints" / "step-000007"
+    folder.mkdir(parents=True)
+    tensors = {"weight/w": state.weights["w"], **{f"{kind}/w": tensor for kind, tensor in state.moments["w"].items()}}
+    save_file(tensors, folder / "state.safetensors")
+    content: dict[str, Any] = {"step": 7, "scores": [(7, 9.0)], "finished": False, "updates": 7}
+    (folder / "trainer_state.json").write_text(
+        dump_checked_json({**content, "state": checksum(folder / "state.safetensors")})
+    )
+    for pointer in ("latest", "best"):
+        (tmp_path / "checkpoints" / pointer).write_text(folder.name)
+    store = CheckpointStore(tmp_path)
+    restored = store.restore()
+    assert restored is not None and restored[0].step == restored[1].updates == 7
+    for read in (restored[1].weights, load_weights(folder)):
+        assert torch.equal(read["w"], state.weights["w"])
+    assert all(torch.equal(restored[1].moments["w"][kind], state.moments["w"][kind]) for kind in state.moments["w"])
+    for step in (8, 9, 10):  # the best keeps its only file
+        store.save(state, TrainerState(step, [(7, 9.0)]))
+    assert torch.equal(load_weights(folder)["w"], state.weights["w"])
+
+
+def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:
+    state = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}, 1)
+    store = CheckpointStore(tmp_path)
+    kept = []
+    for step in (1, 2, 3, 4):
+        store.save(state, TrainerState(step, [(1, 9.0), *((later, 1.0) for later in range(2, step + 1))]))
+        kept.append(
+            {folder.name[-1]: len(list(folder.iterdir())) for folder in (tmp_path / "checkpoints").glob("step-*")}
+        )
+    assert kept == [{"1": 4}, {"1": 4, "2": 4}, {"1": 2, "2": 4, "3": 4}, {"1": 2, "3": 4, "4": 4}]
+    for name in ("step-000003", "step-000004"):  # from no other one can training resume
+        (tmp_path / "checkpoints" / name / "exp_avg.safetensors").unlink()
+    with fails_with(CheckpointError, "step-000004"):
+        store.restore()
+
+
+def test_a_folder_keeps_only_some_files(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "folder")
+    with store.write_folder() as folder:
+        for name in ("a", "b", "c"):
+            (folder / name).write_text(json.dumps(name))
+    store.keep_only({"a", "c", "d"})
+    assert sorted(file.name for file in store.path.iterdir()) == ["a", "c"]
+    open_store(tmp_path / "absent").keep_only({"a"})
+    assert not (tmp_path / "absent").exists()

@@ -1,0 +1,338 @@
+"""What a run does on a GPU by default: precisions, widths, recorded steps, gradients in buckets, shared dev scores, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distcse
+from distcse.device import DeviceSpeed
+from distcse.device_defaults import CPU, GPU, auto_precision, defaults_of
+from distcse.distributed import rank
+from distcse.errors import CUDAGraphError, EvaluationOptionError, OutOfMemoryError
+from distcse.events import Event, LogMessage, StageProgress
+from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.sharded_encoding import encode_shares
+from distcse.losses import list_mle, list_net
+from distcse.models import Encoder
+from distcse.models.precision import frozen_weight_dtype, halve_matrices, overflows_fp16
+from distcse.precision import Role, report_precisions
+from distcse.recipe import Recipe, TrainingSection
+from distcse.runs.directory import RunDirectory
+from distcse.trainer import trainer
+from distcse.trainer.engines import TorchEngine
+from distcse.trainer.engines.gradient_buckets import GradientBuckets
+from distcse.trainer.engines.torch_engine import all_reduce_gradients
+from tests.failures import fails_with
+from tests.gpusim import Simulation, simulated
+from tests.jobs import make_spec, train
+from tests.pairs import make_mutual_recipe
+from tests.weights import assert_equal_weights, weights_of
+from tests.workers import run_workers
+
+MakeRecipe = Callable[..., Recipe]
+
+H100 = DeviceSpeed("NVIDIA H100", "gpu", frozenset({"bf16", "fp16"}), {})
+V100 = DeviceSpeed("NVIDIA V100", "gpu", frozenset({"fp16"}), {})
+AMX = DeviceSpeed("Xeon (AMX)", "cpu", frozenset({"bf16", "fp16"}), {"bf16": 6.0, "fp16": 5.0})
+AVX2 = DeviceSpeed("EPYC (AVX2)", "cpu", frozenset(), {"bf16": 0.02, "fp16": 0.02})
+
+
+@pytest.mark.parametrize(
+    ("devices", "trained", "teacher", "overflowing"),
+    [
+        ([H100], "bf16", "fp16", "bf16"),
+        ([V100], "fp32", "fp16", "fp32"),
+        ([H100, V100], "fp32", "fp16", "fp32"),
+        ([AMX], "bf16", "bf16", "bf16"),
+        ([AVX2], "fp32", "fp32", "fp32"),
+        ([H100, AMX], "bf16", "bf16", "bf16"),
+        ([], "fp32", "fp32", "fp32"),
+    ],
+)
+def test_teachers_are_fp16_and_students_bf16_on_gpus(
+    devices: list[DeviceSpeed], trained: str, teacher: str, overflowing: str
+) -> None:
+    assert auto_precision(devices) == trained
+    assert auto_precision(devices, is_teacher=True) == teacher
+    assert auto_precision(devices, is_teacher=True, overflows_fp16=True) == overflowing
+
+
+def test_one_line_names_what_a_gpu_does() -> None:
+    roles = [
+        Role("student", "training.precision", "auto", [H100]),
+        Role("teacher 0", "teachers.encoders.0.precision", "auto", [H100], is_teacher=True),
+    ]
+    events: list[Event] = []
+    report_precisions(roles, events.append)
+    (line,) = (event.note for event in events if isinstance(event, StageProgress))
+    assert line.startswith(
+        "bf16: student; fp16: teacher 0 (NVIDIA H100: has bf16 units); on GPUs widths in multiples of 8"
+    )
+
+
+def test_families_that_overflow_fp16_are_known(tiny: Callable[..., Path]) -> None:
+    assert overflows_fp16(tiny("t5")) and not overflows_fp16(tiny("bert"))
+
+
+def test_matrices_alone_are_halved(tiny: Callable[..., Path]) -> None:
+    assert frozen_weight_dtype("fp16", "cuda") == torch.float16 and frozen_weight_dtype("fp16", "cpu") == torch.float32
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    halve_matrices(encoder, torch.float16)
+    types = {name.split(".")[-2]: weight.dtype for name, weight in encoder.named_parameters()}
+    assert types["query"] == types["dense"] == torch.float16
+    assert types["LayerNorm"] == types["word_embeddings"] == torch.float32
+
+
+def test_fp16_teachers_keep_the_lists_gradients(minilm: str, data: Path) -> None:
+    """Autocast as on a GPU, on real sentences: no TF32 model is more exact, and lists' gradients hardly change."""
+    import gzip
+
+    with gzip.open(data / "corpus" / "wiki_sentences.txt.gz", "rt", encoding="utf-8") as file:
+        sentences = [next(file).strip() for _ in range(64)]
+    exact = torch.from_numpy(Encoder.load(minilm).encode(sentences, normalize=True))
+    with simulated():
+        encoder = Encoder.load(minilm)
+        halve_matrices(encoder, frozen_weight_dtype("fp16", "gpu"))
+        half = torch.from_numpy(encoder.to("gpu").encode(sentences, normalize=True, precision="fp16"))
+    lists = [vectors @ vectors.T for vectors in (exact, half)]
+    assert (lists[0] - lists[1]).abs().max() < 4e-4
+    student = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) + exact[:, :48]
+    for loss in (lambda cosines, teacher: list_net(cosines, teacher, 0.05, 0.025), lambda c, t: list_mle(c, t, 0.05)):
+        gradients = []
+        for teacher in lists:
+            cosines = nn.functional.normalize(student, dim=1)
+            cosines = (cosines @ cosines.T).requires_grad_()
+            loss(cosines, teacher).sum().backward()
+            gradients.append(cosines.grad)
+        assert nn.functional.cosine_similarity(*(g.flatten() for g in gradients), dim=0) > 0.9999
+
+
+@pytest.mark.parametrize(("max_length", "widths"), [(16, {8, 16}), (13, {8, 13})])
+def test_widths_on_a_gpu_are_multiples_of_8(max_length: int, widths: set[int], recipe_with: MakeRecipe) -> None:
+    spec, _ = make_spec(recipe_with(f"student.max_length={max_length}"))
+    loader = BatchLoader(spec, 0, 1)
+    on_cpu = [loader.batch(step, torch.device("cpu"), max_length).streams[0][0] for step in range(8)]
+    with simulated():
+        on_gpu = [loader.batch(step, torch.device("gpu"), max_length).streams[0][0] for step in range(8)]
+        assert {tokens.ids.shape[1] for tokens in on_gpu} <= widths
+        for narrow, wide in zip(on_cpu, on_gpu, strict=True):
+            length = narrow.ids.shape[1]
+            assert torch.equal(wide.ids.cpu()[:, :length], narrow.ids) and torch.equal(
+                wide.mask.cpu()[:, :length], narrow.mask
+            )
+            assert not wide.mask.cpu()[:, length:].any()
+
+
+def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) -> None:
+    overrides = (
+        "objective.rank=null",
+        "objective.consistency=null",
+        "objective.detection={operation: deletion, reduction: all}",
+    )
+    spec, _ = make_spec(recipe_with(*overrides))
+    loader = BatchLoader(spec, 0, 1)
+    narrow = loader.batch(0, torch.device("cpu"), 16).streams[0][0]
+    with simulated():
+        assert loader.batch(0, torch.device("gpu"), 16).streams[0][0].ids.shape == narrow.ids.shape
+
+
+def messages(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, LogMessage)]
+
+
+@pytest.fixture
+def exact_rates(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make all learning rates exact in float32, in which recorded steps read them; return the override for the rate."""
+    monkeypatch.setattr(trainer, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    return f"training.lr={2**-10}"
+
+
+def test_steps_are_recorded_by_default_on_a_gpu(
+    recipe_with: MakeRecipe, exact_rates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`engine: auto` is then PyTorch's engine. Recorded steps give the weights of eager ones."""
+    engines: list[Any] = []
+    make_engine = trainer.make_engine
+    monkeypatch.setattr(trainer, "make_engine", lambda *args: engines.append(make_engine(*args)) or engines[-1])
+    runs = []
+    for overrides in (("training.engine=auto",), ("training.cuda_graphs=off",)):
+        spec, tables = make_spec(recipe_with("training.max_steps=5", exact_rates, *overrides))
+        events: list[Event] = []
+        with simulated():
+            train(spec, tables, events)
+        runs.append((weights_of(spec.run.path), messages(events)))
+    assert isinstance(engines[0], TorchEngine)
+    assert_equal_weights(runs[0][0], runs[1][0])
+    said = [any("recorded as CUDA graphs" in text for text in texts) for _, texts in runs]
+    assert said == [True, False]
+
+
+def test_a_failed_recording_continues_with_eager_steps(
+    recipe_with: MakeRecipe, exact_rates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that reads a number on the host cannot be recorded."""
+    from distcse.losses import objective
+
+    shares = objective._cosine_shares
+
+    def read_a_number(views: Any) -> dict[str, Tensor]:
+        assert views.z1.sum().item() == views.z1.sum().item()
+        return shares(views)
+
+    monkeypatch.setattr(objective, "_cosine_shares", read_a_number)
+    runs, texts = [], []
+    for mode in ("auto", "off"):
+        spec, tables = make_spec(recipe_with("training.max_steps=5", exact_rates, f"training.cuda_graphs={mode}"))
+        events: list[Event] = []
+        with simulated():
+            assert train(spec, tables, events).state.finished
+        runs.append(weights_of(spec.run.path))
+        texts.append([text for text in messages(events) if "steps run eagerly" in text])
+    assert_equal_weights(*runs)
+    assert len(texts[0]) == 1 and "operation not permitted when stream is capturing" in texts[0][0] and not texts[1]
+    spec, tables = make_spec(recipe_with("training.max_steps=5", "training.cuda_graphs=on"))
+    with simulated(), fails_with(CUDAGraphError, "operation not permitted", "training.cuda_graphs=off"):
+        train(spec, tables)
+
+
+def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.grad_cache_chunk=8"))
+    events: list[Event] = []
+    with simulated():
+        train(spec, tables, events)
+    assert [text for text in messages(events) if "to record them, write training.grad_cache_chunk: null" in text]
+
+
+def two_layers(seed: int) -> tuple[nn.Sequential, nn.Linear]:
+    """Return a model whose gradients need several buckets, and a part of it that gets no gradient."""
+    torch.manual_seed(seed)
+    unused = nn.Linear(3, 3)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.LayerNorm(4)), unused
+
+
+def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor]]:
+    """Return, in each worker, gradients summed after the backward pass and in buckets: two updates of two batches each."""
+    results = []
+    for in_buckets in (False, True):
+        model, unused = two_layers(seed=0)
+        parameters = [*model.parameters(), *unused.parameters()]
+        buckets = GradientBuckets(parameters, bucket_bytes) if in_buckets else None
+        inputs = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(rank()))
+        started = 0
+        for first, second in inputs:
+            model.zero_grad()
+            model(first).square().sum().backward()
+            with nullcontext() if buckets is None else buckets.reducing():
+                model(second).square().sum().backward()
+            if buckets is None:
+                all_reduce_gradients(parameters)
+            else:
+                started = len(buckets._sent)
+                buckets.finish()
+        assert unused.weight.grad is None
+        # The unused parameters are last, and only their bucket waits for the end of the backward pass.
+        assert buckets is None or started == sum(any(p.grad is None for p in b) is False for b in buckets._buckets)
+        results.append([parameter.grad for parameter in model.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
+def test_buckets_sum_the_same_bits_as_one_reduction(bucket_bytes: int) -> None:
+    by_rank = run_workers(summed_in_buckets, 2, bucket_bytes)
+    for after, in_buckets in by_rank:
+        assert all(torch.equal(first, second) for first, second in zip(after, in_buckets, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(by_rank[0][1], by_rank[1][1], strict=True))
+
+
+def encoded_in_shares(count: int, failing: int | None) -> Any:
+    """Return each worker's gathered vectors; worker `failing` fails."""
+
+    def encode(texts: Any) -> Any:
+        if rank() == failing:
+            raise EvaluationOptionError("no")
+        return np.array([[len(text), hash_of(text)] for text in texts], dtype=np.float32)
+
+    texts = [f"{'a' * (number * 7 % 13)} {number}" for number in range(count)]
+    try:
+        return texts, encode_shares(encode, texts, torch.device("cpu"))
+    except EvaluationOptionError:
+        return "failed"
+
+
+def hash_of(text: str) -> int:
+    return sum(map(ord, text)) % 97
+
+
+def test_workers_share_the_sentences_of_a_dev_score() -> None:
+    for count in (1, 2, 9):
+        for texts, vectors in run_workers(encoded_in_shares, 2, count, None):
+            assert vectors.tolist() == [[len(text), hash_of(text)] for text in texts]
+    assert run_workers(encoded_in_shares, 2, 9, 1) == ["failed", "failed"]
+
+
+def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> None:
+    """The checkpoint is kept, and the run continues with the gradient cache that the message names."""
+    spec, tables = make_spec(recipe_with("training.max_steps=8", "evaluation.eval_steps=2"))
+    with simulated() as gpu:
+        with (
+            gpu.out_of_memory(at="distcse/trainer/engines", after=300, times=1000),
+            fails_with(
+                OutOfMemoryError, "Simulated GPU (80.0 GiB", "16 of 16 rows", "training.batch_size=8"
+            ) as failure,
+        ):
+            train(spec, tables)
+        assert "training.grad_cache_chunk=8" in str(failure.value) and "--resume" in str(failure.value)
+        _, recipe = RunDirectory.reopen(spec.run.path, ["training.grad_cache_chunk=8"])
+        assert isinstance(recipe, Recipe)
+        result = train(type(spec)(**{**vars(spec), "recipe": recipe}), tables)
+    assert result.state.finished and (spec.run.path / "checkpoints").is_dir()
+
+
+def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    recipe = make_mutual_recipe(tmp_path, {"only": tiny("bert")}, sentences, "cross.batch_size=8")
+    with (
+        simulated() as gpu,
+        gpu.out_of_memory(at="distcse/trainer/engines", after=100, times=10_000),
+        fails_with(OutOfMemoryError, "group only", "cross.batch_size=4", "cross.precision=bf16", "80.0 GiB"),
+    ):
+        distcse.run(recipe, listen=lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"batch_size": 12, "grad_cache_chunk": 6}, "training.grad_cache_chunk=3"),
+        ({"batch_size": 12, "grad_cache_chunk": 1}, "start a new run with training.batch_size=6"),
+        ({"batch_size": 12, "workers": 3}, "training.workers=6"),
+        ({"batch_size": 12, "precision": "fp32"}, "training.precision=bf16"),
+        ({"batch_size": 12, "dropout_rng_streams": 2}, "training.dropout_rng_streams=null training.grad_cache_chunk=6"),
+        ({"batch_size": 12}, "this process may use 39.55 GiB of it"),
+    ],
+)
+def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> None:
+    from distcse.trainer.out_of_memory import explain_out_of_memory
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.50 MiB is free. "
+            "39.55 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch."
+        )
+
+    with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure:
+        explain_out_of_memory(fail, "cpu", TrainingSection(**section), "training")
+    assert failure.value.__context__ is None, "the step's tensors are not kept alive"
+
+
+def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:
+    assert defaults_of("cpu") is CPU and defaults_of("gpu") is GPU
+    assert (
+        CPU.width_multiple == 1 and not CPU.overlaps_reduction and not CPU.shards_dev_scores and not CPU.records_steps
+    )

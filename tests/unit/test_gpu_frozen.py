@@ -1,0 +1,290 @@
+"""Frozen passes on the simulated GPU: the host waits once per call or shard, and a pass without memory is halved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.data import Corpus
+from distcse.device_defaults import defaults_of
+from distcse.errors import DeviceMemoryError
+from distcse.evaluation import VectorModel, labelled_dev, sts_score
+from distcse.events import Reporter
+from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.pair_task import pair_model
+from distcse.models import CrossEncoder, Encoder, frozen_pass
+from distcse.models.batching import by_length
+from distcse.rank_space import DeviceRankSpace, RankSpace, pair_similarities
+from distcse.ray_backend.embedding_actors import embedding_tasks
+from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.teachers.embedding import embed_shards, table_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.kinds.cross_encoder import PairTeacher
+from distcse.teachers.rank_space import RankSpaceTeacher
+from distcse.teachers.teacher import LiveTeacher
+from tests.counting import passes_of
+from tests.failures import fails_with
+from tests.gpusim import Simulation, simulated
+from tests.models import make_cross_encoder
+
+
+def unit(rows: int, width: int, seed: int = 0) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(sentences[:100]) + "\n", encoding="utf-8")
+    return Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A simulated GPU whose passes have 256 tokens by default, and chunks 100 texts."""
+    monkeypatch.setattr(
+        frozen_pass, "defaults_of", lambda device: replace(defaults_of(device), frozen_batch_tokens=256)
+    )
+    monkeypatch.setattr(frozen_pass, "CHUNK_TEXTS", 100)
+    with simulated() as found:
+        yield found
+
+
+def waits_of(gpu: Simulation, call: Callable[[], Any]) -> tuple[Any, int]:
+    """Return a call's result, and how often the host waited for the device."""
+    gpu.reset()
+    with gpu.counting():
+        result = call()
+    return result, gpu.waits.total()
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("bert", "cls"), ("roberta", "mean"), ("distilbert", "first_last_avg")])
+def test_encoding_waits_once_per_call(
+    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], kind: str, pooling: str
+) -> None:
+    encoder, texts = Encoder.load(tiny(kind), pooling=pooling, max_length=24), sentences[:90]
+    expected = encoder.encode(texts)
+    encoder.to("gpu")
+    done: list[int] = []
+    vectors, waits = waits_of(gpu, lambda: encoder.encode(texts, on_progress=done.append))
+    np.testing.assert_allclose(vectors, expected, atol=2e-6)
+    assert waits == 1 and len(done) > 3 and done[-1] == len(set(texts))  # after each of several passes
+
+
+def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
+    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=24)
+    texts = [*sentences[:250], *sentences[:30]]  # the last chunk repeats texts of the first
+    expected = encoder.encode(texts)
+    encoder.to("gpu").train()
+    order: list[str] = []
+    token_ids, finish = encoder.token_ids, frozen_pass._Queued.finish
+
+    def tokenize(part: list[str]) -> list[list[int]]:
+        order.append("tokenize")
+        return token_ids(part)
+
+    def wait(queued: Any) -> Any:
+        order.append("wait")
+        return finish(queued)
+
+    monkeypatch.setattr(encoder, "token_ids", tokenize)
+    monkeypatch.setattr(frozen_pass._Queued, "finish", wait)
+    vectors, waits = waits_of(gpu, lambda: encoder.encode(texts))
+    np.testing.assert_allclose(vectors, expected, atol=2e-6)
+    assert np.array_equal(vectors[250:], vectors[:30])
+    assert waits == 3 and order.index("wait") >= 2 and encoder.training
+
+
+def test_an_error_of_the_caller_ends_the_pass_and_keeps_the_mode(
+    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean").to("gpu").train()
+
+    def stop(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(sentences[:250], on_progress=stop)
+    assert encoder.training and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])  # with token types, and without
+def test_scoring_pairs_waits_once_per_call(
+    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], kind: str
+) -> None:
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path, tiny(kind)), max_length=40)
+    pairs = list(zip(sentences[:60], sentences[60:120], strict=True))
+    expected = scorer.score(pairs)
+    scorer.to("gpu")
+    scores, waits = waits_of(gpu, lambda: scorer.score(pairs))
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    assert waits == 1 and scorer.score([]).shape == (0,)
+    similarities, waits = waits_of(gpu, lambda: pair_model(scorer, "fp32").similarities(*zip(*pairs, strict=True)))
+    np.testing.assert_allclose(similarities, expected, atol=1e-6)
+    assert waits == 1
+
+
+def test_a_table_waits_once_per_shard(
+    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus
+) -> None:
+    teacher = TeacherSection(backbone=str(tiny("bert")), pooling="mean", precision="fp32")
+    section = TeachersSection(encoders=[teacher], shard_rows=40)
+    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+    embedder = kind_of(teacher).open_embedder()
+    rows, waits = waits_of(gpu, lambda: list(embed_shards(embedder, corpus, table, table.missing_shards(), None)))
+    assert waits == 3 and rows == [40, 40, 20] and not table.missing_shards()
+    expected = Encoder.from_section(teacher).encode(corpus.texts(range(100)), normalize=True)
+    np.testing.assert_allclose(table.vectors(range(100)), expected, atol=1e-3)
+    (table.directory / "shard-00001.npy").write_bytes(b"damage")
+    done: list[int] = []
+    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [1], done.append, Reporter()))
+    assert done == [40] and not table.missing_shards()
+
+
+def test_the_next_shard_is_queued_before_a_shard_is_stored(
+    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean").to("gpu")
+    with passes_of(encoder) as counted:
+        each = encoder.encode_each([sentences[:20], sentences[20:40]], batch_tokens=4096)
+        first = next(each)
+        assert counted.calls == 2
+        vectors = np.concatenate([first, *each])
+    np.testing.assert_allclose(vectors, encoder.encode(sentences[:40]), atol=2e-6)
+
+
+def test_live_teachers_wait_once_per_request_or_step(
+    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus
+) -> None:
+    columns, rows = np.arange(24).reshape(3, 8), slice(2, 6)
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")))
+    for model, teacher, most in (
+        (encoder, LiveTeacher(encoder, corpus, "fp32", None), 1),
+        (scorer, PairTeacher(scorer, corpus, "fp32", None), len(columns)),
+    ):
+        expected = teacher.similarities(columns, rows)
+        model.to("gpu")
+        lists, waits = waits_of(gpu, lambda teacher=teacher: teacher.similarities(columns, rows))  # type: ignore[misc]
+        np.testing.assert_allclose(lists, expected, atol=2e-6)
+        assert waits == most
+
+
+def test_a_dev_score_waits_once_per_chunk(gpu: Simulation, tiny: Callable[..., Path], labelled: Path) -> None:
+    encoder, pairs = Encoder.load(tiny("bert"), pooling="mean"), labelled_dev(labelled)
+    expected = sts_score(VectorModel(encoder.encode), pairs)
+    encoder.to("gpu")
+    chunks = -(-len({*pairs.first, *pairs.second}) // frozen_pass.CHUNK_TEXTS)
+    score, waits = waits_of(gpu, lambda: sts_score(VectorModel(encoder.encode), pairs))
+    assert waits == chunks and score == pytest.approx(expected, abs=0.1)
+
+
+def test_out_of_memory_halves_the_passes_for_good(
+    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=24)
+    expected = encoder.encode(sentences[:90])
+    encoder.to("gpu")
+    with gpu.out_of_memory("distcse/models/encoder.py", after=60):
+        vectors, waits = waits_of(gpu, lambda: encoder.encode(sentences[:90]))
+    np.testing.assert_allclose(vectors, expected, atol=2e-6)
+    assert waits == 1 and len(caplog.records) == 1
+    lowered = encoder._token_budget.tokens(None, torch.device("gpu"))
+    assert 100 <= lowered <= 128 and f"at most {lowered} " in caplog.text and "out of memory" in caplog.text
+    caplog.clear()
+    with passes_of(encoder) as again:
+        encoder.encode(sentences[:90])
+    assert not caplog.records
+    ids = encoder.token_ids(list(dict.fromkeys(sentences[:90])))
+    assert again.calls == len(by_length(ids, lowered, 1.0))
+
+
+def test_a_memory_that_holds_few_tokens_computes_the_same(
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path, tiny("bert")), max_length=40)
+    pairs = list(zip(sentences[:50], sentences[50:100], strict=True))
+    expected = encoder.encode(sentences[:100]), scorer.score(pairs)
+    with simulated() as gpu:
+        encoder.to("gpu"), scorer.to("gpu")
+        with gpu.memory_limit(gpu.allocated_bytes + 300_000):
+            found = encoder.encode(sentences[:100]), scorer.score(pairs)
+        np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
+        np.testing.assert_allclose(found[1], expected[1], atol=2e-6)
+        assert {record.levelname for record in caplog.records} == {"WARNING"} and len(caplog.records) >= 2
+        with (
+            gpu.memory_limit(gpu.allocated_bytes + 100),
+            fails_with(DeviceMemoryError, "one text of ", "max_length", "is free"),
+        ):
+            encoder.encode(sentences[:100])
+
+
+@pytest.mark.parametrize("rank_method", ["sort", "histogram"])
+def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, references = unit(24, 16, seed=1), unit(20_000, 16)
+    host = RankSpace(references, rank_method)
+    on_cpu = DeviceRankSpace(references, rank_method, "cpu")
+    with simulated() as gpu:
+        space = DeviceRankSpace(references, rank_method, "gpu")
+        lists, waits = waits_of(gpu, lambda: space.lists([vectors[:12], vectors[12:]], slice(2, 6)))
+        assert waits == 1
+        expected = on_cpu.lists([vectors[:12], vectors[12:]], slice(2, 6))
+        for found, same, similar in zip(lists, expected, (vectors[:12], vectors[12:]), strict=True):
+            assert np.array_equal(found, same)
+            np.testing.assert_allclose(found, host.similarities(similar, slice(2, 6)), atol=2e-6)
+        monkeypatch.setattr("distcse.rank_space.device._BYTES", 8 * 2**16 * 5)  # blocks of five rows
+        ranks, waits = waits_of(gpu, lambda: space.ranks(vectors))
+        assert np.array_equal(ranks, on_cpu.ranks(vectors)) and waits <= 5
+        pairs = np.arange(12), np.arange(12, 24)
+        found, expected = (pair_similarities(each, vectors, *pairs) for each in (space, host))
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_rows_that_a_histogram_cannot_rank_are_sorted_after_a_second_wait() -> None:
+    vectors, references = unit(24, 16, seed=1), unit(20_000, 16)
+    vectors[3] = 0  # equal similarities to all references
+    host, on_cpu = RankSpace(references, "histogram"), DeviceRankSpace(references, "histogram", "cpu")
+    with simulated() as gpu:
+        space = DeviceRankSpace(references, "histogram", "gpu")
+        ranks, waits = waits_of(gpu, lambda: space.ranks(vectors))
+        assert waits == 2 and np.array_equal(ranks, on_cpu.ranks(vectors))
+        assert np.array_equal(ranks[3], RankSpace(references).ranks(vectors)[3])
+        lists, waits = waits_of(gpu, lambda: space.lists([vectors[:12], vectors[12:]]))
+        assert waits == 2
+        np.testing.assert_allclose(lists[0], host.similarities(vectors[:12]), atol=2e-6)
+        np.testing.assert_allclose(lists[1], host.similarities(vectors[12:]), atol=2e-6)
+
+
+def test_a_rank_space_teacher_waits_once_for_a_block_of_steps() -> None:
+    class Table:
+        vectors = staticmethod(lambda rows: unit(5000, 16)[rows])
+
+    columns, references = np.arange(24).reshape(3, 8), np.arange(100, 5000)
+    expected = RankSpaceTeacher(Table(), references).similarities(columns, slice(2, 6))  # type: ignore[arg-type]
+    with simulated() as gpu:
+        teacher = RankSpaceTeacher(Table(), references, "sort", "gpu")  # type: ignore[arg-type]
+        lists, waits = waits_of(gpu, lambda: teacher.similarities(columns, slice(2, 6)))
+    np.testing.assert_allclose(lists, expected, atol=2e-6)
+    assert lists.shape == (3, 4, 8) and waits == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "actors", "is_on_gpu", "sizes"),
+    [(10, 2, False, [1] * 10), (3, 4, True, [1, 1, 1]), (20, 2, True, [2] * 10), (300, 1, True, [8] * 37 + [4])],
+)
+def test_a_task_of_an_embedding_actor_has_several_shards_on_a_gpu_only(
+    missing: int, actors: int, is_on_gpu: bool, sizes: list[int]
+) -> None:
+    tasks = embedding_tasks(list(range(missing)), actors, is_on_gpu)
+    assert list(map(len, tasks)) == sizes and [shard for task in tasks for shard in task] == list(range(missing))

@@ -1,0 +1,282 @@
+"""Training steps on the simulated GPU: all tensors on one device, no wait for it in a step, and replays equal to eager steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.data import Corpus
+from distcse.events import DevScore, Event
+from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.models import CrossEncoder, Encoder
+from distcse.recipe import Recipe
+from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
+from distcse.trainer import cuda_graphs
+from distcse.trainer.engines import make_engine
+from distcse.trainer.trainer import training_step
+from tests.gpusim import Simulation, simulated
+from tests.jobs import make_recipe, make_spec, train
+from tests.models import KINDS, make_cross_encoder, make_masked_lm
+from tests.training_step import TrainingStep
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+STEPS = 2
+ALLOWED: dict[str, int] = {}
+"""Waits of a step, by kind and line."""
+CUSTOM = """
+from torch import Tensor, nn
+
+from distcse.losses import TeacherOutputs, Views
+
+
+class SquaredDistance(nn.Module):
+    def forward(self, views: Views, teachers: TeacherOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        distance = (views.z1 - views.z2).square().sum() / len(views.all_z1)
+        return distance, {"distance": distance.detach()}
+"""
+ONLY = ("objective.rank=null", "objective.info_nce=null", "objective.consistency=null")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "ListNet, InfoNCE, JS consistency": (),
+    "ListMLE": ("objective.rank.form=list_mle",),
+    "negative entropy": ("objective.consistency.form=neg_entropy",),
+    "false negatives masked": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.99}}"),
+    "false negatives softened": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.99, form: soften}}"),
+    "vectors": (*ONLY, "objective.regression={form: cosine}", "student.projection=none"),
+    "vectors by MSE": (*ONLY, "objective.regression={form: mse}", "student.projection=none"),
+    "rank regression": (*ONLY, "objective.rank_regression={}"),
+    "rank regression, hinge": ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+    "queue and anchors": (
+        "objective.rank.queue={num_batches: 2, num_anchors: 8, refresh_steps: 1}",
+        "student.projection=none",
+    ),
+    "custom": (*ONLY, "objective.custom={squared: {class_path: 'squared_distance:SquaredDistance'}}"),
+}
+SINGLE_PASS: dict[str, tuple[str, ...]] = {
+    "disagreement weights and rank noise": ("teachers.disagreement_scale=0.5", "teachers.rank_noise_group=3"),
+    "batch norm": ("student.projection=batch_norm_mlp",),
+    "no dropout": ("student.dropout=0.0",),
+    "mean of the first and last layer": ("student.pooling=first_last_avg",),
+    "[CLS], factorized embeddings": ("student.pooling=cls", "student.embedding_size=8"),
+    "weight decay": ("training.weight_decay=0.1",),
+    "gradient accumulation": ("training.gradient_accumulation=2",),
+}
+DETECTION: dict[str, tuple[str, ...]] = {
+    "replacement": (),
+    "masked only, sampled": ("replace: masked_only", "sampling: sample"),
+    "insertion": ("operation: insertion",),
+    "deletion": ("operation: deletion",),
+    "non-padding": ("operation: replacement", "reduction: nonpad"),
+}
+MODES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "gradient cache": ("training.grad_cache_chunk=8",),
+    "streams": ("training.dropout_rng_streams=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe_of(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
+) -> Iterator[MakeRecipe]:
+    """Makes recipes of one corpus, whose teachers embed it once."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "squared_distance.py").write_text(CUSTOM)
+    make_masked_lm(folder / "generator", tiny("bert"))
+
+    def make(*overrides: str) -> Recipe:
+        named = [each.replace("GENERATOR", str(folder / "generator")) for each in overrides]
+        return make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield make
+
+
+def clients(spec: TrainSpec, tables: Sequence[EmbeddingTable]) -> list[LocalTeacherClient]:
+    teachers = spec.recipe.teachers.encoders
+    return [LocalTeacherClient(serving(teacher, table)) for teacher, table in zip(teachers, tables, strict=True)]
+
+
+@contextmanager
+def no_wait(gpu: Simulation) -> Iterator[None]:
+    """Context manager: assert that this thread does not wait for the device."""
+    with gpu.counting():
+        yield
+    assert {place: count for place, count in gpu.waits.items() if " in teacher" not in place} == ALLOWED
+    assert gpu.launches > 0
+
+
+def check_steps(recipe: Recipe) -> None:
+    """Assert that a recipe's first steps stay on the device, wait for nothing and have finite losses."""
+    spec, tables = make_spec(recipe)
+    with simulated() as gpu:
+        step = TrainingStep(spec, clients(spec, tables))
+        with no_wait(gpu):
+            losses = [step() for _ in range(STEPS)]
+        values = [float(loss) for loss in losses]
+    assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_waits_for_nothing(loss: str, precision: str, mode: str, recipe_of: MakeRecipe) -> None:
+    check_steps(recipe_of(*LOSSES[loss], *MODES[mode], f"training.precision={precision}"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("setting", SINGLE_PASS)
+def test_a_step_with_other_settings_waits_for_nothing(setting: str, precision: str, recipe_of: MakeRecipe) -> None:
+    check_steps(recipe_of(*SINGLE_PASS[setting], f"training.precision={precision}"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("edit", DETECTION)
+def test_a_diffcse_step_waits_for_nothing(edit: str, precision: str, mode: str, recipe_of: MakeRecipe) -> None:
+    section = ", ".join(("weight: 0.5", "generator: GENERATOR", *DETECTION[edit]))
+    detection = ("objective={rank: null, consistency: null, detection: {" + section + "}}", "teachers.encoders=[]")
+    if "deletion" in edit:
+        detection = (detection[0].replace("generator: GENERATOR, ", ""), detection[1])
+    overrides = (*detection, "student.pooling=cls", "student.projection=batch_norm_mlp", *MODES[mode])
+    if mode == "gradient cache":
+        overrides = (*overrides, "student.projection=none")
+    check_steps(recipe_of(*overrides, f"training.precision={precision}"))
+
+
+def test_a_step_with_live_teachers_waits_for_nothing(recipe_of: MakeRecipe) -> None:
+    """They encode in a separate thread, a block of steps ahead."""
+    recipe = recipe_of()
+    spec, _ = make_spec(recipe)
+    with simulated() as gpu:
+        live = [
+            LocalTeacherClient(
+                kind_of(teacher).open_live(Corpus.open(spec.corpus.path), recipe.teachers.tokens_per_batch)
+            )
+            for teacher in recipe.teachers.encoders
+        ]
+        step = TrainingStep(spec, live)
+        with no_wait(gpu):
+            for _ in range(STEPS):
+                step()
+        assert any(" in teacher" in place for place in gpu.waits)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("formulation", ["bi", "cross"])
+def test_a_step_of_pairs_waits_for_nothing(
+    formulation: str,
+    kind: str,
+    precision: str,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+    recipe_of: MakeRecipe,
+) -> None:
+    pairs, labels = Pairs(sentences[:32], sentences[32:64]), np.linspace(0, 1, 32, dtype=np.float32)
+    section = recipe_of(f"training.precision={precision}").training
+    with simulated() as gpu:
+        if formulation == "bi":
+            encoder = Encoder.load(tiny(kind), pooling="mean", max_length=16)
+            task = PairTask(encoder, BiTokens(encoder, pairs), labels, section, None, 100, 0)
+        else:
+            scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny(kind)), max_length=32)
+            task = PairTask(scorer, CrossTokens(scorer, pairs, both_orders=True), labels, section, None, 100, 0)
+        engine = make_engine(task.model, section, task.rows, None)
+        task.model.train()
+        with no_wait(gpu):
+            for step in range(2):
+                training_step(engine, task, task.prepare_batch(step, engine.device), 1e-3)
+
+
+RECORDED: dict[str, tuple[str, ...]] = {
+    "RankCSE": (),
+    "bf16, [CLS]": ("training.precision=bf16", "student.pooling=cls"),
+    "bf16, no dropout": ("training.precision=bf16", "student.dropout=0.0"),
+    "ListMLE, disagreement, rank noise": (
+        "objective.rank.form=list_mle",
+        "teachers.rank_noise_group=3",
+        "teachers.disagreement_scale=0.5",
+    ),
+    "vectors": (*ONLY, "objective.regression={}", "student.projection=none"),
+    "hinge": ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+    "false negatives": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.9, form: soften}}"),
+    "batch norm": ("student.projection=batch_norm_mlp",),
+    "negative entropy": ("objective.consistency.form=neg_entropy",),
+    "vectors by MSE": (*ONLY, "objective.regression={form: mse}", "student.projection=none"),
+    "RoBERTa": (),
+    "DistilBERT": (),
+    "MiniLM": (),
+}
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_recorded_steps_give_the_same_weights_as_eager_ones(
+    family: str, recipe_of: MakeRecipe, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise, with several batch shapes, dropout, dev scores and checkpoints in between."""
+    replayed = 0
+    replay = cuda_graphs.CudaGraphs.record
+
+    def counting(recorder: cuda_graphs.CudaGraphs, call: Callable[[], object]) -> Callable[[], object]:
+        found = replay(recorder, call)
+
+        def counted() -> object:
+            nonlocal replayed
+            replayed += 1
+            return found()
+
+        return counted
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "record", counting)
+    monkeypatch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    overrides = list(RECORDED[family])
+    if family.lower() in KINDS:
+        overrides = [f"student.backbone={tiny(family.lower())}"]
+    runs = []
+    for mode in ("off", "on"):
+        # The kernel reads a learning rate tensor in float32: all rates are exact in it.
+        fixed = ("training.max_steps=10", f"training.lr={2**-10}", f"training.cuda_graphs={mode}")
+        spec, tables = make_spec(recipe_of(*fixed, *overrides))
+        with simulated():
+            train(spec, tables)
+        runs.append(weights_of(spec.run.path))
+    assert replayed >= 4
+    assert_equal_weights(*runs)
+
+
+def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(recipe_of: MakeRecipe) -> None:
+    """An interrupted and resumed run has its weights."""
+    recipe = recipe_of("training.max_steps=13", "training.precision=bf16")
+    spec, tables = make_spec(recipe)
+    resumed, _ = make_spec(recipe)
+    events: list[Event] = []
+    with simulated() as gpu:
+        with gpu.counting():
+            train(spec, tables, events)
+        assert train(resumed, tables, stop_after=2).interrupted
+        train(resumed, tables)
+    assert_equal_weights(weights_of(spec.run.path), weights_of(resumed.run.path))
+    assert [event.step for event in events if isinstance(event, DevScore)] == [0, 6, 12, 13]
+    waits = Counter[str]()
+    for place, count in gpu.waits.items():
+        waits[place.partition(" @ ")[2].partition(":")[0]] += count
+    # Copies of the weights, of two buffers that are not saved, and of the number of updates, before the first step.
+    assert waits.pop("distcse/trainer/engines/torch_engine.py") == len(weights_of(spec.run.path)) + 2
+    assert waits.pop("distcse/trainer/engines/fused_adamw.py") == 1
+    assert (
+        waits.pop("distcse/trainer/step_log.py") == 5
+    )  # reports after 4, 8, 12 and 13 steps, and a check before a score
+    assert set(waits) == {"distcse/device.py"}  # vectors of the dev set, and snapshots for checkpoints

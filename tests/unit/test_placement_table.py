@@ -1,0 +1,289 @@
+"""The GPUs that each process gets: clusters and recipes in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from distcse.errors import ClusterTooSmallError, GpuRequiredError, InvalidValueError
+from distcse.experiments.distillation.gpus import plans_of_run
+from distcse.experiments.distillation.resources import plan_run
+from distcse.experiments.mutual.resources import plan_groups
+from distcse.placement.gpu_plan import GpuPlan, describe_plans
+from distcse.placement.gpu_shares import GpuRole, process_group_backend, share_gpus
+from distcse.placement.resources import Node
+from distcse.recipe import Recipe, Sweep
+from distcse.tuning.trial_resources import plans_of_trials, trial_resources
+from tests.failures import fails_with
+from tests.pairs import make_mutual_recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+LIVE = "teachers.mode=live"
+RANK = "teachers.encoders.1.similarity=rank"
+ASYNC = "evaluation.async_eval={}"
+STUDENTS, TEACHERS = "training.node_labels={role: students}", "teachers.node_labels={role: teachers}"
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    gpus: str
+    """GPUs of each node, with the node's role if it has a label: `8`, `4 4`, `2:students`."""
+    overrides: str
+    """What the recipe sets, besides two teachers."""
+    expected: str
+    """The plan of the training."""
+    num_warnings: int = 0
+
+
+def row(gpus: str, *overrides: str, gets: str, warns: int = 0) -> Row:
+    return Row(gpus, "\n".join(overrides), gets, warns)
+
+
+RUNS = [
+    # No GPUs: nothing to share, nothing to say.
+    row("0", "training.workers=4", gets="training workers none"),
+    # Enough for all: an entire GPU each.
+    row("1", "training.workers=1", gets="training workers 1 x 1"),
+    row("4", "training.workers=4", gets="training workers 4 x 1"),
+    row("0 4", "training.workers=4", gets="training workers 4 x 1"),
+    row("4", "training.workers=1", LIVE, gets="training workers 1 x 1, teacher servers 2 x 1"),
+    row("2", "training.workers=1", RANK, gets="training workers 1 x 1, teacher servers 1 x 1"),
+    row("2", "training.workers=1", ASYNC, gets="training workers 1 x 1, dev-score evaluator 1 x 0.25"),
+    # One GPU: student, teachers and evaluation share it.
+    row("1", "training.workers=1", ASYNC, gets="training workers 1 x 0.75, dev-score evaluator 1 x 0.25"),
+    row("1", "training.workers=1", RANK, gets="training workers 1 x 0.75, teacher servers 1 x 0.25"),
+    row("1", "training.workers=1", LIVE, gets="training workers 1 x 0.6, teacher servers 2 x 0.2"),
+    row(
+        "1",
+        "training.workers=1",
+        LIVE,
+        ASYNC,
+        gets="training workers 1 x 0.5, teacher servers 2 x 0.125, dev-score evaluator 1 x 0.125",
+    ),
+    # What the recipe sets is kept; what it leaves null gets the rest.
+    row(
+        "1",
+        "training.workers=1",
+        LIVE,
+        "teachers.gpus_per_actor=0.25",
+        gets="training workers 1 x 0.5, teacher servers 2 x 0.25",
+    ),
+    row(
+        "1",
+        "training.workers=1",
+        "training.gpus_per_worker=0.5",
+        LIVE,
+        gets="training workers 1 x 0.5, teacher servers 2 x 0.25",
+    ),
+    row(
+        "2",
+        "training.workers=2",
+        "training.gpus_per_worker=1",
+        LIVE,
+        gets="training workers 2 x 1, teacher servers none",
+        warns=1,
+    ),
+    row(
+        "1",
+        "training.workers=1",
+        LIVE,
+        "teachers.gpus_per_actor=0",
+        gets="training workers 1 x 1, teacher servers none",
+    ),
+    # Workers on all GPUs: the others take a part of some, and every worker keeps one to itself.
+    row("8", "training.workers=8", ASYNC, gets="training workers 8 x 0.75, dev-score evaluator 1 x 0.25"),
+    row("4 4", "training.workers=8", LIVE, gets="training workers 8 x 0.75, teacher servers 2 x 0.25"),
+    row("8", "training.workers=8", LIVE, gets="training workers 8 x 0.6, teacher servers 2 x 0.2"),
+    row(
+        "8",
+        "training.workers=8",
+        "evaluation.async_eval={gpus: 0.5}",
+        gets="training workers 8 x 0.75, dev-score evaluator 1 x 0.25",
+        warns=1,
+    ),
+    # Fewer GPUs than workers: two workers share none by default, and the run says so.
+    row("7", "training.workers=8", gets="training workers none", warns=1),
+    row("7", "training.workers=8", "training.min_workers=1", gets="training workers up to 8 x 1"),
+    row("7", "training.workers=8", "training.gpus_per_worker=0.5", gets="training workers 8 x 0.5"),
+    row("7", "training.workers=8", "training.gpus_per_worker=0", gets="training workers none"),
+    row(
+        "7",
+        "training.workers=8",
+        LIVE,
+        ASYNC,
+        gets="training workers none, teacher servers 2 x 1, dev-score evaluator 1 x 0.25",
+        warns=1,
+    ),
+    # Labels.
+    row("8:teachers 0:students", "training.workers=4", STUDENTS, gets="training workers none"),
+    row("8:teachers 2:students", "training.workers=4", STUDENTS, gets="training workers none", warns=1),
+    row(
+        "1:teachers 2:students",
+        "training.workers=2",
+        STUDENTS,
+        TEACHERS,
+        LIVE,
+        gets="training workers 2 x 1, teacher servers 2 x 0.5",
+    ),
+    # No GPU for anything.
+    row("8", "training.workers=8", LIVE, "resources.gpu=none", gets="training workers none, teacher servers none"),
+]
+
+
+def nodes_of(gpus: str) -> list[Node]:
+    nodes = []
+    for part in gpus.split():
+        number, _, role = part.partition(":")
+        resources = {"CPU": 32.0, **({"GPU": float(number)} if number != "0" else {})}
+        nodes.append(Node(part, resources, {"role": role} if role else {}))
+    return nodes
+
+
+def plan_of(recipe: Recipe, nodes: Sequence[Node]) -> GpuPlan:
+    return plan_run(recipe, nodes).gpus
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.gpus} GPUs: {' '.join(case.overrides.split())}")
+def test_a_run(case: Row, recipe_with: MakeRecipe) -> None:
+    nodes = nodes_of(case.gpus)
+    plan = plan_of(recipe_with(*case.overrides.split("\n")), nodes)
+    assert plan.describe() == case.expected
+    assert len(plan.warnings) == case.num_warnings
+    decided = [(role.number, gpus, role.labels) for role, gpus in zip(plan.roles, plan.gpus, strict=True) if gpus]
+    elastic = any(role.is_elastic for role in plan.roles)
+    assert elastic or sum(number * gpus for number, gpus, _ in decided) <= sum(n.resources.get("GPU", 0) for n in nodes)
+
+
+GROUPS = [
+    # GPUs of the nodes, number of groups, overrides, GPUs of one worker of each group
+    ("0", 2, (), [0, 0]),
+    ("8", 8, (), [1] * 8),
+    ("4", 8, (), [0.5] * 8),
+    ("3", 8, (), [0.4] * 2 + [0.33] * 6),
+    ("8", 8, ("groups.5.workers=2",), [1] * 6 + [0.5] * 2),
+    ("4", 4, ("groups.0.gpus_per_worker=2",), [2, 1, 0.5, 0.5]),
+    ("1", 2, ("groups.0.workers=2", "groups.1.gpus_per_worker=0"), [0, 0]),
+    ("2", 2, ("groups.0.workers=2",), [0.6, 0.4]),
+    ("1:a 1:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: a}"), [0.5, 0.5]),
+    ("2:a 0:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"), [1, 0]),
+]
+
+
+@pytest.mark.parametrize(("gpus", "number", "overrides", "expected"), GROUPS)
+def test_groups(
+    gpus: str,
+    number: int,
+    overrides: tuple[str, ...],
+    expected: list[float],
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    tmp_path: Path,
+) -> None:
+    models = {f"group{index}": tiny("bert") for index in range(number)}
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", *overrides)
+    plan = plan_groups(recipe, recipe.groups, nodes_of(gpus)).gpus
+    assert list(plan.gpus) == expected
+
+
+TRIALS = [
+    ("2", (), "trials 2 x 1"),
+    ("0 2", (LIVE,), "trials 1 x 1, teacher servers 2 x 0.5"),
+    ("1", (LIVE,), "trials 1 x 0.6, teacher servers 2 x 0.2"),
+    ("2", (RANK,), "trials 2 x 1"),  # trials in one process read the tables themselves
+    ("2", ("training.gpus_per_worker=0",), "trials none"),
+    ("1", ("training.workers=2",), "trials none"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "overrides", "expected"), TRIALS)
+def test_trials(gpus: str, overrides: tuple[str, ...], expected: str, recipe_with: MakeRecipe) -> None:
+    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
+    recipe, nodes = recipe_with("training.workers=1", *overrides), nodes_of(gpus)
+    plan = plans_of_trials(recipe, sweep, trial_resources(recipe, sweep, nodes), nodes)[-1]
+    assert plan.describe() == expected
+
+
+def test_a_required_gpu_that_is_missing_is_refused(recipe_with: MakeRecipe) -> None:
+    required = "resources.gpu=required"
+    assert plan_of(recipe_with(required, "training.workers=1"), nodes_of("1")).gpus == [1.0]
+    with fails_with(GpuRequiredError, "the cluster has no GPU for the training workers", "resources.gpu=auto"):
+        plan_of(recipe_with(required, "training.workers=1"), nodes_of("0"))
+    with fails_with(GpuRequiredError, "training.workers=8 needs 8 GPUs", "write training.workers=4, or"):
+        plan_of(recipe_with(required, "training.workers=8"), nodes_of("7"))
+    with fails_with(GpuRequiredError, "the nodes with role=students have no GPU for the training workers"):
+        plan_of(recipe_with(required, "training.workers=1", STUDENTS), nodes_of("8 0:students"))
+    for override in (
+        "training.gpus_per_worker=0",
+        "teachers.gpus_per_actor=0",
+        "evaluation.async_eval={gpus: 0}",
+    ):
+        with fails_with(InvalidValueError, "resources.gpu is required, and ", "is 0"):
+            recipe_with(required, "training.workers=1", override)
+
+
+def test_a_recipe_without_gpus_names_none(recipe_with: MakeRecipe) -> None:
+    with fails_with(InvalidValueError, "resources.gpu is none, and training.gpus_per_worker is 1"):
+        recipe_with("resources.gpu=none", "training.workers=1", "training.gpus_per_worker=1")
+
+
+def test_one_line_describes_the_plans(recipe_with: MakeRecipe) -> None:
+    nodes = nodes_of("8")
+    recipe = recipe_with("training.workers=8", RANK)
+    assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
+        "GPUs 8: embedding actors 8 x 1; then training workers 8 x 0.75, teacher servers 1 x 0.25"
+    )
+    recipe = recipe_with("training.workers=8", "resources.gpu=none")
+    assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
+        "GPUs 8: none is used (resources.gpu: none)"
+    )
+
+
+def test_workers_that_can_share_a_gpu_need_the_torch_engine(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    shares = ("training.workers=2", "training.gpus_per_worker=0.5")
+    assert recipe_with(*shares, "training.engine=torch")
+    assert recipe_with("training.workers=2", "training.gpus_per_worker=0.75", "training.engine=auto")
+    assert recipe_with("training.workers=1", "training.gpus_per_worker=0.5", "training.engine=deepspeed")
+    for engine in ("auto", "deepspeed"):
+        with fails_with(InvalidValueError, "gpus_per_worker is 0.5", "NCCL", "write engine: torch"):
+            recipe_with(*shares, f"training.engine={engine}")
+    models = {"group": tiny("bert")}
+    groups = ("groups.0.workers=2", "groups.0.gpus_per_worker=0.5")
+    assert make_mutual_recipe(tmp_path, models, sentences, *groups)
+    with fails_with(InvalidValueError, "group group has 2 workers", "write cross.engine: torch"):
+        make_mutual_recipe(tmp_path, models, sentences, *groups, "cross.engine=auto")
+
+
+def test_nccl_joins_workers_that_have_different_gpus() -> None:
+    assert [process_group_backend(4, gpus) for gpus in (0, 0.25, 0.5, 0.6, 1, 2)] == ["gloo"] * 3 + ["nccl"] * 3
+    assert process_group_backend(1, 0.25) == "nccl"
+
+
+def test_cpus_are_shared_among_the_nodes_with_gpus(recipe_with: MakeRecipe) -> None:
+    """Without that, the CPUs of nodes without GPUs would raise the share above what the node with GPUs has."""
+    nodes = [Node("head", {"CPU": 64.0}, {}), Node("gpus", {"CPU": 16.0, "GPU": 8.0}, {})]
+    assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
+    nodes = [Node("large", {"CPU": 64.0, "GPU": 1.0}, {}), Node("gpus", {"CPU": 14.0, "GPU": 7.0}, {})]
+    assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
+
+
+def test_a_large_cluster_is_planned_quickly() -> None:
+    """125 nodes of 8 GPUs: the number of tried placements must not grow with the number of GPUs."""
+    nodes = [Node(str(number), {"CPU": 64.0, "GPU": 8.0}, {}) for number in range(125)]
+    roles = [
+        GpuRole("training workers", 1000, None, None, "", "", needs_own_gpu=True),
+        GpuRole("teacher servers", 40, None, None, "", "", is_helper=True),
+    ]
+    assert share_gpus(roles, nodes) == [0.75, 0.25]
+
+
+def test_decided_shares_that_do_not_fit_are_refused(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=2", "training.gpus_per_worker=1", LIVE, "teachers.gpus_per_actor=1")
+    with fails_with(ClusterTooSmallError, "needs 4 GPUs", "teachers.gpus_per_actor"):
+        plan_run(recipe, nodes_of("3"))

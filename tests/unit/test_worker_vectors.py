@@ -1,0 +1,271 @@
+"""Lists that training workers compute from the vectors of their rows equal those of teacher servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.distributed import all_gather_rows, rank, world_size
+from distcse.errors import EmbeddingTableError, InvalidValueError, UnsuitableTeacherError
+from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
+from distcse.experiments.distillation.preparation import require_vectors
+from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
+from distcse.losses import TeacherOutputs
+from distcse.placement.resources import Node, Resources
+from distcse.ray_backend.list_serving import choose_serving
+from distcse.recipe import Recipe
+from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
+from distcse.teachers.serving import serving
+from distcse.teachers.table import EmbeddingTable
+from tests.counting import CountedSource
+from tests.failures import fails_with
+from tests.gpusim import Simulation
+from tests.jobs import make_spec
+from tests.training_step import TrainingStep
+from tests.weights import assert_equal_weights, assert_same_learning, weights_of
+from tests.workers import run_workers
+
+MakeRecipe = Callable[..., Recipe]
+
+EVERYTHING = (
+    "teachers.disagreement_scale=0.5",
+    "teachers.rank_noise_group=4",
+    "teachers.encoders.0.alpha_by_domain={legal: 0.0, news: 1.0}",
+    "corpus.domain=kind",
+    "objective.rank.queue={num_batches: 2, num_anchors: 25, refresh_steps: 4}",
+)
+STEPS = 25
+"""Compared steps; an epoch has 22."""
+
+Parts = list[np.ndarray | None]
+Case = tuple[TrainSpec, list[EmbeddingTable]]
+
+
+def clients_of(spec: TrainSpec, tables: list[EmbeddingTable]) -> list[TeacherClient]:
+    """The clients of a run in one process: a thread serves the teachers that the worker does not compute itself."""
+    teachers = enumerate(zip(spec.recipe.teachers.encoders, tables, strict=True))
+    served: dict[int, TeacherClient] = {
+        number: LocalTeacherClient(serving(teacher, table))
+        for number, (teacher, table) in teachers
+        if number not in spec.worker_tables
+    }
+    return teacher_clients(spec, served)
+
+
+def task_of(spec: TrainSpec, tables: list[EmbeddingTable]) -> DistillationTask:
+    return DistillationTask(spec, BatchLoader(spec, rank(), world_size()), clients_of(spec, tables))
+
+
+def parts_of(outputs: TeacherOutputs) -> Parts:
+    parts = (outputs.similarities, outputs.pair_weights, outputs.clean_similarities)
+    return [None if part is None else part.numpy().copy() for part in parts]
+
+
+def outputs_of(spec: TrainSpec, tables: list[EmbeddingTable], first: int = 0) -> dict[int, Parts]:
+    """Return this worker's lists and pair weights of the steps from `first` to `STEPS`."""
+    task = task_of(spec, tables)
+    task.on_start(first)
+    return {step: parts_of(task.teacher_outputs(step, torch.device("cpu"))) for step in range(first, STEPS)}
+
+
+def train_with(spec: TrainSpec, tables: list[EmbeddingTable], stop_after: int = -1) -> bool:
+    """Train, and return whether the training was stopped after a number of events."""
+    events: list[Any] = []
+    reporter = Reporter(events.append, lambda: 0 <= stop_after < len(events))
+    return train_student(spec, clients_of(spec, tables), reporter).interrupted
+
+
+def assert_equal_outputs(
+    found: list[dict[int, Parts]], expected: list[dict[int, Parts]], rows: slice = slice(None)
+) -> None:
+    for steps, expected_steps in zip(found, expected, strict=True):
+        for step, (similarities, pair_weights, clean) in steps.items():
+            expected_similarities, expected_weights, expected_clean = expected_steps[step]
+            if clean is None:
+                assert_equal_parts(similarities, expected_similarities, rows, 1e-6)
+            else:
+                assert_equal_noise(similarities, expected_similarities, rows)
+            assert_equal_parts(clean, expected_clean, rows, 1e-6)
+            # Lists are standardized first: differences are divided by the small spread of tiny teachers' lists.
+            assert_equal_parts(pair_weights, expected_weights, rows, 1e-4)
+
+
+def assert_equal_parts(found: np.ndarray | None, expected: np.ndarray | None, rows: slice, tolerance: float) -> None:
+    if found is None or expected is None:
+        assert found is expected
+    else:
+        np.testing.assert_allclose(found, expected[rows], atol=tolerance, rtol=0)
+
+
+def assert_equal_noise(found: np.ndarray | None, expected: np.ndarray | None, rows: slice) -> None:
+    """Compare lists with rank noise, which swaps other entries where rounding changes the order of two neighbors."""
+    assert found is not None and expected is not None
+    np.testing.assert_allclose(np.sort(found), np.sort(expected[rows]), atol=1e-6, rtol=0)
+    assert np.mean(np.abs(found - expected[rows]) > 1e-6) < 0.005
+
+
+@pytest.fixture
+def recipe_with_domains(recipe_with: MakeRecipe, tmp_path: Path) -> MakeRecipe:
+    """Create recipes whose rows have a domain."""
+    recipe_with()
+    lines = (tmp_path / "corpus.txt").read_text().splitlines()
+    rows = "".join(f'"{line}",{"legal" if row % 3 else "news"}\n' for row, line in enumerate(lines))
+    (tmp_path / "corpus.csv").write_text("text,kind\n" + rows)
+    source = f"corpus.path={tmp_path / 'corpus.csv'}"
+    return lambda *overrides: recipe_with(source, "training.epochs=2", *overrides)
+
+
+def all_outputs(cases: list[Case], first: int = 0) -> list[dict[int, Parts]]:
+    return [outputs_of(spec, tables, first) for spec, tables in cases]
+
+
+def test_lists_of_workers_equal_those_of_servers(recipe_with_domains: MakeRecipe) -> None:
+    """With one worker and with two; with all that changes lists; and with a rank-space teacher, which keeps its server."""
+    rank_space = ("teachers.encoders.0.similarity=rank", "teachers.encoders.0.num_references=50")
+    served = [make_spec(recipe_with_domains(*overrides)) for overrides in ((), EVERYTHING, rank_space)]
+    computed = [(with_worker_tables(spec, tables), tables) for spec, tables in served]
+    assert [spec.worker_tables.keys() for spec, _ in computed] == [{0, 1}, {0, 1}, {1}]
+    expected = all_outputs(served)
+    assert_equal_outputs(all_outputs(computed), expected)
+    assert_equal_outputs(all_outputs(computed, first=21), expected)  # as after --resume
+    for worker, found in enumerate(run_workers(all_outputs, 2, computed)):
+        assert_equal_outputs(found, expected, slice(8 * worker, 8 * worker + 8))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_same_weights_also_on_other_workers(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with(
+        "objective.rank.queue={num_batches: 2, num_anchors: 24, refresh_steps: 4}",
+        "training.dropout_rng_streams=2",
+    )
+    servers, tables = make_spec(recipe)
+    train_with(servers, tables)
+    weights = []
+    for stop_after in (-1, 2):
+        spec = with_worker_tables(make_spec(recipe)[0], tables)
+        assert train_with(spec, tables, stop_after) == (stop_after > 0)
+        train_with(spec, tables)
+        weights.append(weights_of(spec.run.path))
+    assert_equal_weights(*weights)
+    assert_same_learning(weights_of(servers.run.path), weights[0])
+    moved = with_worker_tables(make_spec(recipe)[0], tables)
+    assert run_workers(train_with, 2, moved, tables, 2) == [True, True]
+    train_with(moved, tables)
+    assert_same_learning(weights[0], weights_of(moved.run.path))
+
+
+def gathered() -> torch.Tensor:
+    return all_gather_rows(torch.tensor([[rank(), 1], [rank(), 2]], dtype=torch.float16))
+
+
+def test_rows_are_gathered_in_the_order_of_ranks() -> None:
+    assert all_gather_rows(rows := torch.ones(2, 3)) is rows  # one worker
+    for answer in run_workers(gathered, 2):
+        assert answer.tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+
+
+def test_no_server_is_asked_and_blocks_stay_small(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(
+        recipe_with("teachers.encoders.0.similarity=rank", "teachers.encoders.0.num_references=50")
+    )
+    first, second = clients_of(with_worker_tables(spec, tables), tables)
+    counted = CountedSource(first)
+    task = DistillationTask(spec, BatchLoader(spec, 0, 1), [counted, second])
+    task.on_start(0)
+    task.teacher_outputs(0, torch.device("cpu"))
+    assert counted.requests == [3, 3]
+
+
+def test_a_damaged_row_ends_the_run(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with())
+    payload = sorted(tables[1].directory.glob("shard-*.npy"))[0]
+    vectors = np.load(payload)
+    vectors[:] = 0
+    np.save(payload, vectors)
+    with fails_with(EmbeddingTableError, str(tables[1].store), "shard 0"):
+        outputs_of(with_worker_tables(spec, tables), tables)
+
+
+def test_a_gpu_computes_the_lists_and_the_host_never_waits(
+    recipe_with_domains: MakeRecipe, simulated_gpu: Simulation
+) -> None:
+    spec, tables = make_spec(recipe_with_domains(*EVERYTHING))
+    expected = outputs_of(spec, tables)
+    task = task_of(with_worker_tables(spec, tables), tables)
+    device = torch.device("gpu")
+    task.model.to(device)
+    task.on_start(0)
+    found = {}
+    for step in range(STEPS):
+        with simulated_gpu.counting():
+            outputs = task.teacher_outputs(step, device)
+        assert outputs.similarities is not None and outputs.similarities.device.type == "gpu"
+        found[step] = parts_of(outputs.to(torch.device("cpu")))
+    assert simulated_gpu.waits == {}
+    assert_equal_outputs([found], [expected])
+
+
+def test_steps_on_a_gpu_do_not_wait_and_equal_recorded_ones(
+    recipe_with_domains: MakeRecipe, simulated_gpu: Simulation
+) -> None:
+    spec, tables = make_spec(recipe_with_domains(*EVERYTHING))
+    spec = with_worker_tables(spec, tables)
+    step = TrainingStep(spec, clients_of(spec, tables))
+    step()
+    with simulated_gpu.counting():
+        for _ in range(3):
+            step()
+    assert {place for place in simulated_gpu.waits if " in " not in place} == set()  # of the main thread
+    weights = []
+    for mode in ("off", "on"):
+        spec, tables = make_spec(recipe_with_domains(f"training.cuda_graphs={mode}", "training.max_steps=12"))
+        train_with(with_worker_tables(spec, tables), tables)
+        weights.append(weights_of(spec.run.path))
+    assert_same_learning(*weights)  # an eager step's learning rate is a Python number
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "resources", "by_workers"),
+    [
+        (64, {"CPU": 1.0}, False),
+        (4096, {"CPU": 1.0}, False),
+        (64, {"CPU": 1.0, "GPU": 1.0}, False),
+        (4096, {"CPU": 1.0, "GPU": 1.0}, True),
+    ],
+)
+def test_auto_chooses_workers_where_servers_would_fall_behind(
+    recipe_with: MakeRecipe, batch_size: int, resources: Resources, by_workers: bool
+) -> None:
+    recipe = recipe_with(f"training.batch_size={batch_size}", "training.workers=8")
+    spec, tables = make_spec(recipe)
+    node = Node("a", {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {})
+    for serve, expected, lines in (("auto", by_workers, 1), ("worker", True, 0), ("actor", False, 0)):
+        events: list[Any] = []
+        section = recipe.teachers.model_copy(update={"serve": serve})
+        served = replace(spec, recipe=recipe.model_copy(update={"teachers": section}))
+        chosen = choose_serving(served, tables, resources, [node], Reporter(events.append))
+        assert bool(chosen.worker_tables) == expected
+        assert len(events) == lines
+        for event in events:
+            assert event.text.startswith(f"teachers.serve auto: {'the workers' if by_workers else 'servers'} compute")
+
+
+def test_settings_without_effect_are_refused(recipe_with: MakeRecipe, tiny: Callable[..., Path]) -> None:
+    by_workers = "teachers.serve=worker"
+    vectors = ("objective={regression: {}, rank: null, info_nce: null, consistency: null}", "student.projection=none")
+    with fails_with(InvalidValueError, "teachers.serve", "no term learns from"):
+        recipe_with(by_workers, *vectors)
+    for overrides in (("teachers.mode=live",), tuple(f"teachers.encoders.{n}.similarity=rank" for n in (0, 1))):
+        with fails_with(UnsuitableTeacherError, "teachers.serve", "auto"):
+            require_vectors(recipe_with(by_workers, *overrides), 400)
+    with fails_with(UnsuitableTeacherError, "teachers.num_servers", "teachers.serve"):
+        require_vectors(recipe_with(by_workers, "teachers.num_servers=2"), 400)
+    require_vectors(recipe_with(by_workers, "teachers.num_servers=2", "teachers.encoders.0.similarity=rank"), 400)
