@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def assert_async(condition: Tensor, message: str) -> None:
@@ -29,6 +31,24 @@ def leave_capture(module: Any) -> None:
     """
     for generator in getattr(module, "default_generators", ()):
         generator.graphsafe_set_state(generator.clone_state())
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base of context managers that see every operation that reaches a device.
+
+    Private: `torch.utils._python_dispatch`, which PyTorch's documentation of extensions names. The public
+    `torch.overrides.TorchFunctionMode` sees calls of PyTorch's functions, and neither autocast's casts nor the backward pass.
+    """
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which operations on the CPU compute shapes and types, and no values.
+
+    Private: `torch._subclasses.FakeTensorMode`. Autocast does not support the public `meta` device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while, and only `distcse.plan` needs it
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
@@ -178,6 +176,9 @@ def _read_text(file: Path) -> str:
 
 
 def _parquet(file: Path) -> dict[str, list[str]]:
+    import pyarrow as pa  # takes 30 ms, and only Parquet files need it
+    import pyarrow.parquet as pq
+
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

@@ -7,6 +7,7 @@ CPU, all of a call's texts are one chunk.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,6 +184,7 @@ def _queue(
         if problem is None:
             count(len(batch))
             continue
+        gc.collect()  # some models hold an error's traceback, and with it the pass's tensors, in a cycle
         if is_gpu(device):
             gpu_module(device).empty_cache()
         budget.lower(tokens, problem)

@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from distcse.compat.torch import DispatchMode, fake_tensors
 from distcse.models.attention import prepare_mask, takes_prepared_mask
 from distcse.models.layers import keep_layers
 from distcse.models.loading import model_class
@@ -56,7 +55,7 @@ def _count(described: str, config_class: Any, depth: int, training: bool, half: 
     with torch.device("meta"):
         model = model_class(config).from_config(config, attn_implementation="sdpa", trust_remote_code=trust_remote_code)
     keep_layers(model, range(depth))
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         model.to_empty(device="cpu")
         if getattr(model, "pooler", None) is not None:
             model.pooler = None
@@ -72,7 +71,7 @@ def _count(described: str, config_class: Any, depth: int, training: bool, half: 
     return counted.count
 
 
-class _Launches(TorchDispatchMode):
+class _Launches(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

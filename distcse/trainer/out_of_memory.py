@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
+import traceback
+from types import TracebackType
 
 import torch
 
@@ -13,32 +13,40 @@ from distcse.distributed import world_size
 from distcse.errors import OutOfMemoryError
 from distcse.recipe import LoopSection, TrainingSection
 
-T = TypeVar("T")
 _GIB = 2.0**30
 
 
-def explain_out_of_memory(work: Callable[[], T], device: torch.device | str, section: LoopSection, key: str) -> T:
-    """Call `work` and return its result.
+class OutOfMemoryAdvice:
+    """Context manager, for any number of uses: turns PyTorch's error of exhausted memory into `OutOfMemoryError`.
 
     Args:
-        work: Creates the engine, or takes a step.
         device: Device of the training.
         section: The recipe's training section.
         key: Its recipe key.
 
     Raises:
-        OutOfMemoryError: The device's memory is exhausted. The same values would exhaust it again.
+        OutOfMemoryError: The block exhausted the device's memory. The same values would exhaust it again.
     """
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        # The new error is raised outside of this block: the old one's traceback would keep the step's tensors alive.
-        problem = f"{_describe_memory(device)}: {_describe_error(error)}"
-    rows = section.batch_size // world_size()
-    raise OutOfMemoryError(
-        f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in {section.precision}, on "
-        f"{problem}. {_describe_fixes(section, key, rows)}"
-    )
+
+    def __init__(self, device: torch.device | str, section: LoopSection, key: str) -> None:
+        self._device = device
+        self._section = section
+        self._key = key
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        section, rows = self._section, self._section.batch_size // world_size()
+        problem = f"{_describe_memory(self._device)}: {_describe_error(error)}"
+        traceback.clear_frames(trace)  # its frames would keep the step's tensors alive
+        raise OutOfMemoryError(
+            f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in "
+            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows)}"
+        ) from None
 
 
 def _describe_memory(device: torch.device | str) -> str:

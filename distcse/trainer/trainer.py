@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
 from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
 from distcse.trainer.engines import Engine, make_engine
-from distcse.trainer.out_of_memory import explain_out_of_memory
+from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TrainingTask
@@ -76,9 +75,10 @@ def train(
     if restored is not None:
         reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
-    explain = partial(explain_out_of_memory, device=default_device(), section=section, key=key)
+    memory_advice = OutOfMemoryAdvice(default_device(), section, key)
     records = records_steps(cuda_graphs)
-    engine = explain(partial(make_engine, task.model, section, task.rows, restored, records))
+    with memory_advice:
+        engine = make_engine(task.model, section, task.rows, restored, records)
     take_step = open_step(training_step, engine.device, cuda_graphs, reporter.emit)
     log = StepLog(task)
     task.on_start(state.step)
@@ -95,7 +95,9 @@ def train(
         for step in range(state.step, task.steps):
             lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
             inputs = task.prepare_batch(step, engine.device)  # the teachers' lists are prefetched
-            log.add(explain(partial(take_step, engine, task, inputs, lr)))
+            with memory_advice:
+                terms = take_step(engine, task, inputs, lr)
+            log.add(terms)
 
             done = step + 1
             is_last = done == task.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from distcse.trainer import trainer
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.gradient_buckets import GradientBuckets
 from distcse.trainer.engines.torch_engine import all_reduce_gradients
+from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_spec, train
@@ -318,17 +320,20 @@ def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Pat
     ],
 )
 def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> None:
-    from distcse.trainer.out_of_memory import explain_out_of_memory
+    kept: list[weakref.ref[torch.Tensor]] = []
 
     def fail() -> None:
+        activations = torch.zeros(3)
+        kept.append(weakref.ref(activations))
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 8.50 MiB is free. "
             "39.55 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch."
         )
 
-    with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure:
-        explain_out_of_memory(fail, "cpu", TrainingSection(**section), "training")
-    assert failure.value.__context__ is None, "the step's tensors are not kept alive"
+    advice = OutOfMemoryAdvice("cpu", TrainingSection(**section), "training")
+    with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure, advice:
+        fail()
+    assert failure.value.__suppress_context__ and kept[0]() is None, "the error keeps the step's tensors alive"
 
 
 def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:

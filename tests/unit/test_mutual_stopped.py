@@ -228,7 +228,7 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
             return original(self, *arguments, on_progress=note, **more)
 
         monkeypatch.setattr(PairScorer, "score", score)
-        monkeypatch.setattr("distcse.models.encoder.by_length", lambda ids, tokens: [[n] for n in range(len(ids))])
+        monkeypatch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: [[n] for n in range(len(ids))])
         with pytest.raises(RunEnded):
             LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

@@ -60,7 +60,7 @@ def test_embedding_checks_only_the_cache_on_the_teachers_nodes(
     with joined_for_embedding(recipe, cluster):
         assert not runs.exists()
     check_storage(recipe.storage)
-    with joined_for_run(recipe, cluster, runs, None):
+    with joined_for_run(recipe, cluster, runs):
         pass
     teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
     assert cluster.required == [

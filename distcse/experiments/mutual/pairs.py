@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, CorpusTooSmallError
 from distcse.evaluation import read_table
@@ -48,6 +46,9 @@ class Pairs:
 
     def write(self, file: Path) -> None:
         """Store the pairs as Parquet, atomically."""
+        import pyarrow as pa  # here and in `read`: a benchmark of pairs on a bare GPU image has no pyarrow
+        import pyarrow.parquet as pq
+
         with open_store(file.parent).write(file.name) as temporary:
             pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), temporary)
 
@@ -58,6 +59,9 @@ class Pairs:
         Raises:
             CorpusCacheError: The file is damaged.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         store = open_store(file.parent)
         store.fetch(file.name)
         try:
