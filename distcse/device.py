@@ -100,10 +100,10 @@ def limit_memory(share: float) -> None:
 
 
 def usable_memory(device: torch.device | str) -> float:
-    """Return the bytes that this process can have allocated on a GPU: what is free or cached by it, within its share."""
+    """Return the bytes that this process can have allocated on its GPU: what is free or cached by it, within its share."""
     module = gpu_module(device)
     free, total = module.mem_get_info(device)
-    allowed: float = module.get_per_process_memory_fraction(device) * total
+    allowed: float = module.get_per_process_memory_fraction() * total  # of the current device
     return min(float(free + module.memory_reserved(device)), allowed)
 
 

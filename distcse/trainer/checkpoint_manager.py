@@ -77,7 +77,7 @@ class CheckpointManager:
         elif isinstance(error, Exception):
             try:
                 self._take_written()
-            except DistcseError as failed:
+            except Exception as failed:  # `error` is what ends the run
                 self._emit(LogMessage(f"the last checkpoint was not written: {failed}", warning=True))
 
     def evaluate_and_save(self, state: TrainerState, should_evaluate: bool) -> TrainerState:

@@ -64,7 +64,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T]) -> Callable[[], T]:
-        graph = self._module.CUDAGraph()
+        graph, current = self._module.CUDAGraph(), self._module.current_stream()
         gc.collect()  # no tensor may be freed while calls are recorded
         # thread_local: a teacher's thread may allocate during the recording.
         recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
@@ -72,6 +72,9 @@ class CudaGraphs:
             with first_error(recording):
                 result = call()
         except RuntimeError:
+            self._module.set_stream(
+                current
+            )  # PyTorch leaves the recording's stream only if the recording ends without an error
             leave_capture(self._module)
             raise
 
@@ -200,11 +203,14 @@ class CudaGraphStep:
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             if self._on_failure is None:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 raise CUDAGraphError(
                     f"this student's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
                     "training.cuda_graphs=off"
                 ) from error
         self._has_failed = True
+        self._recorded.clear()  # a failed recording can leave earlier ones with an outdated random generator
         task.model.zero_grad()  # the attempt's gradients have no values
         self._on_failure(reason)
         return None

@@ -45,7 +45,7 @@ class OutOfMemoryAdvice:
         traceback.clear_frames(trace)  # its frames would keep the step's tensors alive
         raise OutOfMemoryError(
             f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in "
-            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows)}"
+            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows, is_gpu(self._device))}"
         ) from None
 
 
@@ -71,7 +71,7 @@ def _describe_error(error: torch.OutOfMemoryError) -> str:
     return (requested[0] if requested else text) + limit
 
 
-def _describe_fixes(section: LoopSection, key: str, rows: int) -> str:
+def _describe_fixes(section: LoopSection, key: str, rows: int, on_gpu: bool) -> str:
     """List the ways out: those that a resumed run can take, and those that need a new run."""
     new_run = [f"{key}.batch_size={max(2, section.batch_size // 2)}"]
     if section.precision == "fp32":
@@ -81,11 +81,15 @@ def _describe_fixes(section: LoopSection, key: str, rows: int) -> str:
         return f"Write more workers for the group, and start a new run; or {begin_again}"
     chunk = _largest_divisor(rows, below=min(rows, section.grad_cache_chunk or rows))
     resumed = [f"training.grad_cache_chunk={chunk} (the same gradient, one more forward pass)"] if chunk else []
+    if chunk and section.cuda_graphs == "on":
+        resumed[0] = f"training.cuda_graphs=off {resumed[0]}"
     if chunk and section.dropout_rng_streams is not None:
         resumed[0] = f"training.dropout_rng_streams=null {resumed[0]}"
     workers = max(1, section.workers) * 2
     if section.batch_size % workers == 0 and not section.grad_cache_chunk:
         resumed.append(f"training.workers={workers}")
+    if on_gpu and section.cuda_graphs != "off" and not section.changes_to_record:
+        resumed.append("training.cuda_graphs=off (recorded steps keep their memory)")
     if not resumed:
         return f"The last checkpoint is kept; {begin_again}"
     return f"The last checkpoint is kept: continue it with --resume and {' or '.join(resumed)}; or {begin_again}"

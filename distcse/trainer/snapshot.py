@@ -93,7 +93,12 @@ class SnapshotTaker:
         if self._stream is not None and self._joins is None and has_moments:
             # Decided at the first snapshot after a step: the peak of the memory then includes a step, and no snapshot.
             self._joins = self._has_room(sum(tensor.nbytes for _, _, tensor in entries))
-        return self._take_joined(entries, updates) if self._joins else self.take_each(entries, updates)
+        if self._joins:
+            try:
+                return self._take_joined(entries, updates)
+            except torch.OutOfMemoryError:  # steps, or other processes, use more memory than at the first snapshot
+                self._joins = False
+        return self.take_each(entries, updates)
 
     def take_each(self, entries: Iterable[Entry], updates: Tensor) -> Snapshot:
         """Start the copies of tensors one by one, so that an iterator may create each of them when it is due.

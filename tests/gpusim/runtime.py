@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from tests.gpusim import streams
 from tests.gpusim.autocast import register_autocast
@@ -36,6 +37,7 @@ class GpuModule:
     CUDAGraph = CUDAGraph
     graph = staticmethod(graph)
     stream = staticmethod(streams.use_stream)
+    set_stream = staticmethod(streams.set_stream)
     current_stream = staticmethod(streams.current_stream)
     default_stream = staticmethod(streams.default_stream)
 
@@ -90,6 +92,8 @@ class GpuModule:
         active().memory_fraction = fraction
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        if device is not None and torch.device(device).index is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
         return active().memory_fraction
 
     def memory_allocated(self, device: Any = None) -> int:
@@ -160,6 +164,8 @@ def simulated(total_bytes: int = 80 * 2**30) -> Iterator[Simulation]:
     ]
     with ExitStack() as stack:
         stack.enter_context(activated(simulation))
+        # The exception that ends a recomputation early would pass through PyTorch's device guards, which aborts the process.
+        stack.enter_context(set_checkpoint_early_stop(False))
         for place, name, replacement in patches:
             stack.enter_context(mock.patch.object(place, name, replacement))
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)

@@ -161,6 +161,11 @@ def current_stream(device: object = None) -> Stream:
     return found
 
 
+def set_stream(stream: Stream) -> None:
+    """Make a stream this thread's."""
+    _local.stream = stream
+
+
 @contextmanager
 def use_stream(stream: Stream | None) -> Iterator[None]:
     """Context manager: make a stream this thread's."""
