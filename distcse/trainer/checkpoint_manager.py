@@ -10,7 +10,7 @@ from functools import partial
 
 from distcse.device import is_gpu
 from distcse.distributed import broadcast, on_rank_zero
-from distcse.errors import DistcseError, DivergedError
+from distcse.errors import DivergedError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_writer import CheckpointWriter
