@@ -354,6 +354,8 @@ def steps(bench: Bench) -> Iterator[Figure]:
     for n in (bench.n, bench.n // 2, bench.n * 8):
         yield from steps_of(bench, n)
         gc.collect()
+        if bench.module is not None:
+            bench.module.empty_cache()
 
 
 def steps_of(bench: Bench, n: int) -> Iterator[Figure]:
@@ -885,11 +887,11 @@ def measure(device: str, options: argparse.Namespace) -> None:
         try:
             for figure in part(bench):
                 found.append(figure)  # those before a refusal are kept
-        except RuntimeError as refused:  # what was found is kept: such a device is not had every day
+        except Exception as refused:  # what was found is kept: such a device is not had every day
             traceback.print_exc()
             not_run[f"rows {rows}"] = f"{type(refused).__name__}: {refused}".splitlines()[0]
             failed.append(f"rows {rows}")
-            if not isinstance(refused, torch.OutOfMemoryError):
+            if isinstance(refused, torch.AcceleratorError):
                 print(
                     "a device on which something failed is not measured further; again with --call-by-call?", flush=True
                 )

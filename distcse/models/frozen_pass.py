@@ -153,8 +153,8 @@ class _Queued:
 
     def add(self, batch: list[int], output: Tensor) -> None:
         if is_gpu(self.device):
+            self._copies.add(output)  # first: where it has no memory, the batch is queued again
             self._batches.append(batch)
-            self._copies.add(output)
         else:
             self.chunk.out[batch] = output.cpu().numpy()
 

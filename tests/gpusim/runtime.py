@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import DefaultDeviceType
 
 from tests.gpusim import streams
 from tests.gpusim.autocast import register_autocast
@@ -157,15 +157,19 @@ def simulated(total_bytes: int = 80 * 2**30) -> Iterator[Simulation]:
     simulation = Simulation(total_bytes)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     patches: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch.Tensor, "pin_memory", lambda tensor, device=None: streams.pin(tensor.clone())),
+        (
+            torch.Tensor,
+            "pin_memory",
+            lambda tensor, device=None: tensor if streams.is_pinned(tensor) else streams.pin(tensor.clone()),
+        ),
         (torch.Tensor, "is_pinned", lambda tensor, device=None: streams.is_pinned(tensor)),
         (torch.autograd, "_engine_run_backward", _backward_pass),
         *((torch, name, _pinning(getattr(torch, name))) for name in ("empty", "empty_like", "zeros", "full")),
     ]
     with ExitStack() as stack:
         stack.enter_context(activated(simulation))
-        # The exception that ends a recomputation early would pass through PyTorch's device guards, which aborts the process.
-        stack.enter_context(set_checkpoint_early_stop(False))
+        # Recomputation restores the autocast of this device type, which PyTorch reads from the accelerator once per process.
+        stack.enter_context(mock.patch.object(DefaultDeviceType, "_default_device_type", "gpu"))
         for place, name, replacement in patches:
             stack.enter_context(mock.patch.object(place, name, replacement))
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModel
+from transformers import AlbertConfig, AutoConfig, AutoModel, BertConfig, DebertaV2Config, MPNetConfig, PretrainedConfig
 
 from distcse.data import collate
 from distcse.device import DeviceSpeed
@@ -223,6 +223,11 @@ def test_launches_do_not_depend_on_the_batch_and_grow_by_layer(kind: str, tiny: 
     assert forward[2] - forward[1] == 2 * (forward[1] - forward[0]) > 0
     assert count_launches(config, 2, True, False) > 2 * forward[1]
     assert count_launches(config, 2, False, True) > forward[1]  # autocast converts weights
+
+
+@pytest.mark.parametrize("config_class", [MPNetConfig, DebertaV2Config, AlbertConfig])
+def test_a_family_that_cannot_be_counted_has_berts_launches(config_class: type[PretrainedConfig]) -> None:
+    assert count_launches(config_class(), 12, True, True) == count_launches(BertConfig(), 12, True, True)
 
 
 def test_launches_are_the_operations_of_a_real_pass(tiny: Callable[..., Path]) -> None:
