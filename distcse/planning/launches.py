@@ -38,11 +38,13 @@ def count_launches(config: Any, layers: int, training: bool, half: bool, trust_r
     """
     from transformers import BertConfig
 
+    config_class: Any = type(config)
     try:
-        one, two = _of_one_and_two(_describe(config), type(config), training, half, trust_remote_code)
+        one, two = _of_one_and_two(_describe(config), config_class, training, half, trust_remote_code)
     except Exception:  # of the family's own code, which can raise anything
         small = BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=2, intermediate_size=8)
-        one, two = _of_one_and_two(_describe(small), BertConfig, training, half, False)
+        config_class = BertConfig
+        one, two = _of_one_and_two(_describe(small), config_class, training, half, False)
     return one + (layers - 1) * (two - one)
 
 

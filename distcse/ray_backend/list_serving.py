@@ -26,6 +26,8 @@ _NETWORK = 100e9 / 8
 """Bytes per second of a node's network: as the default of `distcse.plan`."""
 _SMALL_S = 1e-3
 """Seconds of a server per step below which no step is estimated: a student's step takes several times as long."""
+_LARGE = 1024
+"""Dimension of the vectors of a large teacher, for a first estimate without its table."""
 _UNKNOWN_GPU = "H100-80G"
 """GPU whose rates are taken where Ray does not name a known type: a fast one, for which servers fall behind soonest."""
 _ACCELERATOR = "accelerator_type:"
@@ -62,9 +64,12 @@ def choose_serving(
         return spec
     nodes = [node for node in nodes if node.has(recipe.training.node_labels)]
     machine, workers, batch = _machine(per_worker, nodes), recipe.training.workers, recipe.training.batch_size
-    dimensions = [table.dimension for table in computable.values()]
-    served = served_seconds(machine, _NETWORK, dimensions, _list_sizes(recipe), workers, section.num_servers)
-    chosen, reason = spec, f"they need about {_ms(served)} per step"
+    sizes = _list_sizes(recipe)
+    served = served_seconds(machine, _NETWORK, [_LARGE] * len(computable), sizes, workers, section.num_servers)
+    if served > _SMALL_S:  # only then is a table opened: the driver would download a shard from object storage
+        dimensions = [table.dimension for table in computable.values()]
+        served = served_seconds(machine, _NETWORK, dimensions, sizes, workers, section.num_servers)
+    chosen, reason = spec, f"they need at most {_ms(served)} per step"
     if served > _SMALL_S:
         cluster = Cluster("", len(nodes), math.ceil(workers / len(nodes)), machine, _NETWORK)
         try:
