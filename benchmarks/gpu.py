@@ -175,11 +175,6 @@ class Bench:
         draws = (self.draw.integers(0, VOCABULARY - len(SPECIAL), max(1, length - 2)) for length in self.lengths(count))
         return [" ".join(f"w{number}" for number in words) for words in draws]
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.module is not None:
-            self.module.synchronize()
-
     def lengths(self, count: int) -> np.ndarray:
         """Lengths of `count` random sentences."""
         values, weights = self._lengths

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distcse.device_defaults import BY_KIND
 from distcse.errors import DistcseError
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
@@ -191,9 +190,7 @@ class MutualPlan:
     def _stage(self, group: GroupRun, phase: Phase) -> GroupPhaseCost:
         scoring = self._pass(group, phase.kind, self.pairs, False)
         workers, machine = group.section.workers, self.cluster.machine
-        batches = max(1.0, scoring.tokens / BY_KIND[machine.kind].frozen_batch_tokens)
-        terms = scoring.terms(machine)
-        scored = Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind) / workers
+        scored = scoring.batched_seconds(machine) / workers
         if phase.number == 0:
             return GroupPhaseCost(group.section.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
         section = self._section(phase.kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distcse.device_defaults import BY_KIND
 from distcse.planning.machines import Machine
 from distcse.planning.shapes import Shape
 
@@ -141,6 +142,17 @@ class Pass:
         if not host and machine.launch:
             host = machine.launch * self.shape.launches(self.training, self.precision != "fp32")
         return Terms(math=math, traffic=moved / machine.bandwidth, host=host)
+
+    def batched_seconds(self, machine: Machine, batch_tokens: int | None = None) -> float:
+        """Return the seconds of a frozen model's pass over all texts, split into batches that the host launches.
+
+        Args:
+            machine: The machine.
+            batch_tokens: Tokens per batch. Default: the device's.
+        """
+        batches = max(1.0, self.tokens / (batch_tokens or BY_KIND[machine.kind].frozen_batch_tokens))
+        terms = self.terms(machine)
+        return Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind)
 
     def parts(self, rate: float, bandwidth: float, kind: str = "cpu") -> tuple[float, float, float]:
         """Return the seconds of linear maps, attention and embeddings at these rates, without calibration factors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distcse.device_defaults import BY_KIND, GPU
+from distcse.device_defaults import GPU
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.planning.lengths import Lengths
@@ -317,10 +317,7 @@ class StudentRun:
         assert teacher.shape is not None
         length = lengths.mean(teacher.kind.section.max_length)
         work = Pass(teacher.shape, texts, length, False, teacher.kind.precision)
-        batches = max(
-            1.0, work.tokens / (self.recipe.teachers.tokens_per_batch or BY_KIND[machine.kind].frozen_batch_tokens)
-        )
-        return _in_batches(work, batches, machine)
+        return work.batched_seconds(machine, self.recipe.teachers.tokens_per_batch)
 
     def pass_seconds(self, teacher: TeacherWork, machine: Machine, rows: float) -> float:
         """Return the seconds in which one actor embeds `rows` sentences, sorted by length and so almost without padding."""
@@ -404,12 +401,7 @@ class StudentRun:
         else:
             texts, length = float(self.recipe.evaluation.num_heldout), self.lengths.mean(self.recipe.student.max_length)
         work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
-        encoded = (
-            _in_batches(work, max(1.0, work.tokens / BY_KIND[machine.kind].frozen_batch_tokens), machine)
-            if texts
-            else 0.0
-        )
-        return encoded + texts / machine.tokenise
+        return (work.batched_seconds(machine) if texts else 0.0) + texts / machine.tokenise
 
     def dev_flops(self) -> float:
         """Return the FLOPs of one dev score."""
@@ -461,9 +453,3 @@ def falls_behind(served: float, busy: float) -> bool:
         busy: Seconds of a worker's step without the lists.
     """
     return served > _MAX_UTILIZATION * busy
-
-
-def _in_batches(work: Pass, batches: float, machine: Machine) -> float:
-    """Return the seconds of a pass that is split into batches, each of which the host launches."""
-    terms = work.terms(machine)
-    return Terms(terms.math, terms.traffic, terms.host * batches).seconds(machine.kind)

@@ -66,10 +66,12 @@ def choose_serving(
     machine, workers, batch = _machine(per_worker, nodes), recipe.training.workers, recipe.training.batch_size
     sizes = _list_sizes(recipe)
     served = served_seconds(machine, _NETWORK, [_LARGE] * len(computable), sizes, workers, section.num_servers)
+    bound = "at most"
     if served > _SMALL_S:  # only then is a table opened: the driver would download a shard from object storage
+        bound = "about"
         dimensions = [table.dimension for table in computable.values()]
         served = served_seconds(machine, _NETWORK, dimensions, sizes, workers, section.num_servers)
-    chosen, reason = spec, f"they need at most {_ms(served)} per step"
+    chosen, reason = spec, f"they need {bound} {_ms(served)} per step"
     if served > _SMALL_S:
         cluster = Cluster("", len(nodes), math.ceil(workers / len(nodes)), machine, _NETWORK)
         try:

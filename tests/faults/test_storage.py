@@ -307,6 +307,14 @@ def fail_at_every_point(gate: Gate, work: Callable[[], None], check: Callable[[b
     raise AssertionError("the work never succeeded")
 
 
+def publish_unhindered(gate: Gate, folder: str, content: dict[str, str]) -> None:
+    """Store a folder while the gate refuses nothing, and forget the requests that it took."""
+    refuses, gate.refuses = gate.refuses, lambda method, path: None
+    fill(open_store(folder), **content).publish()
+    gate.refuses = refuses
+    gate.changes.clear()
+
+
 def test_a_reader_sees_the_old_folder_or_the_new_one(
     bucket: str, gate: Gate, machine: Callable[[str], None], tmp_path: Path
 ) -> None:
@@ -317,10 +325,7 @@ def test_a_reader_sees_the_old_folder_or_the_new_one(
         machine("writer")
         nonlocal number
         number += 1
-        gate_refuses, gate.refuses = gate.refuses, lambda method, path: None
-        fill(open_store(f"{bucket}/{number}/model"), **old).publish()
-        gate.refuses = gate_refuses
-        gate.changes.clear()
+        publish_unhindered(gate, f"{bucket}/{number}/model", old)
         fill(open_store(f"{bucket}/{number}/model"), **new).publish()
 
     def check_reader(succeeded: bool) -> None:
@@ -342,10 +347,7 @@ def test_a_reader_sees_a_folder_with_all_files_or_with_those_that_are_kept(
         machine("writer")
         nonlocal number
         number += 1
-        gate_refuses, gate.refuses = gate.refuses, lambda method, path: None
-        fill(open_store(f"{bucket}/{number}/x"), **content).publish()
-        gate.refuses = gate_refuses
-        gate.changes.clear()
+        publish_unhindered(gate, f"{bucket}/{number}/x", content)
         open_store(f"{bucket}/{number}/x").keep_only({"a", "z"})
 
     def check_reader(succeeded: bool) -> None:

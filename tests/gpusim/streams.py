@@ -170,11 +170,11 @@ def set_stream(stream: Stream) -> None:
 def use_stream(stream: Stream | None) -> Iterator[None]:
     """Context manager: make a stream this thread's."""
     before = current_stream()
-    _local.stream = before if stream is None else stream
+    set_stream(before if stream is None else stream)
     try:
         yield
     finally:
-        _local.stream = before
+        set_stream(before)
 
 
 def pin(tensor: Tensor) -> Tensor:
