@@ -255,7 +255,7 @@ class Student:
         self.step += 1
         return terms["loss"]
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Any, Any]:
         """See `TrainingTask`."""
         ids, mask = self.batches[step % 8]
         streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
@@ -415,7 +415,7 @@ class TrainedStudent(Student):
     def on_start(self, first_step: int) -> None:
         """See `TrainingTask`."""
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Any, Any]:
         """See `TrainingTask`."""
         ids, mask = (to_device(tensor, device) for tensor in self._host[step % 8])
         self.batches[step % 8] = (ids, mask)

@@ -68,8 +68,8 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
     endings = ("_bucket", "_sum", "_count")
     metrics = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
     secrets = {"HF_TOKEN": "hf_SentinelOfTheHub", "DISTCSE_ENDPOINT_KEY": "sk-SentinelOfTheEndpoint"}
-    for name, value in secrets.items():
-        monkeypatch.setenv(name, value)
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
     steps: list[StepReport] = []
     actors: set[str] = set()
     found: Samples = {}

@@ -233,7 +233,7 @@ def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:
     for store, width in ((first, 2), (second, 3)):
         (store.path / "model").mkdir(parents=True)
         save_file({"w": torch.zeros(width)}, store.path / "model" / "model.safetensors")
-    reference = ReferenceRun(first.path, Recipe.model_construct(), {}, [])
+    reference = ReferenceRun(first.path, Recipe.model_construct(), {}, [])  # type: ignore[call-arg]
     with fails_with(ResumeMismatchError, f"{bucket}/first and {bucket}/second"):
         reference.compare(second.path)
     (second.path / "model" / "model.safetensors").write_bytes(b"")
@@ -493,7 +493,7 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
         table,
         table_teacher(teacher, table),
         live_teacher(teacher, corpus, 64),
-        GroupContext(MutualRecipe.model_construct(), 0, spec.run, spec.lease),
+        GroupContext(MutualRecipe.model_construct(), 0, spec.run, spec.lease),  # type: ignore[call-arg]
         TrialContext(recipe, spec.run / "trials"),
     ):
         assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distcse.losses import Objective, TeacherOutputs, Views, build_objective, detection, gather_views
 from distcse.models.detection import Vocabulary, replaced
 from distcse.rank_space import RankSpace, rank_vectors
-from distcse.recipe import DetectionSection, InfoNCESection, ObjectiveSection, RankRegressionSection
+from distcse.recipe import ObjectiveSection, RankRegressionSection
 from tests.workers import run_workers
 
 EXACT = {"abs": 2e-6}
@@ -43,12 +43,9 @@ def test_replaced_token_detection(oracles: dict[str, Any]) -> None:
     assert accuracies["kept_accuracy"].item() == pytest.approx(case["expected"]["fix_acc"], **EXACT)
     without_padding, _ = detection(logits, edited.labels, edited.mask, "nonpad").shares()
     assert without_padding.item() == pytest.approx(case["expected"]["mean_nonpad"], **EXACT)
-    section = ObjectiveSection(
-        tau1=case["params"]["tau"],
-        consistency=None,
-        rank=None,
-        detection=DetectionSection(weight=case["params"]["lambda_weight"], generator="x"),
-    )
+    discrimination = {"weight": case["params"]["lambda_weight"], "generator": "x"}
+    terms = {"consistency": None, "rank": None, "detection": discrimination}
+    section = ObjectiveSection.model_validate({"tau1": case["params"]["tau"], **terms})
     # Views of a sentence are adjacent in the public code: rows 0 and 2 are first views, rows 1 and 3 second views.
     loss, parts = build_objective(section)(gather_views(h[0::2], h[1::2], detection=found))
     assert loss.item() == pytest.approx(case["expected"]["total_ref"], **EXACT)
@@ -68,16 +65,10 @@ def test_rank_vectors(oracles: dict[str, Any]) -> None:
 
 def rank_objective(case: dict[str, Any], kind: str, bounds: tuple[float, float]) -> Objective:
     regression = RankRegressionSection(weight=case["params"]["lambda_train"], lower=bounds[0], upper=bounds[1])
-    return build_objective(
-        ObjectiveSection(
-            tau1=case["params"]["tau"],
-            info_nce=InfoNCESection(),
-            consistency=None,
-            rank=None,
-            rank_regression=regression,
-            combine="hinge" if kind == "hinge" else "sum",
-        )
-    )
+    terms = {"info_nce": {}, "consistency": None, "rank": None, "rank_regression": regression}
+    combine = "hinge" if kind == "hinge" else "sum"
+    section = ObjectiveSection.model_validate({"tau1": case["params"]["tau"], "combine": combine, **terms})
+    return build_objective(section)
 
 
 def cases_of(case: dict[str, Any]) -> list[tuple[str, tuple[float, float], dict[str, float]]]:

@@ -220,7 +220,7 @@ def two_layers(seed: int) -> tuple[nn.Sequential, nn.Linear]:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.LayerNorm(4)), unused
 
 
-def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor]]:
+def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor | None]]:
     """Return, in each worker, gradients summed after the backward pass and in buckets: two updates of two batches each."""
     results = []
     for in_buckets in (False, True):

@@ -193,7 +193,7 @@ def test_a_recipe_is_read_by_its_key(file: Path, models: list[Path]) -> None:
     assert isinstance(experiment_of(recipe), Soup)
     assert distcse.with_values(recipe, {"soup": ["a"]}).soup == ["a"]
     with pytest.raises(RunArgumentError, match="BlendRecipe"):
-        experiment_of(BlendRecipe(soup=["a"]))
+        experiment_of(BlendRecipe.model_validate({"soup": ["a"]}))
 
 
 def test_a_mistake_names_the_nearest_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from distcse.losses import (
     negative_entropy,
 )
 from distcse.losses.list_mle import SuffixTermsInDouble, exact_suffix_terms
-from distcse.recipe import ConsistencySection, ObjectiveSection, RankSection
+from distcse.recipe import ObjectiveSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
@@ -100,11 +100,8 @@ def test_extreme_inputs_have_finite_losses_and_gradients(dtype: torch.dtype, tau
     z1, z2 = z.to(dtype, copy=True).requires_grad_(), other.to(dtype, copy=True).requires_grad_()
     for form in ("js", "neg_entropy"):
         z1.grad = z2.grad = None
-        section = ObjectiveSection(
-            tau1=tau,
-            consistency=ConsistencySection(form=form),  # type: ignore[arg-type]
-            rank=RankSection(**RANKS[rank], tau2=tau, tau3=tau),
-        )
+        terms = {"consistency": {"form": form}, "rank": {**RANKS[rank], "tau2": tau, "tau3": tau}}
+        section = ObjectiveSection.model_validate({"tau1": tau, **terms})
         loss, parts = build_objective(section)(
             gather_views(z1, z2), TeacherOutputs(seeded(8, 8, dtype=torch.float32).tanh())
         )
@@ -119,7 +116,9 @@ def test_a_zero_row_does_not_reduce_the_other_rows_gradient() -> None:
     z1 = seeded(6, 5, dtype=torch.float32)
     z1[2] = 0
     z1.requires_grad_()
-    loss, _ = build_objective(ObjectiveSection(rank=None))(gather_views(z1, seeded(6, 5, seed=1).float()))
+    loss, _ = build_objective(ObjectiveSection.model_validate({"rank": None}))(
+        gather_views(z1, seeded(6, 5, seed=1).float())
+    )
     loss.backward()
     assert z1.grad is not None and not z1.grad[2].any()
     assert (z1.grad.norm(dim=1)[[0, 1, 3, 4, 5]] > 1e-4).all()
@@ -264,7 +263,7 @@ def test_the_workers_shares_sum_to_the_loss() -> None:
 
 def test_mean_cosines_of_positives_and_of_others() -> None:
     z = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]])
-    _, parts = build_objective(ObjectiveSection(rank=None))(gather_views(z, z))
+    _, parts = build_objective(ObjectiveSection.model_validate({"rank": None}))(gather_views(z, z))
     assert parts["pos_cos"].item() == pytest.approx(1.0)
     assert parts["neg_cos"].item() == pytest.approx(-1 / 3)  # of 0, -1 and 0
 
